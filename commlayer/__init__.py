@@ -1,0 +1,54 @@
+"""commlayer: a communication runtime for Mixture-of-Experts training.
+
+It measures a cluster's links, chooses for every collective how to move the bytes, runs that choice and audits it.
+Names are loaded on first use (PEP 562), so that planning offline never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commlayer.communicator import Communicator as Communicator
+    from commlayer.groups import discover_topology as discover_topology
+    from commlayer.profiles.catalog import resolve as load_profile
+    from commlayer.profiles.errors import CommlayerError as CommlayerError
+    from commlayer.profiles.profile import Profile as Profile
+    from commlayer.scheduler.choose import Policy as Policy
+    from commlayer.work import Work as Work
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CommlayerError": "commlayer.profiles.errors:CommlayerError",
+    "Communicator": "commlayer.communicator:Communicator",
+    "Policy": "commlayer.scheduler.choose:Policy",
+    "Profile": "commlayer.profiles.profile:Profile",
+    "Work": "commlayer.work:Work",
+    "discover_topology": "commlayer.groups:discover_topology",
+    "load_profile": "commlayer.profiles.catalog:resolve",
+}
+
+__all__ = [
+    "CommlayerError",
+    "Communicator",
+    "Policy",
+    "Profile",
+    "Work",
+    "__version__",
+    "discover_topology",
+    "load_profile",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    module, attribute = _HOME[name].split(":")
+    value = globals()[name] = getattr(import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,282 @@
+"""The Communicator: collectives on process groups that a trainer already has, each moved by the plan that the profile favours."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from commlayer.debug import check_signatures, signature
+from commlayer.executor import Executor
+from commlayer.failures import FailureBoard
+from commlayer.groups import Grid, describe_self, form_grid, versions
+from commlayer.profiles.catalog import resolve
+from commlayer.profiles.errors import ClusterError, GroupError, ProfileNotFoundError, TensorError
+from commlayer.profiles.profile import Profile, check_shape
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.choose import Decision, Planner, Policy
+from commlayer.scheduler.plan import Op, Plan
+from commlayer.scheduler.price import Timeline
+from commlayer.scheduler.traffic import Traffic
+from commlayer.settings import Settings
+from commlayer.transport import Channel, GlooTransport, Transport
+from commlayer.work import OrderedQueue, Work
+
+__all__ = ["Communicator", "State"]
+
+_serial = itertools.count()
+
+
+class State(Enum):
+    OPEN = "open"
+    BROKEN = "broken"  # a collective failed: what later calls would send could meet what the failed one left
+    CLOSED = "closed"
+
+
+class Communicator:
+    """Planned collectives over process groups.
+
+    ``ep_group`` is the group of the all_to_all (expert parallel), ``tp_group`` the group whose ranks hold the same
+    tokens (tensor parallel, inside one node), or None where nothing is replicated. Making one is collective: all ranks of
+    the grid that the two groups span make it at the same time, with the same profile and policy (checked).
+
+    ``profile`` is a Profile, a catalogue name or a path; None takes ``COMMLAYER_PROFILE``. ``timeout_s`` bounds every wait.
+
+    Raises ProfileNotFoundError without a profile, ProfileMismatchError for one of another cluster shape, GroupError where
+    the groups do not form a grid of nodes × holders, DisagreementError where ranks differ in profile, policy or version.
+    """
+
+    def __init__(
+        self,
+        ep_group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup | None = None,
+        *,
+        profile: Profile | str | Path | None = None,
+        policy: Policy | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        settings = Settings.from_environment()
+        self._timeout_s = timeout_s if timeout_s is not None else settings.timeout_s
+        self.profile = _find_profile(profile, settings)
+        self._planner = Planner(self.profile, policy)
+        agreed = {
+            "profile": f"{self.profile.name} ({self.profile.fingerprint})",
+            "policy": str(self._planner.policy),
+            "settings": str(replace(settings, profile=None)),
+            **versions(),
+        }
+        members = describe_self(ep_group, tp_group, agreed)
+        declared = Topology.parse(settings.topology) if settings.topology else None
+        self.grid: Grid = form_grid(members, dist.get_rank(), declared)
+        check_shape(self.profile, self.grid.topology)
+        self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
+        self._device_type = _device_type(ep_group)
+        key = f"commlayer/failure/{next(_serial)}/{self.grid.ranks}"
+        self._board = FailureBoard(_get_default_store(), key, dist.get_rank())
+        self._executor = Executor(self._transport(), self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        self._queue = OrderedQueue("commlayer")
+        self._calls = 0
+        self._failure: ClusterError | None = None
+        self.state = State.OPEN
+        self.plans_run: Counter[str] = Counter()
+
+    @overload
+    def all_to_all(
+        self, x: torch.Tensor, *, replicated: bool = ..., async_op: Literal[False] = ..., plan: Plan | None = ...
+    ) -> torch.Tensor: ...
+
+    @overload
+    def all_to_all(
+        self, x: torch.Tensor, *, replicated: bool = ..., async_op: Literal[True], plan: Plan | None = ...
+    ) -> Work[torch.Tensor]: ...
+
+    def all_to_all(
+        self, x: torch.Tensor, *, replicated: bool = True, async_op: bool = False, plan: Plan | None = None
+    ) -> torch.Tensor | Work[torch.Tensor]:
+        """Block k of ``x`` goes to rank k of the ep group; the result holds block by block what the ranks sent here.
+
+        ``x`` is [e·n, …]: its first dimension divides by the group size e. Any dtype, any layout; its bytes are moved, so
+        the result is bit-equal to ``torch.distributed.all_to_all_single(out, x, group=ep_group)``, NaN payloads included.
+        ``replicated``: every rank of the tp group holds the same ``x``, and the gradient of the result will be the same on
+        them too (as behind Megatron's f/g pair); declare False otherwise, and the call is flat. ``async_op`` returns a
+        Work whose ``wait()`` gives the result; do not change ``x`` before. ``plan`` overrides the choice (benchmarks).
+
+        Differentiable: the backward pass is the same exchange of the gradient. All ranks of the grid call in the same
+        order. Raises TensorError for a size that does not divide, PeerError and CollectiveTimeoutError for a broken wait.
+        """
+        self._check_tensor(x)
+        if not async_op:
+            output: torch.Tensor = _AllToAll.apply(x, self, replicated, plan, None, "forward")
+            return output
+        futures: list[Future[None]] = []
+        output = _AllToAll.apply(x, self, replicated, plan, futures, "forward")
+        return Work(futures[0], output)
+
+    def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
+        """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives, reason. Talks to nobody."""
+        replication = len(self.grid.tp_ranks) if replicated else 1
+        return self._planner.decide(Traffic(num_bytes, len(self.grid.ep_ranks), replication, self.grid.link))
+
+    def trace(self, x: torch.Tensor, plan: Plan | None = None) -> Timeline:
+        """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU only, for audits."""
+        self._check_tensor(x)
+        if self._device_type != "cpu":
+            raise TensorError("trace() watches host waits, which a CUDA plan has none of: use torch.profiler there")
+        chosen = plan or self.decide(x.numel() * x.element_size()).plan
+        source = _bytes(x.contiguous())
+        timelines: list[Timeline] = []
+        self._queue.run(lambda: timelines.append(self._executor.trace(chosen, source, torch.empty_like(source))))
+        return timelines[0]
+
+    def close(self) -> None:
+        """Finish what is queued and let go of threads and connections. Every rank closes; closing twice is allowed."""
+        if self.state is State.CLOSED:
+            return
+        self._queue.close()
+        self._executor.transport.close()
+        self.state = State.CLOSED
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _exchange(
+        self, x: torch.Tensor, replicated: bool, plan: Plan | None, futures: list[Future[None]] | None, direction: str
+    ) -> torch.Tensor:
+        self._check_open()
+        x = x.detach().contiguous()
+        output = torch.empty_like(x)
+        source, target = _bytes(x), _bytes(output)
+        if plan is None:
+            plan = self.decide(source.numel(), replicated=replicated).plan
+        self._calls += 1
+        if self._debug_groups is not None:
+            ep_group, tp_group = self._debug_groups
+            mine = signature(self._calls, direction, plan.name, x, source)
+            check_signatures(mine, self.grid, ep_group, tp_group if replicated else None)
+        self.plans_run[plan.name] += 1
+        task = self._task(plan, source, target)
+        if futures is not None and x.device.type == "cpu":
+            futures.append(self._queue.submit(task))
+            return output
+        self._queue.run(task)  # on CUDA this only enqueues on streams, so it is asynchronous as it is
+        if futures is not None:
+            done: Future[None] = Future()
+            done.set_result(None)
+            futures.append(done)
+        return output
+
+    def _task(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        def task() -> None:
+            self._check_open()  # an earlier call of the queue may have failed meanwhile
+            if not source.numel():
+                return
+            try:
+                self._executor.run(plan, source, target)
+            except ClusterError as error:
+                self._fail(error)
+                raise
+
+        return task
+
+    def _fail(self, error: ClusterError) -> None:
+        """Close the connections, so that ranks that wait for this one wake up instead of waiting for their timeout."""
+        self._failure = error
+        self.state = State.BROKEN
+        self._executor.transport.close()
+
+    def _check_open(self) -> None:
+        if self.state is State.CLOSED:
+            raise ClusterError("this Communicator is closed: make a new one on all ranks")
+        if self.state is State.BROKEN:
+            raise ClusterError(
+                f"this Communicator is broken by an earlier failure ({self._failure}): restart the job"
+            ) from self._failure
+
+    def _check_tensor(self, x: torch.Tensor) -> None:
+        size = len(self.grid.ep_ranks)
+        if x.dim() == 0 or x.shape[0] % size:
+            raise TensorError(
+                f"rank {dist.get_rank()}: all_to_all over the ep group of {size} ranks needs a first dimension that "
+                f"{size} divides, got shape {list(x.shape)}: pad the tokens to a multiple of {size}"
+            )
+        if x.device.type != self._device_type:
+            raise TensorError(
+                f"rank {dist.get_rank()}: the ep group's backend moves {self._device_type} tensors, got one on {x.device}"
+            )
+
+    def _transport(self) -> Transport:
+        grid = self.grid
+        channels = {Op.ALL_TO_ALL: self._channel("ep", grid.ep_ranks)}
+        if len(grid.tp_ranks) > 1:
+            channels[Op.ALL_GATHER] = self._channel("tp", grid.tp_ranks)
+        if self._device_type == "cuda":
+            from commlayer.cuda import NcclTransport
+
+            return NcclTransport(channels, torch.device("cuda", torch.cuda.current_device()))
+        return GlooTransport(channels, self._board)
+
+    def _channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        """A group of our own, so that our messages never meet the caller's."""
+        backend = "nccl" if self._device_type == "cuda" else "gloo"
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=f"commlayer:{name}")
+        if group is None:
+            raise GroupError(f"torch made no group for ranks {ranks}: is the default process group initialised?")
+        return Channel(name, group, tuple((rank, dist.get_group_rank(group, rank)) for rank in ranks))
+
+
+class _AllToAll(torch.autograd.Function):
+    """An even all_to_all is its own inverse: block k from here to there, block here from there. So is its gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]  # torch declares *args
+        ctx: torch.autograd.function.FunctionCtx,
+        x: torch.Tensor,
+        communicator: Communicator,
+        replicated: bool,
+        plan: Plan | None,
+        futures: list[Future[None]] | None,
+        direction: str,
+    ) -> torch.Tensor:
+        ctx.call = communicator, replicated, plan  # type: ignore[attr-defined]
+        return communicator._exchange(x, replicated, plan, futures, direction)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+        communicator, replicated, plan = ctx.call  # type: ignore[attr-defined]
+        moved = _AllToAll.apply(gradient, communicator, replicated, plan, None, "backward")
+        return moved, None, None, None, None, None
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as 1-D uint8 [bytes]: every dtype passes, FP8 and NaN payloads too."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+
+
+def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> Profile:
+    if isinstance(profile, Profile):
+        return profile
+    name = profile or settings.profile
+    if name is None:
+        raise ProfileNotFoundError(
+            "no profile: measure this cluster with `torchrun … commlayer profile -o cluster.json` and pass "
+            "profile='cluster.json' (or set COMMLAYER_PROFILE); shipped ones are listed by `commlayer profiles list`"
+        )
+    return resolve(str(name))

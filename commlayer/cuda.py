@@ -1,0 +1,125 @@
+"""CUDA tensors over NCCL: one stream for each resource, events between them, no host wait.
+
+Written for, and to be judged on, a machine with a GPU (``make test-gpu``); without one those tests skip and say so.
+
+An all_gather whose slices are equal is NCCL's own, in place, one per block (NVLS and the copy engines serve it); unequal
+slices and the all_to_all are grouped point-to-point messages, so that no bytes are padded and nothing is packed first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.moves import Moves, Region
+from commlayer.scheduler.plan import Op, Plan
+from commlayer.transport import Buffers, Call, Channel
+
+__all__ = ["NcclTransport"]
+
+
+class NcclTransport:
+    """Process groups with the NCCL backend, and one CUDA stream for each resource.
+
+    INTER has a high-priority stream: what it sends is what the other stages wait for. The streams are ours, so that the
+    caller's stream never waits for a stage that it does not need.
+    """
+
+    def __init__(self, channels: Mapping[Op, Channel], device: torch.device) -> None:
+        self.channels = channels
+        self.device = device
+        self.streams = {
+            Resource.INTER: torch.cuda.Stream(device, priority=-1),
+            Resource.INTRA: torch.cuda.Stream(device),
+            Resource.DEVICE: torch.cuda.Stream(device),
+        }
+
+    def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
+        del timeout_s  # NCCL's watchdog has the group's own timeout; there is no host wait here to bound
+        return _NcclCall(self, plan, steps, buffers)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+class _NcclCall:
+    def __init__(self, transport: NcclTransport, plan: Plan, steps: Sequence[Moves], buffers: Buffers) -> None:
+        self._transport, self._plan, self._steps, self._buffers = transport, plan, steps, buffers
+        self._ended = [torch.cuda.Event() for _ in steps]
+        self._caller = torch.cuda.current_stream(transport.device)
+        ready = self._caller.record_event()
+        for stream in transport.streams.values():
+            stream.wait_event(ready)
+            for buffer in buffers.values():
+                buffer.record_stream(stream)  # the allocator must not hand the memory on while a stage still uses it
+
+    def require(self, earlier: int, index: int) -> None:
+        self._stream(index).wait_event(self._ended[earlier])
+
+    def post(self, index: int) -> None:
+        step = self._steps[index]
+        stream = self._stream(index)
+        with torch.cuda.stream(stream):
+            for work in self._communicate(index, step):
+                work.wait()  # makes this stream wait, not the host
+            for copy in step.copies:
+                self._view(copy.target).copy_(self._view(copy.source), non_blocking=True)
+            self._ended[index].record(stream)
+
+    def finish(self) -> None:
+        for event in self._ended:
+            self._caller.wait_event(event)
+
+    def _communicate(self, index: int, step: Moves) -> list[dist.Work]:
+        if not step.sends and not step.receives:
+            return []
+        op = self._plan.steps[index].op
+        channel = self._transport.channels[op]
+        if op is Op.ALL_GATHER:
+            spans = self._equal_slices(step, channel)
+            if spans is not None:
+                return self._gather(channel, spans)
+        messages = [
+            dist.P2POp(dist.irecv, self._view(m.region), channel.peers[m.peer][0], channel.group) for m in step.receives
+        ] + [dist.P2POp(dist.isend, self._view(m.region), channel.peers[m.peer][0], channel.group) for m in step.sends]
+        return list(dist.batch_isend_irecv(messages))
+
+    def _equal_slices(self, step: Moves, channel: Channel) -> list[tuple[Region, Region]] | None:
+        """(my slice, the whole) for each contiguous run of equal slices, or None where slices differ in size."""
+        size = channel.group.size()
+        by_tag: dict[int, list[Region]] = {}
+        mine: dict[int, Region] = {m.tag: m.region for m in step.sends}
+        for m in step.receives:
+            by_tag.setdefault(m.tag, [mine[m.tag]] if m.tag in mine else []).append(m.region)
+        spans = []
+        for tag, regions in by_tag.items():
+            first, last = min(r.start for r in regions), max(r.stop for r in regions)
+            if len(regions) != size or any(r.size != regions[0].size for r in regions):
+                return None
+            if last - first != regions[0].size * size or not self._in_rank_order(channel, mine[tag], first):
+                return None
+            spans.append((mine[tag], Region(mine[tag].buffer, first, last)))
+        return spans
+
+    @staticmethod
+    def _in_rank_order(channel: Channel, mine: Region, first: int) -> bool:
+        return (mine.start - first) == channel.group.rank() * mine.size
+
+    def _gather(self, channel: Channel, spans: list[tuple[Region, Region]]) -> list[dist.Work]:
+        works = []
+        for mine, whole in spans:
+            work = dist.all_gather_into_tensor(
+                self._view(whole), self._view(mine), group=channel.group, async_op=True
+            )
+            if work is not None:
+                works.append(work)
+        return works
+
+    def _stream(self, index: int) -> torch.cuda.Stream:
+        return self._transport.streams[self._plan.steps[index].resource]
+
+    def _view(self, region: Region) -> torch.Tensor:
+        return self._buffers[region.buffer][region.start : region.stop]

@@ -1,0 +1,255 @@
+"""The emulated cluster, as its user sees it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, TypeVar, overload
+
+from commlayer.emulation.collect import RunResult, run_jobs
+from commlayer.emulation.fabric import Fabric
+from commlayer.emulation.jobs import Layout, make_jobs, pick_port
+from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
+from commlayer.emulation.namespaces import node_address, node_name
+from commlayer.emulation.outcomes import RankOutcome, failed_error
+from commlayer.emulation.ranks import RankJob
+from commlayer.emulation.requests import KEEP, Keep, shape_message
+from commlayer.emulation.rights import rights
+from commlayer.profiles.errors import RightsError, UsageError
+
+__all__ = ["EmulatedCluster"]
+
+T = TypeVar("T")
+
+_MAX_RANKS = 1_024
+
+
+class EmulatedCluster:
+    """Nodes as network namespaces with shaped links, ranks as forked processes; see docs/emulation.md.
+
+    Ready when constructed; close it, or use it as a context manager. Everything in it is private to it: two clusters
+    do not see each other, and nothing of it outlives this process.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        ranks_per_node: int = 4,
+        *,
+        inter: str | None = None,
+        intra: str | None = None,
+        delay_us: float = 0.0,
+        mode: Mode = "auto",
+    ) -> None:
+        """Build the network.
+
+        Args:
+            nodes: number of nodes.
+            ranks_per_node: processes on each node.
+            inter: rate of each node's network interface, each direction, such as ``400mbit``; None: unshaped.
+            intra: rate of each node's loopback, which all its ranks share; None: unshaped.
+            delay_us: one-way delay between nodes, in µs.
+            mode: ``netns`` (namespaces, or an error), ``loopback`` (no namespaces, no shaping), or ``auto``: namespaces
+                where the machine grants them, else loopback with a warning. COMMLAYER_EMULATION decides for ``auto``.
+
+        Raises:
+            UsageError: an argument that cannot be.
+            RightsError: the machine does not grant what was asked, and the mode forbids to do without.
+        """
+        self._owner = os.getpid()
+        self._closed = False
+        self._fabric: Fabric | None = None
+        self.nodes = checked_count("nodes", nodes)
+        self.ranks_per_node = checked_count("ranks_per_node", ranks_per_node)
+        if self.world_size > _MAX_RANKS:
+            raise UsageError(f"{nodes} x {ranks_per_node} ranks: one machine emulates at most {_MAX_RANKS}")
+        spec = link_spec(inter, intra, delay_us)
+        self.mode: Literal["netns", "loopback"] = decide_mode(mode, spec)
+        self._layout = Layout(nodes, ranks_per_node, self.mode)
+        self._line = threading.Lock()
+        self._running = threading.Lock()
+        self._num_runs = 0
+        if self.mode == "netns":
+            granted = rights()
+            spec = replace(spec, delay_by=granted.delay if spec.delay_us else "none")
+            self._fabric = Fabric(nodes, spec, user_namespace=granted.user_namespace)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def shaped(self) -> bool:
+        """Whether the links are the emulated ones; False on loopback, where times mean nothing."""
+        return self.mode == "netns"
+
+    @property
+    def hostnames(self) -> tuple[str, ...]:
+        """The nodes' host names; this machine's own, repeated, on loopback."""
+        if self.mode == "loopback":
+            return (socket.gethostname(),) * self.nodes
+        return tuple(node_name(node) for node in range(self.nodes))
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The nodes' addresses."""
+        if self.mode == "loopback":
+            return ("127.0.0.1",) * self.nodes
+        return tuple(node_address(node) for node in range(self.nodes))
+
+    @overload
+    def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        timeout_s: float | None = ...,
+        grace_s: float = ...,
+        check: Literal[True] = ...,
+    ) -> list[T]: ...
+
+    @overload
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout_s: float | None = ..., grace_s: float = ..., check: bool
+    ) -> list[RankOutcome]: ...
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float | None = 120.0,
+        grace_s: float = 5.0,
+        check: bool = True,
+    ) -> list[Any]:
+        """Call ``fn(*args)`` in one forked process per rank; neither has to be picklable, what it returns has.
+
+        Args:
+            fn: called in every rank, with the environment that torchrun would give it.
+            timeout_s: after so many seconds all ranks are killed; None: never.
+            grace_s: how long the others may go on once a rank has failed, to notice it by themselves.
+            check: False: return `RankOutcome` objects instead of raising for failed ranks.
+
+        Returns:
+            The return values by rank (or the outcomes).
+
+        Raises:
+            RanksFailedError: a rank raised, exited or was killed; names every one, with tracebacks.
+            RanksTimedOutError: the time was up (also with ``check=False``); names the ranks and where they hung.
+        """
+        result = self._run(self._jobs(call=partial(fn, *args)), timeout_s, grace_s)
+        if not check:
+            return result.outcomes
+        if result.failures:
+            raise failed_error(result.outcomes, result.failures)
+        return [outcome.value for outcome in result.outcomes]
+
+    def command(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        per_node: bool = False,
+        grace_s: float = 5.0,
+        check: bool = False,
+    ) -> int:
+        """Run a program as every rank, or once per node (for torchrun itself, which finds its PET_ variables set).
+
+        Args:
+            argv: the program and its arguments.
+            timeout_s, grace_s: as in `run`.
+            per_node: one process per node; RANK, LOCAL_RANK and WORLD_SIZE are left to it.
+            check: raise `RanksFailedError` instead of returning a status.
+
+        Returns:
+            0, or the exit status of the first process that failed (128 + n if signal n killed it).
+
+        Raises:
+            UsageError: there is no such program.
+            RanksFailedError, RanksTimedOutError: as in `run`.
+        """
+        if isinstance(argv, str) or not argv:
+            raise UsageError(f"argv: expected a list such as ['python', 'train.py'], got {argv!r}")
+        if shutil.which(argv[0]) is None:
+            raise UsageError(f"no program {argv[0]!r} on the PATH: give its full path, or 'python' and a script")
+        result = self._run(self._jobs(argv=argv, per_node=per_node), timeout_s, grace_s)
+        if not result.failures:
+            return 0
+        if check:
+            raise failed_error(result.outcomes, result.failures)
+        first = result.failures[0]
+        return first.exitcode or 128 + (first.signal or 0)
+
+    def shape(
+        self, *, inter: str | None | Keep = KEEP, intra: str | None | Keep = KEEP, node: int | None = None
+    ) -> None:
+        """Change rates, also while ranks run (from another thread; a rank itself calls `request_shape`).
+
+        Args:
+            inter: new rate of the network interface, each direction; None: unshaped; left out: as it is.
+            intra: the same for the loopback.
+            node: the node whose links change; None: all.
+
+        Raises:
+            UsageError: not a rate, or no such node.
+            RightsError: on loopback there is nothing to shape.
+        """
+        self._request(shape_message(inter, intra, node))
+
+    def rates(self) -> list[dict[str, str]]:
+        """The present rates by node: ``[{"inter": "400mbit", "intra": "unshaped"}, …]``."""
+        rates: list[dict[str, str]] = self._request({"op": "rates"})["rates"]
+        return rates
+
+    def _request(self, message: dict[str, object]) -> dict[str, Any]:
+        self._check_open()
+        if self._fabric is None:
+            raise RightsError("ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'")
+        with self._line:
+            return self._fabric.request(message)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this emulated cluster is closed: make another")
+
+    def _run(self, jobs: Sequence[RankJob], timeout_s: float | None, grace_s: float) -> RunResult:
+        self._check_open()
+        if not self._running.acquire(blocking=False):
+            raise UsageError("this emulated cluster is running something already: wait for it, or make another")
+        private_fds = [] if self._fabric is None else self._fabric.fds
+        try:
+            return run_jobs(jobs, timeout_s=timeout_s, grace_s=grace_s, private_fds=private_fds)
+        finally:
+            if self._fabric is not None:
+                self._fabric.kill_strays()
+            self._running.release()
+
+    def _jobs(self, **what: Any) -> list[RankJob]:
+        self._num_runs += 1
+        spaces = [None] * self.nodes if self._fabric is None else self._fabric.spaces
+        return make_jobs(self._layout, spaces, pick_port(self._layout, self._num_runs), **what)
+
+    def close(self) -> None:
+        """Kill what still runs, and give the network and every descriptor back. Harmless when repeated."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        if self._fabric is not None:
+            self._fabric.kill_strays()
+            self._fabric.close()
+
+    def __enter__(self) -> EmulatedCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"EmulatedCluster({self.nodes}x{self.ranks_per_node}, {self.mode})"

@@ -1,0 +1,96 @@
+"""The processes of one run, and the environment that each of them gets: torchrun's, and a little of ours."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from commlayer.emulation.namespaces import RankSpaces, node_address
+from commlayer.emulation.ranks import RankJob
+
+__all__ = ["Layout", "make_jobs", "pick_port"]
+
+_FIRST_PORT, _NUM_PORTS = 29_500, 1_000
+_TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+"""What torchrun takes its options from when they are not on its command line."""
+_REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN)
+"""What a rank must not inherit from a parent that runs under torchrun or in a cluster itself."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks there are, and on what they run."""
+
+    nodes: int
+    ranks_per_node: int
+    mode: Literal["netns", "loopback"]
+
+    @property
+    def master_address(self) -> str:
+        """Node 0's address."""
+        return "127.0.0.1" if self.mode == "loopback" else node_address(0)
+
+
+def pick_port(layout: Layout, num_runs: int) -> int:
+    """A port that is free on node 0.
+
+    In a private network any is; another one each run, because connections of the last run linger. On loopback the
+    kernel names a free one, which somebody else may take before rank 0 does: there is no way to hand it over.
+    """
+    if layout.mode == "netns":
+        return _FIRST_PORT + num_runs % _NUM_PORTS
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_jobs(
+    layout: Layout,
+    spaces: Sequence[RankSpaces | None],
+    port: int,
+    *,
+    call: Callable[[], Any] | None = None,
+    argv: Sequence[str] = (),
+    per_node: bool = False,
+) -> list[RankJob]:
+    """One job per rank, by rank (or per node; a job's rank is then the node's first)."""
+    return [
+        RankJob(
+            rank=node * layout.ranks_per_node + local_rank,
+            node=node,
+            environment=_environment(layout, node, None if per_node else local_rank, port),
+            removed=_REMOVED,
+            spaces=spaces[node],
+            call=call,
+            argv=tuple(argv),
+        )
+        for node in range(layout.nodes)
+        for local_rank in range(1 if per_node else layout.ranks_per_node)
+    ]
+
+
+def _environment(layout: Layout, node: int, local_rank: int | None, port: int) -> dict[str, str]:
+    netns = layout.mode == "netns"
+    values: dict[str, object] = {
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": layout.nodes,
+        "LOCAL_WORLD_SIZE": layout.ranks_per_node,
+        "MASTER_ADDR": layout.master_address,
+        "MASTER_PORT": port,
+        "GLOO_SOCKET_IFNAME": "eth0" if netns else "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "COMMLAYER_EMULATED": layout.mode,
+    }
+    if not netns:
+        values["COMMLAYER_TOPOLOGY"] = f"{layout.nodes}x{layout.ranks_per_node}"
+    if local_rank is None:
+        torchrun = (layout.nodes, node, layout.ranks_per_node, layout.master_address, port)
+        values.update(zip(_TORCHRUN, torchrun, strict=True))
+    else:
+        values["RANK"] = node * layout.ranks_per_node + local_rank
+        values["LOCAL_RANK"] = local_rank
+        values["WORLD_SIZE"] = layout.nodes * layout.ranks_per_node
+    return {name: str(value) for name, value in values.items()}

@@ -1,0 +1,99 @@
+"""Whether a cluster is made of namespaces or runs on loopback, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from typing import Literal, get_args
+
+from commlayer.emulation.fabric import LinkSpec
+from commlayer.emulation.rates import parse_rate
+from commlayer.emulation.rights import Rights, rights
+from commlayer.profiles.errors import RightsError, SettingsError, UsageError
+
+__all__ = ["EmulationWarning", "Mode", "checked_count", "decide_mode", "link_spec"]
+
+Mode = Literal["auto", "netns", "loopback"]
+ActualMode = Literal["netns", "loopback"]
+
+_VARIABLE = "COMMLAYER_EMULATION"
+_MAX_DELAY_US = 10e6
+_warned = False
+
+
+class EmulationWarning(UserWarning):
+    """Ranks run without an emulated network."""
+
+
+def checked_count(name: str, value: int) -> int:
+    """`value`, if it is a positive whole number."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+    return value
+
+
+def link_spec(inter: str | None, intra: str | None, delay_us: float) -> LinkSpec:
+    """The wires that were asked for."""
+    if not isinstance(delay_us, int | float) or not math.isfinite(delay_us) or not 0 <= delay_us <= _MAX_DELAY_US:
+        raise UsageError(f"delay_us: expected 0 to {_MAX_DELAY_US:.0f} microseconds one way, got {delay_us!r}")
+    return LinkSpec(
+        None if inter is None else parse_rate(inter, "inter"),
+        None if intra is None else parse_rate(intra, "intra"),
+        float(delay_us),
+        "none",
+    )
+
+
+def _wanted(mode: str) -> str:
+    if mode not in get_args(Mode):
+        raise UsageError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+    if mode != "auto":
+        return mode
+    wanted = os.environ.get(_VARIABLE, "auto") or "auto"
+    if wanted not in get_args(Mode):
+        raise SettingsError(f"{_VARIABLE}: expected one of {', '.join(get_args(Mode))}, got {wanted!r}")
+    return wanted
+
+
+def _missing(spec: LinkSpec, granted: Rights) -> str:
+    """Why a cluster with these wires cannot be built here; empty if it can."""
+    if not granted.netns:
+        return granted.reason
+    if not granted.shaping and (spec.inter is not None or spec.intra is not None):
+        return granted.reason
+    return ""
+
+
+def decide_mode(mode: str, spec: LinkSpec) -> ActualMode:
+    """Namespaces or loopback.
+
+    Raises:
+        UsageError, SettingsError: no such mode.
+        RightsError: namespaces were demanded and cannot be had, or a delay was asked for that this machine cannot make
+            (a delay is never dropped silently).
+    """
+    wanted = _wanted(mode)
+    asked = spec.inter is not None or spec.intra is not None or spec.delay_us > 0
+    if wanted == "loopback":
+        if asked:
+            _warn_once("loopback was asked for")
+        return "loopback"
+    granted = rights()
+    missing = _missing(spec, granted)
+    if missing and wanted == "netns":
+        raise RightsError(f"mode='netns': {missing}; or mode='loopback' runs the same ranks without a network")
+    if missing:
+        _warn_once(missing)
+        return "loopback"
+    if spec.delay_us and granted.delay == "none":
+        raise RightsError(f"delay_us={spec.delay_us:g}: {granted.reason}; delay_us=0 works here")
+    return "netns"
+
+
+def _warn_once(reason: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        consequence = "ranks run on loopback, unshaped; times are not comparable with a cluster's"
+        warnings.warn(f"{reason}: {consequence}", EmulationWarning, stacklevel=5)

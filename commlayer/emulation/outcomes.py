@@ -1,0 +1,101 @@
+"""What became of the ranks of one run, and the errors that tell it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from commlayer.profiles.errors import RankFailedError
+
+__all__ = ["RankFailure", "RankOutcome", "RanksFailedError", "RanksTimedOutError"]
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed."""
+
+    rank: int
+    node: int
+    exitcode: int | None
+    """Exit status, None if a signal ended the rank."""
+    signal: int | None
+    """The signal that ended the rank, None if it exited."""
+    exception: BaseException | None
+    """What the rank's function raised; None if nothing, or if it cannot be pickled (the traceback is there anyway)."""
+    traceback: str
+    """The rank's own traceback as text, or what is known instead of one."""
+    reason: str
+    """One line, such as ``raised ValueError: …``, ``exited with code 3``, ``killed by signal 9 (SIGKILL)``."""
+    by_cluster: bool = False
+    """True if the cluster killed the rank, because another had failed or the time was up."""
+
+    def describe(self) -> str:
+        """The failure with rank, node and traceback, several lines."""
+        head = f"rank {self.rank} (node {self.node}) {self.reason}"
+        return "\n".join([head, *(f"    {line}" for line in self.traceback.rstrip().splitlines())])
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """What became of one rank: a value or a failure."""
+
+    rank: int
+    node: int
+    value: Any
+    """What the function returned; None if the rank failed."""
+    failure: RankFailure | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.failure is None
+
+
+class RanksFailedError(RankFailedError):
+    """Ranks of an emulated cluster failed; ``failures`` in the order of time, the first one is the cause.
+
+    Attributes:
+        failures: one `RankFailure` for each failed rank, the first to fail first.
+        results: what the ranks that finished returned, by rank; None where a rank failed.
+    """
+
+    def __init__(self, message: str, failures: Sequence[RankFailure], results: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.failures = list(failures)
+        self.results = list(results)
+
+
+class RanksTimedOutError(RanksFailedError, TimeoutError):
+    """Ranks were still running when the time was up; all were killed."""
+
+
+def signal_name(number: int) -> str:
+    """``9 (SIGKILL)``."""
+    try:
+        return f"{number} ({signal.Signals(number).name})"
+    except ValueError:
+        return str(number)
+
+
+def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure]) -> RanksFailedError:
+    """The error of a run in which ranks failed; chained to the first rank's own exception."""
+    head = f"{len(failures)} of {len(outcomes)} ranks failed, first rank {failures[0].rank}"
+    message = "\n".join([f"{head}:", *(failure.describe() for failure in failures)])
+    error = RanksFailedError(message, failures, [outcome.value for outcome in outcomes])
+    error.__cause__ = failures[0].exception
+    return error
+
+
+def timed_out_error(
+    outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure], running: Sequence[int], timeout_s: float
+) -> RanksTimedOutError:
+    """The error of a run that was not done in time; names the ranks that were running and where they hung."""
+    names = ", ".join(str(rank) for rank in running)
+    head = (
+        f"{len(running)} of {len(outcomes)} ranks still ran after {timeout_s:g} s and were killed: rank {names} "
+        "(a larger timeout_s= gives them longer)"
+    )
+    message = "\n".join([f"{head}:", *(failure.describe() for failure in failures)])
+    return RanksTimedOutError(message, failures, [outcome.value for outcome in outcomes])

@@ -1,0 +1,160 @@
+"""The forked side: what a rank does between its fork and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from commlayer.emulation import syscalls
+from commlayer.emulation.namespaces import RankSpaces, enter
+
+__all__ = ["FRAME_ERROR", "FRAME_HEADER", "FRAME_RESULT", "RaisedInRank", "RankJob", "flush_stdio", "rank_main"]
+
+FRAME_HEADER = struct.Struct("<cQ")
+"""Every message from a rank: kind, length of the payload."""
+FRAME_RESULT = b"R"
+"""Payload: the pickled return value."""
+FRAME_ERROR = b"E"
+"""Payload: a pickled `RaisedInRank`."""
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""On this signal a rank writes where its threads are."""
+
+
+@dataclass(frozen=True)
+class RaisedInRank:
+    """An exception on its way to the parent; `pickled` is None if it cannot be pickled."""
+
+    when_s: float
+    summary: str
+    traceback: str
+    pickled: bytes | None
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One process to start."""
+
+    rank: int
+    node: int
+    environment: dict[str, str]
+    removed: tuple[str, ...]
+    """Variables that the rank must not inherit."""
+    spaces: RankSpaces | None
+    """The node to enter; None on loopback."""
+    call: Callable[[], Any] | None = None
+    argv: Sequence[str] = field(default=())
+    """A program to become, where `call` is None."""
+
+
+def flush_stdio() -> None:
+    """Empty Python's and C's output buffers, before a fork and before `os._exit`."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    syscalls.flush_c_stdio()
+
+
+def rank_main(job: RankJob, channel: socket.socket, stacks_fd: int, parent_pid: int, close: Iterable[int]) -> NoReturn:
+    """Body of a forked rank; leaves by `os._exit`, so that none of the parent's clean-up runs twice."""
+    status = 1
+    try:
+        _set_up(job, stacks_fd, parent_pid, close)
+        if job.call is None:
+            _become(job.argv)
+        value = job.call()
+        _send(channel, FRAME_RESULT, _pickled_value(value))
+        flush_stdio()
+        # Stay until all ranks have reported: a rank that left early would cut the connections of those still in
+        # their last collective, and rank 0 would take the rendezvous store with it.
+        channel.recv(1)
+        status = 0
+    except BaseException as error:  # noqa: BLE001 - also SystemExit and KeyboardInterrupt end here, the process ends
+        if isinstance(error, SystemExit):
+            status = _exit_status(error)
+        with contextlib.suppress(BaseException):
+            if isinstance(error, SystemExit) and status == 0:
+                _send(channel, FRAME_RESULT, pickle.dumps(None))
+            else:
+                _send(channel, FRAME_ERROR, pickle.dumps(_raised(error)))
+    finally:
+        flush_stdio()
+        os._exit(status)
+
+
+def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int]) -> None:
+    os.setpgid(0, 0)
+    if job.spaces is not None:
+        enter(job.spaces)
+    # After `enter`: the kernel forgets the wish when a process gains rights.
+    syscalls.die_with_parent(parent_pid)
+    for fd in close:
+        os.close(fd)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    num_threads = os.environ.get("OMP_NUM_THREADS")
+    for name in job.removed:
+        os.environ.pop(name, None)
+    os.environ.update(job.environment)
+    if job.call is not None:
+        faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
+        torch = sys.modules.get("torch")
+        if torch is not None and num_threads is None:
+            # OMP_NUM_THREADS came too late for a torch that is loaded. One thread also keeps clear of OpenMP's pool,
+            # which does not survive a fork.
+            torch.set_num_threads(1)
+
+
+def _become(argv: Sequence[str]) -> NoReturn:
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    program = shutil.which(argv[0]) or argv[0]
+    os.execv(program, list(argv))
+
+
+def _pickled_value(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            f"the rank's return value of type {type(value).__name__} cannot be pickled ({error}): "
+            "return plain data, tensors or None"
+        ) from error
+
+
+def _exit_status(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _raised(error: BaseException) -> RaisedInRank:
+    when_s = time.monotonic()
+    own_frame = error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, own_frame.tb_next if own_frame else None))
+    pickled: bytes | None
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - a class with its own __init__ or from a function; the text is enough
+        pickled = None
+    return RaisedInRank(when_s, f"{type(error).__name__}: {error}", text, pickled)
+
+
+def _send(channel: socket.socket, kind: bytes, payload: bytes) -> None:
+    channel.sendall(FRAME_HEADER.pack(kind, len(payload)))
+    channel.sendall(payload)

@@ -1,0 +1,71 @@
+"""Rates of emulated links, written as tc writes them."""
+
+from __future__ import annotations
+
+import re
+
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["MAX_BYTES_PER_S", "format_rate", "parse_rate"]
+
+_UNITS_BITS = {
+    "bit": 1,
+    "kbit": 10**3,
+    "mbit": 10**6,
+    "gbit": 10**9,
+    "kibit": 2**10,
+    "mibit": 2**20,
+    "gibit": 2**30,
+    "byte": 8,
+    "kbyte": 8 * 10**3,
+    "mbyte": 8 * 10**6,
+    "gbyte": 8 * 10**9,
+}
+_EXAMPLES = "for example '400mbit', '3.2gbit' or '50mbyte'; None leaves the link unshaped"
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", re.IGNORECASE)
+
+MIN_BYTES_PER_S = 8_000
+"""Below this one 64 KiB packet takes longer than the queue's patience: 64 kbit/s."""
+
+MAX_BYTES_PER_S = 4_000_000_000
+"""The kernel's 32-bit rate field of the token bucket ends at 4.29 GB/s; a veth pair does not carry more anyway."""
+
+
+def parse_rate(rate: str, name: str = "rate") -> int:
+    """Bytes per second of a rate such as ``400mbit``, ``3.2gbit`` or ``50mbyte`` (k, m, g are powers of 1000).
+
+    tc's ``mbps`` family is refused on purpose: tc reads it as mega*bytes*, most people as megabits.
+
+    Raises:
+        UsageError: not a rate, or one that the token bucket cannot hold; names ``name`` and gives examples.
+    """
+    match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
+    if match is None:
+        raise UsageError(f"{name}: expected a rate with its unit, got {rate!r}: {_EXAMPLES}")
+    number, unit = match[1], match[2].lower()
+    if unit.endswith("bps"):
+        prefix = unit[:-3]
+        raise UsageError(
+            f"{name}: {rate!r} is ambiguous, tc reads {unit!r} as bytes per second: "
+            f"write '{number}{prefix}bit' or '{number}{prefix}byte'"
+        )
+    if unit not in _UNITS_BITS:
+        raise UsageError(f"{name}: unknown unit {unit!r} in {rate!r}, expected one of {', '.join(_UNITS_BITS)}")
+    bytes_per_s = round(float(number) * _UNITS_BITS[unit] / 8)
+    if not MIN_BYTES_PER_S <= bytes_per_s <= MAX_BYTES_PER_S:
+        raise UsageError(
+            f"{name}: {rate!r} is outside of what a shaped link can do, "
+            f"{format_rate(MIN_BYTES_PER_S)} to {format_rate(MAX_BYTES_PER_S)}: {_EXAMPLES}"
+        )
+    return bytes_per_s
+
+
+def format_rate(bytes_per_s: int | None) -> str:
+    """The shortest tc spelling: ``50_000_000`` is ``400mbit``; None is ``unshaped``."""
+    if bytes_per_s is None:
+        return "unshaped"
+    bits = bytes_per_s * 8
+    for unit, size in (("gbit", 10**9), ("mbit", 10**6), ("kbit", 10**3)):
+        if bits >= size:
+            return f"{bits / size:.6g}{unit}"
+    return f"{bits}bit"

@@ -1,0 +1,64 @@
+"""What a process inside the cluster can ask for: another rate."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import socket
+
+from commlayer.emulation.fabric import CONTROL_ADDRESS, raise_reply
+from commlayer.profiles.errors import RightsError, UsageError
+
+__all__ = ["KEEP", "Keep", "request_shape", "shape_message"]
+
+_PATIENCE_S = 10.0
+
+
+class Keep(enum.Enum):
+    """The rate of a link that shall stay as it is (None means unshaped)."""
+
+    KEEP = "keep"
+
+
+KEEP = Keep.KEEP
+
+
+def shape_message(inter: str | None | Keep, intra: str | None | Keep, node: int | None) -> dict[str, object]:
+    """The request that the fabric understands."""
+    rates = {name: rate for name, rate in (("inter", inter), ("intra", intra)) if not isinstance(rate, Keep)}
+    return {"op": "shape", "rates": rates, "node": node}
+
+
+def request_shape(
+    *, inter: str | None | Keep = KEEP, intra: str | None | Keep = KEEP, node: int | None = None
+) -> None:
+    """Change rates of the emulated cluster in which this process runs; back when the new rate is in force.
+
+    Works in a rank, in a program that a rank became, and in their children: the cluster listens inside every node.
+
+    Args:
+        inter: new rate of the network interface, each direction; None: unshaped; left out: as it is.
+        intra: the same for the loopback.
+        node: the node whose links change; None: all.
+
+    Raises:
+        UsageError: not a rate, no such node, or this process is in no emulated cluster.
+        RightsError: the cluster runs on loopback, where nothing can be shaped; or it is gone.
+    """
+    mode = os.environ.get("COMMLAYER_EMULATED")
+    if mode is None:
+        raise UsageError("request_shape is for ranks of an emulated cluster; outside, call EmulatedCluster.shape")
+    if mode != "netns":
+        raise RightsError("ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.settimeout(_PATIENCE_S)
+        try:
+            line.connect(CONTROL_ADDRESS)
+            line.send(json.dumps(shape_message(inter, intra, node)).encode())
+            reply = line.recv(65536)
+        except OSError as error:
+            raise RightsError(f"the emulated cluster of this rank does not answer: {error}") from error
+    if not reply:
+        raise RightsError("the emulated cluster of this rank is gone")
+    raise_reply(json.loads(reply))

@@ -1,0 +1,67 @@
+"""Runs a plan: the one loop that serves every transport.
+
+For each step in plan order: require what it waits for, post it. On the CPU ``require`` waits on the host while Gloo's
+threads move what was posted; on CUDA it makes one stream wait for an event of another, and the host runs ahead.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from commlayer.scheduler.moves import Moves, moves, staging_bytes
+from commlayer.scheduler.plan import Buffer, Plan
+from commlayer.scheduler.price import Timeline
+from commlayer.transport import Call, Transport
+
+__all__ = ["Executor"]
+
+_cached_moves = lru_cache(maxsize=256)(moves)
+
+
+class Executor:
+    """Executes plans on one rank of a grid, one after the other."""
+
+    def __init__(self, transport: Transport, ep_index: int, tp_index: int, timeout_s: float) -> None:
+        self.transport = transport
+        self._place = ep_index, tp_index
+        self._timeout_s = timeout_s
+        self._staging: torch.Tensor | None = None
+
+    def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Run ``plan`` from ``source`` to ``target``, both 1-D uint8 [logical bytes] on one device, not overlapping.
+
+        Raises PeerError or CollectiveTimeoutError, naming rank, group, plan, step and chunk.
+        """
+        steps, call = self._start(plan, source, target)
+        for index in range(len(steps)):
+            for earlier in plan.steps[index].after:
+                call.require(earlier, index)
+            call.post(index)
+        call.finish()
+
+    def trace(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Timeline:
+        """Run ``plan`` like :meth:`run` and return when each step really started and ended, as seen by this rank.
+
+        Costs a thread per resource and a wake-up per step, so it is for pictures and audits, not for timing.
+        """
+        from commlayer.tracing import traced
+
+        steps, call = self._start(plan, source, target)
+        return traced(plan, call)
+
+    def _start(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> tuple[tuple[Moves, ...], Call]:
+        steps = _cached_moves(plan, *self._place)
+        buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
+        needed = staging_bytes(plan)
+        if needed:
+            buffers[Buffer.STAGING] = self._stage(needed, source.device)
+        return steps, self.transport.start(plan, steps, buffers, self._timeout_s)
+
+    def _stage(self, needed: int, device: torch.device) -> torch.Tensor:
+        """Staging memory, kept between calls: allocating (and first touching) it costs as much as the copy itself."""
+        if self._staging is None or self._staging.numel() < needed or self._staging.device != device:
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=device)
+        return self._staging[:needed]
+

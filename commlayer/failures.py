@@ -1,0 +1,86 @@
+"""Who failed: turns a broken wait into an error that names the rank that died, also on ranks that never spoke to it.
+
+A rank that dies is seen at once only by those who wait for it; the others wait for *those*, and would blame the wrong
+rank. So the first to see a failure writes it to the group's store before it raises, closes its connections (which wakes
+whoever waits for it), and the next ones read the store first.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
+
+__all__ = ["FailureBoard", "Wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a rank was waiting for when it failed; all of it goes into the message."""
+
+    rank: int
+    peer: int
+    group: str
+    collective: str
+    plan: str
+    step: str
+    chunk: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}, group {self.group}, collective {self.collective} #{self.sequence}, plan {self.plan}, "
+            f"step {self.step} of chunk {self.chunk}, waiting for rank {self.peer}"
+        )
+
+
+class FailureBoard:
+    """The place where ranks of one Communicator write and read who failed first."""
+
+    def __init__(self, store: dist.Store, key: str, rank: int) -> None:
+        self._store = store
+        self._key = key
+        self._rank = rank
+
+    def explain(self, wait: Wait, cause: BaseException, waited_s: float, timeout_s: float) -> ClusterError:
+        """The error to raise for a broken wait. Never raises itself; reports to the others what this rank saw."""
+        timed_out = waited_s >= timeout_s or "timed out" in str(cause).lower()
+        known = self._read(settle_s=0.2)
+        if isinstance(known, dict) and known["culprit"] != self._rank:
+            return PeerError(
+                f"rank {known['culprit']} {known['what']} (seen by rank {known['seen_by']}); here: {wait}. "
+                f"This Communicator cannot be used any more: look at the log of rank {known['culprit']}, restart the job"
+            )
+        what = f"did not answer within {timeout_s:g} s" if timed_out else "died or closed its connection"
+        if known is None:
+            self._write({"culprit": wait.peer, "what": what, "seen_by": self._rank})
+        note = "" if known != "gone" else " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
+        text = f"rank {wait.peer} {what}; here: {wait}.{note} Look at the log of rank {wait.peer}, then restart the job"
+        return CollectiveTimeoutError(text) if timed_out else PeerError(text)
+
+    def _read(self, settle_s: float) -> dict[str, object] | str | None:
+        """What is written: a report, None, or "gone" when the store does not answer.
+
+        A short wait lets the rank next to the dead one write first.
+        """
+        until = time.monotonic() + settle_s
+        try:
+            while True:
+                if self._store.check([self._key]):
+                    report: dict[str, object] = json.loads(self._store.get(self._key))
+                    return report
+                if time.monotonic() > until:
+                    return None
+                time.sleep(0.02)
+        except Exception:  # noqa: BLE001  any failure of the store means the same here, and the first error matters more
+            return "gone"
+
+    def _write(self, report: dict[str, object]) -> None:
+        try:
+            self._store.compare_set(self._key, "", json.dumps(report))
+        except Exception:  # noqa: BLE001  see _read
+            return

@@ -1,0 +1,54 @@
+"""The shipped profiles, one JSON file each. ``build.py`` beside them says where each number comes from."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from pathlib import Path
+
+from commlayer.profiles.errors import ProfileNotFoundError
+from commlayer.profiles.profile import Profile, load_profile, parse_profile
+
+__all__ = ["load", "names", "resolve"]
+
+
+def names() -> list[str]:
+    """The names of the shipped profiles, sorted."""
+    from importlib.resources import files  # lazy: `commlayer --help` needs no profile
+
+    return sorted(entry.name[: -len(".json")] for entry in files(__name__).iterdir() if entry.name.endswith(".json"))
+
+
+@cache
+def load(name: str) -> Profile:
+    """The shipped profile ``name``.
+
+    Raises:
+        ProfileNotFoundError: no such name; the message has the closest ones.
+        ProfileError: the shipped file is damaged.
+    """
+    from importlib.resources import files
+
+    if name not in (known := names()):
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+        raise ProfileNotFoundError(
+            f"expected the name of a shipped profile or the path of a profile file, got {name!r}. "
+            f"Did you mean {' or '.join(close)}? `commlayer profiles list` shows all"
+        )
+    return parse_profile((files(__name__) / f"{name}.json").read_bytes(), f"catalog/{name}.json")
+
+
+def resolve(name_or_path: str) -> Profile:
+    """A shipped profile by its name, or any profile by its path.
+
+    What is not a shipped name is a path when it contains "/", ends with ".json" or exists.
+
+    Raises:
+        ProfileNotFoundError: neither a shipped name nor a file.
+        ProfileError: a file that is not a sound profile.
+    """
+    if name_or_path not in names() and (
+        "/" in name_or_path or name_or_path.endswith(".json") or Path(name_or_path).exists()
+    ):
+        return load_profile(name_or_path)
+    return load(name_or_path)

@@ -1,0 +1,89 @@
+"""The resources that a collective occupies, their peak rates, and nccl-tests' bus factors.
+
+Units, once for the whole code base: ``_gbps`` is gigaBYTES per second (1e9 bytes), ``_us`` microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import msgspec
+
+from commlayer.profiles.errors import ProfileError, UsageError
+
+__all__ = ["COLLECTIVES", "Peaks", "Resource", "bus_factor"]
+
+
+class Resource(str, Enum):
+    """What a step occupies while it runs. A resource does one step at a time.
+
+    The first three are also the link classes on which curves are measured.
+    """
+
+    INTER = "inter"
+    INTRA = "intra"
+    DEVICE = "device"
+    COMPUTE = "compute"
+
+    # Enum hashes the member's *name*, in Python: slower, and then {Resource.INTER: …}["inter"] misses although the two
+    # compare equal. Hashing as the string that it is repairs both.
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Peaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Peak rates of one RANK, one direction, when all ranks of a node move at once.
+
+    A network card of 0.05 GB/s that four ranks share has ``inter_gbps`` 0.0125. ``device_gbps`` counts the bytes that a
+    copy copies: a copy reads and writes, so it is half of what the memory is specified for.
+
+    Raises:
+        ProfileError: a rate that is not a positive, finite number.
+    """
+
+    inter_gbps: float
+    intra_gbps: float
+    device_gbps: float
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ProfileError(f"{name}: expected a positive number of GB/s, got {value!r}")
+            msgspec.structs.force_setattr(self, name, float(value))  # 25 and 25.0 must give one fingerprint
+
+    def of(self, link: Resource) -> float:
+        """The peak of ``link`` in GB/s; COMPUTE has none (UsageError)."""
+        if link not in ("inter", "intra", "device"):
+            raise UsageError(f"expected the link class inter, intra or device, got {link}: only links have a peak rate")
+        return float(getattr(self, f"{Resource(link).value}_gbps"))
+
+
+_SHARED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "gather", "reduce_scatter", "scatter"})
+_WHOLE = frozenset({"broadcast", "copy", "decode", "encode", "recv", "reduce", "send", "send_recv"})
+
+#: The operations that a curve can describe.
+COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
+
+
+def bus_factor(collective: str, group_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests' PERFORMANCE.md defines it.
+
+    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all, all_to_all_v, gather and scatter (n-1)/n
+    with S the gathered (whole) buffer; send, recv, broadcast, reduce and the local operations 1.
+
+    Raises:
+        UsageError: an unknown collective, or a group of fewer than one rank.
+    """
+    if group_size < 1:
+        raise UsageError(f"expected a group of at least one rank, got group_size {group_size} for {collective}")
+    if collective in _SHARED:
+        return (group_size - 1) / group_size
+    if collective in _WHOLE:
+        return 1.0
+    if collective == "all_reduce":
+        return 2 * (group_size - 1) / group_size
+    raise UsageError(f"expected one of {', '.join(COLLECTIVES)}, got the collective {collective!r}")

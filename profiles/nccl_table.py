@@ -1,0 +1,78 @@
+"""The profiler's table: nccl-tests' columns, so that its users can read ours, then two percentiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from commlayer.profiles.links import bus_factor
+
+if TYPE_CHECKING:
+    from commlayer.profiles.measure import Point
+
+__all__ = ["COLUMNS", "Row"]
+
+#: The headers; what ``Row.cells`` returns stands under them.
+COLUMNS = (
+    "size(B)",
+    "count(elements)",
+    "type",
+    "time(us)",
+    "algbw(GB/s)",
+    "busbw(GB/s)",
+    "#wrong",
+    "p50(us)",
+    "p99(us)",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line. ``time_us`` is the mean, as in nccl-tests; ``num_wrong`` is None where nothing was checked."""
+
+    size_bytes: int
+    count: int
+    dtype: str
+    time_us: float
+    algbw_gbps: float
+    busbw_gbps: float
+    num_wrong: int | None
+    p50_us: float
+    p99_us: float
+
+    @classmethod
+    def of(cls, point: Point, *, dtype: str = "uint8", element_bytes: int = 1, num_wrong: int | None = None) -> Row:
+        """The line of one point, whose elements are ``dtype`` of ``element_bytes`` bytes each."""
+        samples = point.samples
+        algbw_gbps = point.nbytes / samples.mean_us / 1e3
+        return cls(
+            size_bytes=point.nbytes,
+            count=point.nbytes // element_bytes,
+            dtype=dtype,
+            time_us=samples.mean_us,
+            algbw_gbps=algbw_gbps,
+            busbw_gbps=algbw_gbps * bus_factor(point.collective, point.group_size),
+            num_wrong=num_wrong,
+            p50_us=samples.p50_us,
+            p99_us=samples.p99_us,
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """The line as text, one cell for each of ``COLUMNS``; "N/A" (as in nccl-tests) where nothing was checked."""
+        return (
+            str(self.size_bytes),
+            str(self.count),
+            self.dtype,
+            _digits(self.time_us),
+            _digits(self.algbw_gbps),
+            _digits(self.busbw_gbps),
+            "N/A" if self.num_wrong is None else str(self.num_wrong),
+            _digits(self.p50_us),
+            _digits(self.p99_us),
+        )
+
+
+def _digits(value: float) -> str:
+    """Four significant digits, no exponent."""
+    places = 0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3
+    return f"{value:.{places}f}"

@@ -1,0 +1,310 @@
+"""A profile: what the links of one cluster can do, in one versioned JSON file.
+
+Reading is strict, because a plan is only as good as its profile and every rank must hold the same one: what is damaged,
+foreign, newer or edited is refused with the file, the field and the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from commlayer.profiles.compare import Difference, diff
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import PlanError, ProfileError, ProfileMismatchError, ProfileNotFoundError
+from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.strict_json import convert, parse_object, pretty
+from commlayer.profiles.topology import Topology
+
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Difference",
+    "Interference",
+    "Profile",
+    "check_shape",
+    "diff",
+    "load_profile",
+    "parse_profile",
+]
+
+FORMAT: Final = "commlayer-profile"
+VERSION: Final = 1
+
+_ALLOWED = {
+    "kind": "measured, emulated, published or paper",
+    "gather": "whole or remote",
+    "link": "inter, intra or device",
+    "resource": "inter, intra, device or compute",
+    "other": "inter, intra, device or compute",
+}
+
+
+class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """While ``resource`` works beside ``other``, it takes ``slowdown`` (at least 1) times as long.
+
+    One direction only: what ``other`` suffers is an entry of its own.
+    """
+
+    resource: Resource
+    other: Resource
+    slowdown: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slowdown < math.inf:
+            raise ProfileError(f"slowdown: expected a finite factor of at least 1, got {self.slowdown}")
+        if self.resource == self.other:
+            raise ProfileError(f"other: expected another resource than {self.resource}, which does one step at a time")
+        normal = {
+            "resource": Resource(self.resource),
+            "other": Resource(self.other),
+            "slowdown": float(self.slowdown),
+        }
+        for name, value in normal.items():
+            msgspec.structs.force_setattr(self, name, value)
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+    """What the links of one cluster can do. Make one with ``create`` or ``load_profile``; both see to the fingerprint.
+
+    Attributes:
+        name: for people; also the file name in the catalogue.
+        kind: "measured" on hardware, "emulated" on shaped virtual links, "published" peaks, or from a "paper".
+        source: where the numbers come from, and what they are not.
+        topology: the shape, as ``Topology.shape``.
+        peaks: peak rates, per rank and direction.
+        gather: what the all_gather stage of the described software moves: "whole" = the whole tensor (MoNTA eq. 9),
+            "remote" = only the blocks that crossed the wire (commlayer's executor; the local block is a device copy).
+        curves: at most one per (collective, link, group_size).
+        interference: slowdowns of pairs of resources; a pair that is not listed does not interfere.
+        environment: versions, host, date and so on, by name.
+        fingerprint: "sha256:…" over everything else. Also the hash of the object, so that profiles can key a cache.
+
+    Raises:
+        ProfileError: a value that breaks one of these rules; the message names the field.
+    """
+
+    format: Literal["commlayer-profile"] = FORMAT
+    version: Literal[1] = VERSION
+    name: str
+    kind: Literal["measured", "emulated", "published", "paper"]
+    source: str
+    topology: str
+    peaks: Peaks
+    gather: Literal["whole", "remote"]
+    curves: tuple[Curve, ...]
+    interference: tuple[Interference, ...] = ()
+    environment: dict[str, str] = {}
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ProfileError("name: expected a name, got an empty one")
+        shape = Topology.parse(self.topology).shape
+        if shape != self.topology:
+            raise ProfileError(f"topology: expected the shortest spelling {shape!r}, got {self.topology!r}")
+        _refuse_twins("curves", [curve.key for curve in self.curves])
+        _refuse_twins("interference", [(entry.resource, entry.other) for entry in self.interference])
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        name: str,
+        kind: str,
+        source: str,
+        topology: Topology | str,
+        peaks: Peaks,
+        gather: str,
+        curves: Iterable[Curve],
+        interference: Iterable[Interference] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Profile:
+        """Build a profile and compute its fingerprint.
+
+        Raises:
+            ProfileError: a field of the wrong type or value; it names the field.
+            TopologyError: a malformed topology.
+        """
+        shape = (topology if isinstance(topology, Topology) else Topology.parse(topology)).shape
+        fields = {
+            "name": name,
+            "kind": kind,
+            "source": source,
+            "topology": shape,
+            "peaks": peaks,
+            "gather": gather,
+            "curves": tuple(curves),
+            "interference": tuple(interference),
+            "environment": dict(environment or {}),
+            "fingerprint": "",
+        }
+        draft = _convert(msgspec.to_builtins(fields), f"profile {name!r}")
+        return msgspec.structs.replace(draft, fingerprint=_fingerprint(draft))
+
+    def replace(self, **changes: Any) -> Profile:
+        """A copy with other fields (as for ``create``) and its own fingerprint."""
+        kept = {
+            key: getattr(self, key) for key in self.__struct_fields__ if key not in ("format", "version", "fingerprint")
+        }
+        return Profile.create(**{**kept, **changes})
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[str, str, int], Curve]:
+        return {curve.key: curve for curve in self.curves}
+
+    @cached_property
+    def _slowdowns(self) -> dict[tuple[str, str], float]:
+        return {(entry.resource, entry.other): entry.slowdown for entry in self.interference}
+
+    def curve(self, collective: str, link: Resource, group_size: int) -> Curve:
+        """The curve of ``collective`` on ``link`` in a group of ``group_size`` ranks (1 for a copy).
+
+        Raises:
+            PlanError: the profile has none; the message says which group sizes it has and how to measure this one.
+        """
+        try:
+            return self._by_key[collective, link, group_size]
+        except KeyError:
+            raise PlanError(self._missing(collective, link, group_size)) from None
+
+    def _missing(self, collective: str, link: str, group_size: int) -> str:
+        sizes = sorted(
+            curve.group_size for curve in self.curves if (curve.collective, curve.link) == (collective, link)
+        )
+        if sizes:
+            there = f"it has {collective} on {Resource(link)} for group size {', '.join(map(str, sizes))}"
+        else:
+            kinds = sorted({f"{curve.collective} on {curve.link}" for curve in self.curves})
+            there = f"it has {', '.join(kinds) or 'no curves at all'}"
+        return (
+            f"profile {self.name!r} ({self.topology}): expected a curve of {collective} on {link} for group size "
+            f"{group_size}, got none; {there}. Measure it on that cluster with `commlayer profile`, or plan with those"
+        )
+
+    def slowdown(self, resource: Resource, other: Resource) -> float:
+        """How many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
+        return self._slowdowns.get((resource, other), 1.0)
+
+    @cached_property
+    def error(self) -> float:
+        """The median of the curves' hold-out errors, as a fraction; 0.0 when no curve states one."""
+        errors = sorted(curve.holdout_error for curve in self.curves if curve.holdout_error is not None)
+        if not errors:
+            return 0.0
+        return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+
+    def to_json(self) -> str:
+        """The file's text: one line per value, arrays in one line, a newline at the end."""
+        return pretty(msgspec.to_builtins(self)) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file in one step: a reader sees the old file or the new one, never a half.
+
+        Raises:
+            ProfileError: a fingerprint that does not belong to the content (made by other means than ``create``).
+            OSError: the file system refuses.
+        """
+        _check_fingerprint(self, str(path))
+        target = Path(path)
+        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            draft.write_text(self.to_json(), encoding="utf-8")
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+def load_profile(path: str | os.PathLike[str]) -> Profile:
+    """Read and check one profile file.
+
+    Raises:
+        ProfileNotFoundError: no such file.
+        ProfileError: a file that cannot be read, or is no sound profile of this version: names file, field and reason.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise ProfileNotFoundError(
+            f"{os.fspath(path)}: expected a profile, got no such file. `commlayer profiles list` shows those shipped"
+        ) from error
+    except OSError as error:
+        raise ProfileError(f"{os.fspath(path)}: cannot read the profile: {error.strerror or error}") from error
+    return parse_profile(data, os.fspath(path))
+
+
+def parse_profile(data: bytes | str, where: str) -> Profile:
+    """Check the text of a profile; ``where`` (a path, say) begins every message.
+
+    Raises:
+        ProfileError: text that is not a sound profile of this version: names the field and the reason.
+    """
+    content = parse_object(data, where)
+    found = content.get("format")
+    if found != FORMAT:
+        got = f"got {found!r}" if "format" in content else "but it is missing"
+        raise ProfileError(f"{where}: field format: expected {FORMAT!r}, {got}: this is not a commlayer profile")
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise ProfileError(
+            f"{where}: field version: expected at most {VERSION}, got {version}: a newer commlayer wrote this profile. "
+            "Upgrade commlayer, or measure again with this one"
+        )
+    if version != VERSION or isinstance(version, bool):
+        got = f"got {version!r}" if "version" in content else "but it is missing"
+        raise ProfileError(f"{where}: field version: expected {VERSION}, {got}")
+    profile = _convert(content, where)
+    _check_fingerprint(profile, where)
+    return profile
+
+
+def check_shape(profile: Profile, topology: Topology) -> None:
+    """Refuse a profile of another cluster shape.
+
+    Raises:
+        ProfileMismatchError: names both shapes.
+    """
+    if profile.topology != topology.shape:
+        raise ProfileMismatchError(
+            f"expected a profile of this cluster's shape {topology.shape}, got {profile.name!r} of shape "
+            f"{profile.topology}. Measure this cluster with `commlayer profile`, or choose a profile of its shape "
+            "(`commlayer profiles list`)"
+        )
+
+
+def _convert(content: Any, where: str) -> Profile:
+    return convert(content, Profile, where, _ALLOWED)
+
+
+def _refuse_twins(field: str, keys: list[Any]) -> None:
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            name = " ".join(map(str, key))
+            raise ProfileError(f"{field}[{i}]: expected {name} once, got it again after {field}[{keys.index(key)}]")
+
+
+def _fingerprint(profile: Profile) -> str:
+    content = msgspec.to_builtins(profile)
+    del content["fingerprint"]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _check_fingerprint(profile: Profile, where: str) -> None:
+    expected = _fingerprint(profile)
+    if profile.fingerprint != expected:
+        raise ProfileError(
+            f"{where}: field fingerprint: damaged or edited: expected {expected}, got {profile.fingerprint}. Restore "
+            "the file, measure again, or make an edited copy with Profile.replace"
+        )

@@ -1,0 +1,195 @@
+"""Which rank sits on which node: discovered from the ranks' identities, or declared as a shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from commlayer.profiles.errors import TopologyError
+from commlayer.profiles.links import Resource
+
+__all__ = ["Topology"]
+
+_EXPECTED = 'expected "NODESxRANKS" such as "2x4", or the ranks of each node such as "3+4"'
+# A typing error such as 2x80000000 should be an answer, not a machine that swaps.
+_MAX_RANKS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of each node. Frozen and hashable.
+
+    Attributes:
+        nodes: for each node its ranks in increasing order; nodes are ordered by their lowest rank. A node's ranks need
+            not be contiguous.
+        hostnames: one name per node, or empty when the topology was declared. Only for people to read: two topologies
+            with the same nodes are equal, whatever the nodes are called.
+
+    Raises:
+        TopologyError: no nodes, an empty node, ranks that are not 0 … world_size-1 each exactly once, an order other
+            than the one above, or a number of hostnames that is not the number of nodes.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    hostnames: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.nodes or not all(self.nodes):
+            raise TopologyError(f"expected at least one node and at least one rank on each, got {self.nodes}")
+        ranks = sorted(rank for node in self.nodes for rank in node)
+        if ranks != list(range(len(ranks))):
+            raise TopologyError(f"expected each rank from 0 to {len(ranks) - 1} exactly once, got {self.nodes}")
+        if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(self.nodes):
+            raise TopologyError(
+                f"expected each node's ranks in increasing order, and the nodes by their lowest rank, got {self.nodes}"
+            )
+        if self.hostnames and len(self.hostnames) != len(self.nodes):
+            raise TopologyError(
+                f"expected one hostname for each of {len(self.nodes)} nodes, or none, got {self.hostnames}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Read a declared shape: "2x4" (2 nodes of 4 ranks), or "3+4" (first node 3 ranks, second 4).
+
+        The ranks of a node are contiguous.
+
+        Raises:
+            TopologyError: text that is neither.
+        """
+        compact = text.strip()
+        if match := re.fullmatch(r"(\d{1,7})[xX](\d{1,7})", compact, re.ASCII):
+            num_nodes, num_ranks = int(match[1]), int(match[2])
+            _check_size(text, num_nodes * num_ranks)
+            return cls._of_sizes([num_ranks] * num_nodes)
+        if re.fullmatch(r"\d{1,7}(\+\d{1,7})+", compact, re.ASCII):
+            sizes = [int(size) for size in compact.split("+")]
+            _check_size(text, sum(sizes) if all(sizes) else 0)
+            return cls._of_sizes(sizes)
+        raise TopologyError(f"topology: {_EXPECTED}, got {text!r}")
+
+    @classmethod
+    def _of_sizes(cls, sizes: Iterable[int]) -> Topology:
+        nodes: list[tuple[int, ...]] = []
+        first = 0
+        for size in sizes:
+            nodes.append(tuple(range(first, first + size)))
+            first += size
+        return cls(tuple(nodes))
+
+    @classmethod
+    def from_identities(cls, identities: Sequence[str]) -> Topology:
+        """Build from one identity string per rank, in rank order; ranks with one identity share a node.
+
+        The identities become the hostnames.
+
+        Raises:
+            TopologyError: no identities.
+        """
+        if not identities:
+            raise TopologyError("expected one identity per rank, got none: there is no rank to place")
+        members: dict[str, list[int]] = {}
+        for rank, identity in enumerate(identities):
+            members.setdefault(identity, []).append(rank)
+        return cls(tuple(tuple(ranks) for ranks in members.values()), hostnames=tuple(members))
+
+    @property
+    def shape(self) -> str:
+        """ "2x4" when all nodes are alike, else "3+4". It says how many ranks, not which."""
+        sizes = [len(node) for node in self.nodes]
+        return f"{len(sizes)}x{sizes[0]}" if self.is_uniform else "+".join(map(str, sizes))
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes."""
+        return len(self.nodes)
+
+    @cached_property
+    def world_size(self) -> int:
+        """How many ranks on all nodes together."""
+        return sum(len(node) for node in self.nodes)
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all nodes have the same number of ranks."""
+        return len({len(node) for node in self.nodes}) == 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node.
+
+        Raises:
+            TopologyError: nodes with different numbers of ranks; it names them.
+        """
+        if not self.is_uniform:
+            sizes = ", ".join(f"{self._name(node)} has {len(ranks)}" for node, ranks in enumerate(self.nodes))
+            raise TopologyError(
+                f"expected the same number of ranks on every node, got {self.shape}: {sizes}. Start as many ranks on "
+                "each node, or use a strategy that does not need equal nodes (flat)"
+            )
+        return len(self.nodes[0])
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        places = [(0, 0)] * self.world_size
+        for node, ranks in enumerate(self.nodes):
+            for local_rank, rank in enumerate(ranks):
+                places[rank] = (node, local_rank)
+        return tuple(places)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(f"expected a rank from 0 to {self.world_size - 1} (topology {self.shape}), got {rank}")
+        return self._places[rank]
+
+    def node_of(self, rank: int) -> int:
+        """The index of the node on which ``rank`` sits."""
+        return self._place(rank)[0]
+
+    def local_rank_of(self, rank: int) -> int:
+        """The position of ``rank`` among the ranks of its node."""
+        return self._place(rank)[1]
+
+    def link_between(self, a: int, b: int) -> Resource:
+        """What bytes from rank ``a`` to rank ``b`` cross: INTER, INTRA, or, from a rank to itself, DEVICE."""
+        if self.node_of(a) != self.node_of(b):
+            return Resource.INTER
+        return Resource.DEVICE if a == b else Resource.INTRA
+
+    def spans(self, ranks: Iterable[int]) -> int:
+        """How many nodes ``ranks`` touch."""
+        return len({self.node_of(rank) for rank in ranks})
+
+    def describe(self) -> str:
+        """Several lines for people: the shape, then each node with its ranks (as ranges)."""
+        plural = "" if self.num_nodes == 1 else "s"
+        uneven = "" if self.is_uniform else ", uneven"
+        head = f"{self.shape}: {self.world_size} ranks on {self.num_nodes} node{plural}{uneven}"
+        lines = [
+            f"  {self._name(node)}: {len(ranks)} rank{'' if len(ranks) == 1 else 's'} ({_ranges(ranks)})"
+            for node, ranks in enumerate(self.nodes)
+        ]
+        return "\n".join([head, *lines])
+
+    def _name(self, node: int) -> str:
+        return f"node {node} ({self.hostnames[node]})" if self.hostnames else f"node {node}"
+
+
+def _check_size(text: str, num_ranks: int) -> None:
+    if not 0 < num_ranks <= _MAX_RANKS:
+        raise TopologyError(
+            f"topology: {_EXPECTED}, with 1 rank or more on every node and at most {_MAX_RANKS} together, got {text!r}"
+        )
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Write (0, 1, 2, 5) as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,123 @@
+"""The decision: price every candidate, take the fastest, but no elaborate plan for a gain smaller than the profile's error.
+
+Everything here depends only on the traffic's rank-invariant numbers, the profile and the policy, so that every rank
+decides alike without talking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlayer.profiles.errors import PlanError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.plan import Gather, Plan, Strategy
+from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.strategies import candidates
+from commlayer.scheduler.traffic import Traffic
+
+__all__ = ["Decision", "Planner", "Policy", "choose"]
+
+_SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the chooser may do.
+
+    ``gather`` None follows the profile. ``tolerance`` None takes the profile's own error: a simpler plan is preferred
+    when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal.
+    """
+
+    strategies: tuple[Strategy, ...] = tuple(Strategy)
+    max_chunks: int = 32
+    min_slice_bytes: int = 4096
+    gather: Gather | None = None
+    interference: bool = True
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen plan, every alternative with its predicted timeline, and why.
+
+    ``margin`` is how much slower the best plan of any other strategy is predicted, as a fraction of the chosen time;
+    negative where the simpler plan was kept although another is predicted faster by less than ``tolerance``.
+    """
+
+    traffic: Traffic
+    timeline: Timeline
+    candidates: tuple[Timeline, ...]
+    margin: float
+    tolerance: float
+    profile_name: str
+
+    @property
+    def plan(self) -> Plan:
+        return self.timeline.plan
+
+    @property
+    def predicted_us(self) -> float:
+        return self.timeline.total_us
+
+    @property
+    def bottleneck(self) -> Resource:
+        return self.timeline.bottleneck
+
+    def reason(self) -> str:
+        """One sentence: why this plan."""
+        chosen = self.plan.name
+        rivals = [rival for rival in self.candidates if rival.plan.strategy is not self.plan.strategy]
+        if not rivals:
+            return f"{chosen}: the only plan for this traffic (replication {self.traffic.replication})"
+        best = min(rivals, key=lambda rival: rival.total_us)
+        if self.margin < 0:
+            return (
+                f"{chosen}: {best.plan.name} is predicted {-self.margin:.1%} faster, which is less than the profile's "
+                f"own error of {self.tolerance:.1%}, so the simpler plan stays; bottleneck {self.bottleneck.value}"
+            )
+        return (
+            f"{chosen}: the next best, {best.plan.name}, is predicted {self.margin:.1%} slower; "
+            f"bottleneck {self.bottleneck.value}"
+        )
+
+
+def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> Decision:
+    """Price all candidates and decide. Raises PlanError where the profile cannot price the traffic."""
+    policy = policy or Policy()
+    gather = policy.gather or Gather(profile.gather)
+    plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks)
+    priced = tuple(
+        price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in policy.strategies
+    )
+    if not priced:
+        allowed = ", ".join(strategy.value for strategy in policy.strategies)
+        raise PlanError(f"no plan: the policy allows only {allowed}, and none of them applies to {traffic}")
+    tolerance = profile.error if policy.tolerance is None else policy.tolerance
+    best_us = min(timeline.total_us for timeline in priced)
+    near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
+    simplest = min(_SIMPLICITY[timeline.plan.strategy] for timeline in near)
+    # Chunk counts of one strategy are equally simple: among them the fastest is taken.
+    chosen = min(
+        (timeline for timeline in near if _SIMPLICITY[timeline.plan.strategy] == simplest),
+        key=lambda timeline: timeline.total_us,
+    )
+    rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
+    margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
+    return Decision(traffic, chosen, priced, margin, tolerance, profile.name)
+
+
+class Planner:
+    """Decisions of one profile and policy, each made once: a repeated question costs a dictionary look-up."""
+
+    def __init__(self, profile: Profile, policy: Policy | None = None) -> None:
+        self.profile = profile
+        self.policy = policy or Policy()
+        self._decisions: dict[Traffic, Decision] = {}
+
+    def decide(self, traffic: Traffic) -> Decision:
+        """The decision for this traffic; cached. Raises PlanError as :func:`choose` does."""
+        decision = self._decisions.get(traffic)
+        if decision is None:
+            decision = self._decisions[traffic] = choose(traffic, self.profile, self.policy)
+        return decision

@@ -1,0 +1,99 @@
+"""The plan: a small DAG of steps on resources. The only description of a schedule; see ``price``, the executor, the drawer.
+
+A plan lists its steps in the order in which an executor posts them, so that one loop serves every executor: for each
+step, wait for the steps it names in ``after``, then post it. A resource does one step at a time, in plan order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from commlayer.profiles.errors import InternalError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.traffic import Traffic
+
+__all__ = ["Buffer", "Gather", "Op", "Plan", "Step", "Strategy"]
+
+
+class Strategy(str, Enum):
+    """How an all_to_all of replicated tokens is moved (MoNTA table 6). The order is from simple to elaborate."""
+
+    FLAT = "flat"
+    HIERARCHICAL = "hierarchical"  # O1: drop, all_to_all between nodes, all_gather inside
+    PIPELINED = "pipelined"  # O2: the same in chunks, inter ∥ intra
+    PIPELINED_COPY = "pipelined_copy"  # O3: the placing copy is a pipeline stage of its own
+
+
+class Op(str, Enum):
+    ALL_TO_ALL = "all_to_all"
+    ALL_GATHER = "all_gather"
+    COPY = "copy"
+
+
+class Buffer(str, Enum):
+    INPUT = "input"
+    OUTPUT = "output"
+    STAGING = "staging"
+
+
+class Gather(str, Enum):
+    """What the all_gather stage moves.
+
+    WHOLE is MoNTA's form (eq. 9): the whole tensor, also the block that never left the node. REMOTE is ours: tokens are
+    replicated, so the local block already lies on every rank of the node; only blocks that crossed the wire are gathered.
+    """
+
+    WHOLE = "whole"
+    REMOTE = "remote"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation on one resource.
+
+    ``bytes`` is the size by which curves are looked up, nccl-tests' S: all_to_all the send buffer of one rank,
+    all_gather the gathered total, copy what is copied. It is the mean over ranks (hence a float): slices that do not
+    divide differ by less than one alignment unit. ``after`` are indices of earlier steps in the same plan.
+    ``source`` and ``target`` say between which buffers the bytes go; an all_gather works in place.
+    """
+
+    op: Op
+    resource: Resource
+    chunk: int
+    bytes: float
+    after: tuple[int, ...]
+    source: Buffer
+    target: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one collective call is moved. Frozen, hashable, the same on every rank."""
+
+    traffic: Traffic
+    strategy: Strategy
+    chunks: int
+    gather: Gather
+    steps: tuple[Step, ...]
+    wire: str = "native"
+
+    def __post_init__(self) -> None:
+        for index, step in enumerate(self.steps):
+            if any(not 0 <= earlier < index for earlier in step.after):
+                raise InternalError(f"step {index} of {self.name} waits for {step.after}: only earlier steps may be named")
+
+    @property
+    def name(self) -> str:
+        """``flat``, or ``pipelined×4`` when there is more than one chunk."""
+        return self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a chunk of a block is dropped: one for each rank that holds the same tokens."""
+        return 1 if self.strategy is Strategy.FLAT else self.traffic.replication
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether received bytes land in a staging buffer and are placed by copies."""
+        return any(step.target is Buffer.STAGING for step in self.steps)
