@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from commlayer.connect import connect, device_type
 from commlayer.debug import check_signatures, signature
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard
 from commlayer.groups import Grid, describe_self, form_grid, versions
 from commlayer.profiles.catalog import resolve
-from commlayer.profiles.errors import ClusterError, GroupError, ProfileNotFoundError, TensorError
+from commlayer.profiles.errors import ClusterError, ProfileNotFoundError, TensorError
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Decision, Planner, Policy
-from commlayer.scheduler.plan import Op, Plan
+from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
-from commlayer.transport import Channel, GlooTransport, Transport
 from commlayer.work import OrderedQueue, Work
 
 __all__ = ["Communicator", "State"]
@@ -79,10 +79,10 @@ class Communicator:
         self.grid: Grid = form_grid(members, dist.get_rank(), declared)
         check_shape(self.profile, self.grid.topology)
         self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
-        self._device_type = _device_type(ep_group)
+        self._device_type = device_type(ep_group)
         key = f"commlayer/failure/{next(_serial)}/{self.grid.ranks}"
-        self._board = FailureBoard(_get_default_store(), key, dist.get_rank())
-        self._executor = Executor(self._transport(), self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        transport = connect(self.grid, self._device_type, FailureBoard(_get_default_store(), key, dist.get_rank()))
+        self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
         self._queue = OrderedQueue("commlayer")
         self._calls = 0
         self._failure: ClusterError | None = None
@@ -114,7 +114,10 @@ class Communicator:
         order. Raises TensorError for a size that does not divide, PeerError and CollectiveTimeoutError for a broken wait.
         """
         self._check_tensor(x)
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
         if not async_op:
+            if not needs_grad:  # autograd's bookkeeping costs more than a small message
+                return self._exchange(x, replicated, plan, None, "forward")
             output: torch.Tensor = _AllToAll.apply(x, self, replicated, plan, None, "forward")
             return output
         futures: list[Future[None]] = []
@@ -136,6 +139,11 @@ class Communicator:
         timelines: list[Timeline] = []
         self._queue.run(lambda: timelines.append(self._executor.trace(chosen, source, torch.empty_like(source))))
         return timelines[0]
+
+    @property
+    def policy(self) -> Policy:
+        """What the chooser may do."""
+        return self._planner.policy
 
     def close(self) -> None:
         """Finish what is queued and let go of threads and connections. Every rank closes; closing twice is allowed."""
@@ -216,25 +224,6 @@ class Communicator:
                 f"rank {dist.get_rank()}: the ep group's backend moves {self._device_type} tensors, got one on {x.device}"
             )
 
-    def _transport(self) -> Transport:
-        grid = self.grid
-        channels = {Op.ALL_TO_ALL: self._channel("ep", grid.ep_ranks)}
-        if len(grid.tp_ranks) > 1:
-            channels[Op.ALL_GATHER] = self._channel("tp", grid.tp_ranks)
-        if self._device_type == "cuda":
-            from commlayer.cuda import NcclTransport
-
-            return NcclTransport(channels, torch.device("cuda", torch.cuda.current_device()))
-        return GlooTransport(channels, self._board)
-
-    def _channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
-        """A group of our own, so that our messages never meet the caller's."""
-        backend = "nccl" if self._device_type == "cuda" else "gloo"
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=f"commlayer:{name}")
-        if group is None:
-            raise GroupError(f"torch made no group for ranks {ranks}: is the default process group initialised?")
-        return Channel(name, group, tuple((rank, dist.get_group_rank(group, rank)) for rank in ranks))
-
 
 class _AllToAll(torch.autograd.Function):
     """An even all_to_all is its own inverse: block k from here to there, block here from there. So is its gradient."""
@@ -264,10 +253,6 @@ class _AllToAll(torch.autograd.Function):
 def _bytes(x: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as 1-D uint8 [bytes]: every dtype passes, FP8 and NaN payloads too."""
     return x.reshape(-1).view(torch.uint8)
-
-
-def _device_type(group: dist.ProcessGroup) -> str:
-    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
 
 
 def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> Profile:

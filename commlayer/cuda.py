@@ -111,9 +111,7 @@ class _NcclCall:
     def _gather(self, channel: Channel, spans: list[tuple[Region, Region]]) -> list[dist.Work]:
         works = []
         for mine, whole in spans:
-            work = dist.all_gather_into_tensor(
-                self._view(whole), self._view(mine), group=channel.group, async_op=True
-            )
+            work = dist.all_gather_into_tensor(self._view(whole), self._view(mine), group=channel.group, async_op=True)
             if work is not None:
                 works.append(work)
         return works

@@ -6,8 +6,6 @@ threads move what was posted; on CUDA it makes one stream wait for an event of a
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from commlayer.scheduler.moves import Moves, moves, staging_bytes
@@ -17,7 +15,7 @@ from commlayer.transport import Call, Transport
 
 __all__ = ["Executor"]
 
-_cached_moves = lru_cache(maxsize=256)(moves)
+_MAX_PREPARED = 256
 
 
 class Executor:
@@ -28,6 +26,8 @@ class Executor:
         self._place = ep_index, tp_index
         self._timeout_s = timeout_s
         self._staging: torch.Tensor | None = None
+        # By identity: hashing a plan of a hundred steps costs more than posting one. The plan is kept, so its id is its own.
+        self._prepared: dict[int, tuple[Plan, tuple[Moves, ...], int]] = {}
 
     def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run ``plan`` from ``source`` to ``target``, both 1-D uint8 [logical bytes] on one device, not overlapping.
@@ -48,20 +48,23 @@ class Executor:
         """
         from commlayer.tracing import traced
 
-        steps, call = self._start(plan, source, target)
-        return traced(plan, call)
+        return traced(plan, self._start(plan, source, target)[1])
 
     def _start(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> tuple[tuple[Moves, ...], Call]:
-        steps = _cached_moves(plan, *self._place)
+        _, steps, staging = self._prepared.get(id(plan)) or self._prepare(plan)
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
-        needed = staging_bytes(plan)
-        if needed:
-            buffers[Buffer.STAGING] = self._stage(needed, source.device)
+        if staging:
+            buffers[Buffer.STAGING] = self._stage(staging, source.device)
         return steps, self.transport.start(plan, steps, buffers, self._timeout_s)
+
+    def _prepare(self, plan: Plan) -> tuple[Plan, tuple[Moves, ...], int]:
+        if len(self._prepared) >= _MAX_PREPARED:
+            self._prepared.clear()
+        prepared = self._prepared[id(plan)] = plan, moves(plan, *self._place), staging_bytes(plan)
+        return prepared
 
     def _stage(self, needed: int, device: torch.device) -> torch.Tensor:
         """Staging memory, kept between calls: allocating (and first touching) it costs as much as the copy itself."""
         if self._staging is None or self._staging.numel() < needed or self._staging.device != device:
             self._staging = torch.empty(needed, dtype=torch.uint8, device=device)
         return self._staging[:needed]
-

@@ -23,7 +23,7 @@ class Wait:
     """What a rank was waiting for when it failed; all of it goes into the message."""
 
     rank: int
-    peer: int
+    peers: tuple[int, ...]
     group: str
     collective: str
     plan: str
@@ -34,8 +34,14 @@ class Wait:
     def __str__(self) -> str:
         return (
             f"rank {self.rank}, group {self.group}, collective {self.collective} #{self.sequence}, plan {self.plan}, "
-            f"step {self.step} of chunk {self.chunk}, waiting for rank {self.peer}"
+            f"step {self.step} of chunk {self.chunk}, waiting for {self.awaited}"
         )
+
+    @property
+    def awaited(self) -> str:
+        """The rank, or the ranks one of which has failed (a collective call of the backend does not say which)."""
+        ranks = ", ".join(map(str, self.peers))
+        return f"rank {ranks}" if len(self.peers) == 1 else f"one of ranks {ranks}"
 
 
 class FailureBoard:
@@ -56,10 +62,14 @@ class FailureBoard:
                 f"This Communicator cannot be used any more: look at the log of rank {known['culprit']}, restart the job"
             )
         what = f"did not answer within {timeout_s:g} s" if timed_out else "died or closed its connection"
-        if known is None:
-            self._write({"culprit": wait.peer, "what": what, "seen_by": self._rank})
-        note = "" if known != "gone" else " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
-        text = f"rank {wait.peer} {what}; here: {wait}.{note} Look at the log of rank {wait.peer}, then restart the job"
+        if known is None and len(wait.peers) == 1:
+            self._write({"culprit": wait.peers[0], "what": what, "seen_by": self._rank})
+        note = (
+            ""
+            if known != "gone"
+            else " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
+        )
+        text = f"{wait.awaited} {what}; here: {wait}.{note} Look at the log of {wait.awaited}, then restart the job"
         return CollectiveTimeoutError(text) if timed_out else PeerError(text)
 
     def _read(self, settle_s: float) -> dict[str, object] | str | None:

@@ -105,7 +105,9 @@ def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = 
     _check_agreed(members)
     for peer in me.ep_ranks:
         if peer not in by_rank or by_rank[peer].ep_ranks.index(peer) != me.ep_ranks.index(peer):
-            raise GroupError(f"rank {rank}: its ep group {list(me.ep_ranks)} lists rank {peer}, which describes another group")
+            raise GroupError(
+                f"rank {rank}: its ep group {list(me.ep_ranks)} lists rank {peer}, which describes another group"
+            )
     rows = tuple(by_rank[peer].tp_ranks for peer in me.ep_ranks)
     column = me.tp_ranks.index(rank)
     for peer, row in zip(me.ep_ranks, rows, strict=True):

@@ -54,7 +54,9 @@ class Settings:
                 continue
             if name not in known:
                 close = get_close_matches(name, known, n=1, cutoff=0.5)
-                hint = f"did you mean {_PREFIX}{close[0]}?" if close else f"known: {', '.join(_PREFIX + k for k in known)}"
+                hint = (
+                    f"did you mean {_PREFIX}{close[0]}?" if close else f"known: {', '.join(_PREFIX + k for k in known)}"
+                )
                 raise SettingsError(f"unknown variable {variable}; {hint}")
             values[known[name]] = _number(variable, value) if name == "TIMEOUT_S" else value
         return cls(**values)  # type: ignore[arg-type]  # the names were checked above

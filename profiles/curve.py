@@ -83,7 +83,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             "time_us": times,
             "p50_us": _checked_times("p50_us", self.p50_us, len(sizes)) if self.p50_us else (),
             "p99_us": _checked_times("p99_us", self.p99_us, len(sizes)) if self.p99_us else (),
-            "samples": tuple(self.samples),
+            "samples": tuple(int(num) for num in self.samples),
             "holdout_error": None if self.holdout_error is None else float(self.holdout_error),
         }
         for name, value in normal.items():  # one spelling (float, tuple, enum): equal curves have one fingerprint

@@ -81,7 +81,9 @@ class Plan:
     def __post_init__(self) -> None:
         for index, step in enumerate(self.steps):
             if any(not 0 <= earlier < index for earlier in step.after):
-                raise InternalError(f"step {index} of {self.name} waits for {step.after}: only earlier steps may be named")
+                raise InternalError(
+                    f"step {index} of {self.name} waits for {step.after}: only earlier steps may be named"
+                )
 
     @property
     def name(self) -> str:

@@ -47,7 +47,9 @@ def pipelined(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE) -> 
 def pipelined_copy(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE) -> Plan:
     """MoNTA O3 (algorithm 2): all_to_all ∥ all_gather ∥ copy, three chunks in flight."""
     _check_chunks(chunks)
-    return Plan(traffic, Strategy.PIPELINED_COPY, chunks, gather, _staged_steps(traffic, chunks, gather, Resource.DEVICE))
+    return Plan(
+        traffic, Strategy.PIPELINED_COPY, chunks, gather, _staged_steps(traffic, chunks, gather, Resource.DEVICE)
+    )
 
 
 def build(traffic: Traffic, strategy: Strategy, chunks: int = 1, gather: Gather = Gather.REMOTE) -> Plan:

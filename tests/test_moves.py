@@ -54,7 +54,8 @@ def run_in_memory(plan: Plan) -> tuple[dict[Rank, np.ndarray], dict[Rank, np.nda
         assert not posted, "a message was sent that nobody receives"
     block = plan.traffic.block_bytes
     expected = {
-        (i, j): np.concatenate([inputs[k][i * block : (i + 1) * block] for k in range(e)] or [inputs[i]]) for i, j in ranks
+        (i, j): np.concatenate([inputs[k][i * block : (i + 1) * block] for k in range(e)] or [inputs[i]])
+        for i, j in ranks
     }
     return {rank: memory[rank][Buffer.OUTPUT] for rank in ranks}, expected
 

@@ -10,7 +10,20 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile
-from commlayer.scheduler import Gather, Op, Plan, Planner, Policy, Step, Strategy, Traffic, build, choose, moe_bytes, price
+from commlayer.scheduler import (
+    Gather,
+    Op,
+    Plan,
+    Planner,
+    Policy,
+    Step,
+    Strategy,
+    Traffic,
+    build,
+    choose,
+    moe_bytes,
+    price,
+)
 from commlayer.scheduler.plan import Buffer
 
 SIZES = [4**k for k in range(3, 15)]

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeVar, overload
 from commlayer.emulation.collect import RunResult, run_jobs
 from commlayer.emulation.fabric import Fabric
 from commlayer.emulation.jobs import Layout, make_jobs, pick_port
+from commlayer.emulation.launch import masked_signals
 from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
 from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, failed_error
@@ -62,8 +64,8 @@ class EmulatedCluster:
             UsageError: an argument that cannot be.
             RightsError: the machine does not grant what was asked, and the mode forbids to do without.
         """
-        self._owner = os.getpid()
         self._closed = False
+        self._owner = os.getpid()
         self._fabric: Fabric | None = None
         self.nodes = checked_count("nodes", nodes)
         self.ranks_per_node = checked_count("ranks_per_node", ranks_per_node)
@@ -78,7 +80,8 @@ class EmulatedCluster:
         if self.mode == "netns":
             granted = rights()
             spec = replace(spec, delay_by=granted.delay if spec.delay_us else "none")
-            self._fabric = Fabric(nodes, spec, user_namespace=granted.user_namespace)
+            with masked_signals():
+                self._fabric = Fabric(nodes, spec, user_namespace=granted.user_namespace)
 
     @property
     def world_size(self) -> int:
@@ -186,7 +189,7 @@ class EmulatedCluster:
         return first.exitcode or 128 + (first.signal or 0)
 
     def shape(
-        self, *, inter: str | None | Keep = KEEP, intra: str | None | Keep = KEEP, node: int | None = None
+        self, *, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None
     ) -> None:
         """Change rates, also while ranks run (from another thread; a rank itself calls `request_shape`).
 
@@ -218,7 +221,6 @@ class EmulatedCluster:
             raise UsageError("this emulated cluster is closed: make another")
 
     def _run(self, jobs: Sequence[RankJob], timeout_s: float | None, grace_s: float) -> RunResult:
-        self._check_open()
         if not self._running.acquire(blocking=False):
             raise UsageError("this emulated cluster is running something already: wait for it, or make another")
         private_fds = [] if self._fabric is None else self._fabric.fds
@@ -230,6 +232,7 @@ class EmulatedCluster:
             self._running.release()
 
     def _jobs(self, **what: Any) -> list[RankJob]:
+        self._check_open()
         self._num_runs += 1
         spaces = [None] * self.nodes if self._fabric is None else self._fabric.spaces
         return make_jobs(self._layout, spaces, pick_port(self._layout, self._num_runs), **what)
@@ -242,6 +245,11 @@ class EmulatedCluster:
         if self._fabric is not None:
             self._fabric.kill_strays()
             self._fabric.close()
+
+    def __del__(self) -> None:
+        if self._fabric is not None and not self._closed and os.getpid() == self._owner:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+            self.close()
 
     def __enter__(self) -> EmulatedCluster:
         return self

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from commlayer.emulation import syscalls
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, signal_name
 from commlayer.emulation.ranks import (
     FRAME_HEADER,
@@ -146,9 +147,9 @@ class RankProcess:
         else:
             text = self.stacks()
             if self.killed_because is not None:
-                reason = f"was killed by the cluster {self.killed_because}"
+                reason = f"killed by the cluster {self.killed_because}"
             elif by_signal is not None:
-                reason = f"was killed by signal {signal_name(by_signal)}"
+                reason = f"killed by signal {signal_name(by_signal)}"
             else:
                 reason = f"exited with code {exitcode}"
         exception = None
@@ -193,7 +194,7 @@ def launch(jobs: Sequence[RankJob], started: list[RankProcess], private_fds: Seq
     for job in jobs:
         channel, childs_end = socket.socketpair()
         stacks_fd = os.memfd_create("commlayer-stacks")
-        pid = os.fork()
+        pid = syscalls.fork()
         if pid == 0:
             siblings = [fd for other in started for fd in (other.channel.fileno(), other.pid_fd, other.stacks_fd)]
             rank_main(job, childs_end, stacks_fd, parent_pid, [*private_fds, *siblings, channel.fileno()])

@@ -7,7 +7,7 @@ import os
 import warnings
 from typing import Literal, get_args
 
-from commlayer.emulation.fabric import LinkSpec
+from commlayer.emulation.protocol import LinkSpec
 from commlayer.emulation.rates import parse_rate
 from commlayer.emulation.rights import Rights, rights
 from commlayer.profiles.errors import RightsError, SettingsError, UsageError

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +22,12 @@ __all__ = [
     "become_root_of_user_namespace",
     "enter",
     "has_capabilities",
+    "kill_processes_in",
     "namespace_id",
     "new_network",
     "node_address",
     "node_name",
     "private_hosts_file",
-    "processes_in",
 ]
 
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
@@ -33,7 +35,7 @@ _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 
 @dataclass(frozen=True)
 class RankSpaces:
-    """File descriptors of the namespaces that a rank enters; `user_fd` is None where the parent has the rights itself."""
+    """File descriptors of the namespaces that a rank enters; no `user_fd` where the parent has the rights itself."""
 
     net_fd: int
     uts_fd: int
@@ -74,9 +76,16 @@ def new_network(hostname: str) -> tuple[int, int]:
     socket.sethostname(hostname)
     for scope in ("all", "default", "lo"):
         # Router solicitations and link-local addresses would only be noise on a slow wire.
-        with contextlib.suppress(OSError):
-            Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6").write_text("1")
+        _set_parameter(f"ipv6/conf/{scope}/disable_ipv6", "1")
+    # Linux's default, whatever this machine uses: BBR's probing every few seconds shows in short measurements.
+    _set_parameter("ipv4/tcp_congestion_control", "cubic")
     return os.open("/proc/self/ns/net", os.O_RDONLY), os.open("/proc/self/ns/uts", os.O_RDONLY)
+
+
+def _set_parameter(name: str, value: str) -> None:
+    """Set a parameter of this network namespace, where the kernel has it and /proc/sys may be written."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/sys/net/{name}").write_text(value)
 
 
 def private_hosts_file(num_nodes: int) -> int:
@@ -117,7 +126,7 @@ def namespace_id(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def processes_in(networks: Iterable[str] | Sequence[str]) -> list[int]:
+def _processes_in(networks: Sequence[str]) -> list[int]:
     """Processes, other than this one, whose network is one of `networks` (see `namespace_id`)."""
     wanted, mine, found = set(networks), os.getpid(), []
     for entry in os.listdir("/proc"):
@@ -126,3 +135,13 @@ def processes_in(networks: Iterable[str] | Sequence[str]) -> list[int]:
                 if os.readlink(f"/proc/{entry}/ns/net") in wanted:
                     found.append(int(entry))
     return found
+
+
+def kill_processes_in(networks: Sequence[str], patience_s: float = 5.0) -> None:
+    """SIGKILL every process in these networks, again until none is left (they may fork while we look)."""
+    deadline = time.monotonic() + patience_s
+    while (pids := _processes_in(networks)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)

@@ -13,8 +13,9 @@ import contextlib
 from typing import Any
 
 from commlayer.emulation.namespaces import node_address
+from commlayer.emulation.rates import MAX_BYTES_PER_S
 
-__all__ = ["FabricLinks", "NodeLinks", "add_netem", "open_netlink"]
+__all__ = ["FabricLinks", "NodeLinks", "add_netem", "node_mac", "open_netlink"]
 
 _ROOT = 0xFFFFFFFF
 _BURST_BYTES = 128 * 1024
@@ -50,22 +51,24 @@ class _Shaper:
         self._active = False
 
     def set(self, bytes_per_s: int | None) -> None:
-        """Change the rate; packets in the queue stay there."""
-        if bytes_per_s is None:
-            if self._active:
-                self._netlink.tc("del", "tbf", self._index, handle=self._handle, parent=self._parent)
-        else:
-            self._netlink.tc(
-                "change" if self._active else "add",
-                "tbf",
-                self._index,
-                handle=self._handle,
-                parent=self._parent,
-                rate=bytes_per_s,
-                burst=_BURST_BYTES,
-                limit=_LIMIT_BYTES,
-            )
-        self._active = bytes_per_s is not None
+        """Change the rate; packets in the queue stay there.
+
+        A bucket is never removed again, its packets would be lost with it and TCP would wait for its timer: unshaped
+        then means the largest rate, which is more than a veth pair carries.
+        """
+        if bytes_per_s is None and not self._active:
+            return
+        self._netlink.tc(
+            "change" if self._active else "add",
+            "tbf",
+            self._index,
+            handle=self._handle,
+            parent=self._parent,
+            rate=MAX_BYTES_PER_S if bytes_per_s is None else bytes_per_s,
+            burst=_BURST_BYTES,
+            limit=_LIMIT_BYTES,
+        )
+        self._active = True
 
 
 def add_netem(netlink: Any, index: int, delay_us: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +34,7 @@ class RankFailure:
 
     def describe(self) -> str:
         """The failure with rank, node and traceback, several lines."""
-        head = f"rank {self.rank} (node {self.node}) {self.reason}"
-        return "\n".join([head, *(f"    {line}" for line in self.traceback.rstrip().splitlines())])
+        return _describe([self])
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,23 @@ def signal_name(number: int) -> str:
         return str(number)
 
 
+def _describe(failures: Sequence[RankFailure]) -> str:
+    """Every failure, in order; those that tell the same story in one paragraph with the first of them."""
+    groups: dict[tuple[str, str], list[RankFailure]] = {}
+    for failure in failures:
+        story = re.sub(r"(?i)thread 0x[0-9a-f]+", "thread", failure.traceback.rstrip())
+        groups.setdefault((failure.reason, story), []).append(failure)
+    lines: list[str] = []
+    for (reason, story), members in groups.items():
+        names = ", ".join(f"rank {failure.rank} (node {failure.node})" for failure in members)
+        lines += [f"{names}: {reason}", *(f"    {line}" for line in story.splitlines())]
+    return "\n".join(lines)
+
+
 def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure]) -> RanksFailedError:
     """The error of a run in which ranks failed; chained to the first rank's own exception."""
     head = f"{len(failures)} of {len(outcomes)} ranks failed, first rank {failures[0].rank}"
-    message = "\n".join([f"{head}:", *(failure.describe() for failure in failures)])
+    message = f"{head}:\n{_describe(failures)}"
     error = RanksFailedError(message, failures, [outcome.value for outcome in outcomes])
     error.__cause__ = failures[0].exception
     return error
@@ -97,5 +110,5 @@ def timed_out_error(
         f"{len(running)} of {len(outcomes)} ranks still ran after {timeout_s:g} s and were killed: rank {names} "
         "(a larger timeout_s= gives them longer)"
     )
-    message = "\n".join([f"{head}:", *(failure.describe() for failure in failures)])
+    message = f"{head}:\n{_describe(failures)}"
     return RanksTimedOutError(message, failures, [outcome.value for outcome in outcomes])

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 
-from commlayer.emulation.fabric import CONTROL_ADDRESS, raise_reply
+from commlayer.emulation.protocol import CONTROL_ADDRESS, raise_reply
 from commlayer.profiles.errors import RightsError, UsageError
 
 __all__ = ["KEEP", "Keep", "request_shape", "shape_message"]
@@ -24,15 +24,13 @@ class Keep(enum.Enum):
 KEEP = Keep.KEEP
 
 
-def shape_message(inter: str | None | Keep, intra: str | None | Keep, node: int | None) -> dict[str, object]:
+def shape_message(inter: str | Keep | None, intra: str | Keep | None, node: int | None) -> dict[str, object]:
     """The request that the fabric understands."""
     rates = {name: rate for name, rate in (("inter", inter), ("intra", intra)) if not isinstance(rate, Keep)}
     return {"op": "shape", "rates": rates, "node": node}
 
 
-def request_shape(
-    *, inter: str | None | Keep = KEEP, intra: str | None | Keep = KEEP, node: int | None = None
-) -> None:
+def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None) -> None:
     """Change rates of the emulated cluster in which this process runs; back when the new rate is in force.
 
     Works in a rank, in a program that a rank became, and in their children: the cluster listens inside every node.

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from commlayer.emulation import syscalls
+
 __all__ = ["INSTALL_HINT", "Rights", "rights"]
 
 INSTALL_HINT = "pyroute2 is not installed: pip install 'commlayer[emulation]'"
@@ -68,6 +70,7 @@ def _try_out(user_namespace: bool) -> str:
     net_fd, _ = namespaces.new_network("probe")
     node = network.NodeLinks(0)
     namespaces.new_network("fabric")
+    netlink = network.open_netlink()
     network.FabricLinks(with_bridge=True).cable(0, net_fd)
     node.plug(0.0)
     words = ["netns"]
@@ -75,8 +78,7 @@ def _try_out(user_namespace: bool) -> str:
         node.intra.set(10**6)
         words.append("tbf")
     with contextlib.suppress(Exception):
-        node.intra.set(None)
-        network.add_netem(network.open_netlink(), 1, 1000.0)
+        network.add_netem(netlink, netlink.link_lookup(ifname="port0")[0], 1000.0)
         words.append("netem")
     with contextlib.suppress(OSError):
         socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()
@@ -87,7 +89,7 @@ def _try_out(user_namespace: bool) -> str:
 def _in_child(probe: Callable[[], str]) -> str:
     """The text that `probe` returns, or its error, computed in a forked child whose namespaces end with it."""
     reader, writer = os.pipe()
-    pid = os.fork()
+    pid = syscalls.fork()
     if pid == 0:
         try:
             text = probe()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 
 __all__ = [
     "CLONE_NEWNET",
@@ -16,6 +17,7 @@ __all__ = [
     "bind_mount",
     "die_with_parent",
     "flush_c_stdio",
+    "fork",
     "make_dumpable",
     "make_mounts_private",
     "mount_tmpfs",
@@ -105,6 +107,18 @@ def make_dumpable() -> None:
 def set_timer_slack_ns(slack_ns: int) -> None:
     """How late the kernel may wake this thread from a timed wait (50 µs by default)."""
     _prctl(_PR_SET_TIMERSLACK, slack_ns)
+
+
+def fork() -> int:
+    """`os.fork` without the warning that Python 3.12 raises in a parent with threads.
+
+    Where warnings are errors it would be raised after the fork, and nobody would know the child's number. The children
+    of this package run Python code of their own and whatever the caller gives them; that the caller's threads hold no
+    lock which that code needs is the caller's part (docs/emulation.md).
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def flush_c_stdio() -> None:

@@ -1,0 +1,1 @@
+"""Tools for testing code that runs on a cluster: the pytest fixture `emulated_cluster` (see `commlayer.emulation`)."""

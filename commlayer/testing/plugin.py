@@ -1,1 +1,62 @@
-"""The pytest plugin of commlayer."""
+"""pytest plugin: the fixture `emulated_cluster`. Loaded by pytest itself, so it imports nothing heavy.
+
+def test_all_ranks_agree(emulated_cluster):
+    cluster = emulated_cluster(nodes=2, ranks_per_node=4, inter="400mbit")
+    assert cluster.run(my_function) == [42] * 8
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from commlayer.emulation import EmulatedCluster, Mode
+
+__all__ = ["ClusterFactory", "emulated_cluster"]
+
+
+class ClusterFactory(Protocol):
+    """What the fixture `emulated_cluster` is: `EmulatedCluster` itself, closed when the test ends."""
+
+    def __call__(
+        self,
+        nodes: int = 2,
+        ranks_per_node: int = 4,
+        *,
+        inter: str | None = None,
+        intra: str | None = None,
+        delay_us: float = 0.0,
+        mode: Mode = "auto",
+    ) -> EmulatedCluster:
+        """Build a cluster; the arguments are those of `commlayer.emulation.EmulatedCluster`."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known also where it is not listed in the project's own settings."""
+    config.addinivalue_line("markers", "cluster: starts real processes on an emulated cluster")
+
+
+@pytest.fixture
+def emulated_cluster() -> Iterator[ClusterFactory]:
+    """Factory of emulated clusters; all that a test makes are closed when it ends, however it ends."""
+    from commlayer.emulation import EmulatedCluster
+
+    with contextlib.ExitStack() as stack:
+
+        def build(
+            nodes: int = 2,
+            ranks_per_node: int = 4,
+            *,
+            inter: str | None = None,
+            intra: str | None = None,
+            delay_us: float = 0.0,
+            mode: Mode = "auto",
+        ) -> EmulatedCluster:
+            cluster = EmulatedCluster(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay_us, mode=mode)
+            return stack.enter_context(cluster)
+
+        yield build

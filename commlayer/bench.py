@@ -1,0 +1,202 @@
+"""Every way of moving one all_to_all, measured alternately in one run: candidates, torch's own, other software's.
+
+Correctness first: before a way is timed its result is compared with torch.distributed's, byte for byte. Then all ways
+run round after round, in a new order each round, so that what drifts on a noisy machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from commlayer.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
+from commlayer.communicator import Communicator
+from commlayer.profiler import Prober
+from commlayer.profiles.errors import InternalError
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.results import BenchResult, Point, Row
+from commlayer.scheduler.choose import Decision
+from commlayer.scheduler.plan import Gather, Plan
+from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.strategies import candidates
+
+__all__ = ["BenchOptions", "bench", "world_groups"]
+
+_TORCH = "torch.distributed"
+_HIDDEN = 512  # of bf16: rows of 1 KiB
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Sizes in bytes a rank. ``gathers``: measure our own form of the plans, or MoNTA's too. ``trace_bytes``: the sizes
+    whose chosen plan is traced for a picture."""
+
+    sizes: Sequence[int]
+    rounds: int = 5
+    max_chunks: int = 32
+    gathers: tuple[Gather, ...] = (Gather.REMOTE,)
+    with_baselines: bool = True
+    trace_bytes: Sequence[int] = ()
+    timeout_s: float = 120.0
+
+
+def world_groups(topology: Topology) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The ep group (same place on every node) and tp group (all ranks of the node) of this rank. Collective."""
+    node, place = topology.node_of(dist.get_rank()), topology.local_rank_of(dist.get_rank())
+    columns = list(zip(*topology.nodes, strict=True))
+    ep_groups = [dist.new_group(list(column)) for column in columns]
+    tp_groups = [dist.new_group(list(ranks)) for ranks in topology.nodes]
+    return ep_groups[place], tp_groups[node]
+
+
+def bench(
+    profile: Profile,
+    topology: Topology,
+    options: BenchOptions,
+    *,
+    is_emulated: bool,
+    inter: str | None = None,
+    intra: str | None = None,
+    on_point: Callable[[Point], None] | None = None,
+) -> tuple[BenchResult, list[tuple[str, Timeline, Timeline]]]:
+    """Measure on all ranks of the world; every rank gets the result, and (title, predicted, measured) timelines.
+
+    Raises what a Communicator raises; InternalError where a way delivers other bytes than torch.
+    """
+    ep_group, tp_group = world_groups(topology)
+    prober = Prober(topology, options.timeout_s)
+    points: list[Point] = []
+    timelines: list[tuple[str, Timeline, Timeline]] = []
+    with Communicator(ep_group, tp_group, profile=profile, timeout_s=options.timeout_s) as communicator:
+        for size in options.sizes:
+            point = _measure_size(size, communicator, prober, ep_group, tp_group, options)
+            points.append(point)
+            if on_point is not None:
+                on_point(point)
+        for size in options.trace_bytes:
+            timelines.append(_traced(size, communicator))
+        dist.barrier()
+    prober.close()
+    result = BenchResult(
+        topology=topology.shape,
+        profile=profile.name,
+        fingerprint=profile.fingerprint,
+        is_emulated=is_emulated,
+        inter=inter,
+        intra=intra,
+        environment=dict(profile.environment),
+        points=tuple(points),
+    )
+    return result, timelines
+
+
+def _measure_size(
+    size: int,
+    communicator: Communicator,
+    prober: Prober,
+    ep_group: dist.ProcessGroup,
+    tp_group: dist.ProcessGroup,
+    options: BenchOptions,
+) -> Point:
+    x = _tokens(size, communicator)
+    decision = communicator.decide(size)
+    plans = _plans(decision, communicator, options)
+    ways: dict[str, Callable[[], torch.Tensor]] = {_TORCH: lambda: torch_flat(x, ep_group)}
+    for name, plan in plans.items():
+        ways[name] = partial(communicator.all_to_all, x, plan=plan)
+    if options.with_baselines and x.shape[1] % (4 * len(communicator.grid.tp_ranks)) == 0:
+        ways["DeepSpeed drop/gather"] = lambda: deepspeed_drop_gather(x, ep_group, tp_group)
+        ways["MoNTA released, 4 chunks"] = lambda: monta_fixed_chunks(x, ep_group, tp_group)
+    expected = ways[_TORCH]()
+    wrong = {name: _wrong_bytes(way(), expected) for name, way in ways.items()}
+    if any(wrong.values()):
+        raise InternalError(f"{size} bytes: these differ from torch's result (bytes on this rank): {wrong}")
+    times = _alternate(ways, prober, options.rounds, seed=size)
+    rows = [_row(name, times, plans.get(name), decision, communicator.profile) for name in ways]
+    rate = communicator.profile.peaks.inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # bytes per µs and node
+    blocks = len(communicator.grid.ep_ranks)
+    return Point(
+        logical_bytes=size,
+        wire_limit_us=size * (blocks - 1) / blocks / rate,
+        reason=decision.reason(),
+        rows=tuple(rows),
+    )
+
+
+def _tokens(size: int, communicator: Communicator) -> torch.Tensor:
+    """bf16 [e, C, H], the same on all ranks of a node, different between nodes."""
+    generator = torch.Generator().manual_seed(communicator.grid.ep_index)
+    blocks = len(communicator.grid.ep_ranks)
+    hidden = min(_HIDDEN, size // (2 * blocks))
+    flat = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(torch.bfloat16)
+    return flat.view(blocks, -1, hidden)
+
+
+def _plans(decision: Decision, communicator: Communicator, options: BenchOptions) -> dict[str, Plan]:
+    """The candidates by name; those of another form than the chooser's carry its name."""
+    policy = communicator.policy
+    own = policy.gather or Gather(communicator.profile.gather)
+    plans = {}
+    for gather in (own, *(g for g in options.gathers if g is not own)):
+        for plan in candidates(decision.traffic, gather, policy.min_slice_bytes, options.max_chunks):
+            plans.setdefault(plan.name if gather is own or plan.name == "flat" else f"{plan.name} {gather.value}", plan)
+    plans.setdefault(decision.plan.name, decision.plan)
+    return plans
+
+
+def _wrong_bytes(got: torch.Tensor, expected: torch.Tensor) -> int:
+    """Compared as bytes: a NaN is not equal to itself."""
+    return int((got.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)).sum())
+
+
+def _alternate(
+    ways: Mapping[str, Callable[[], torch.Tensor]], prober: Prober, rounds: int, seed: int
+) -> dict[str, list[float]]:
+    """Times in µs by way; the order of a round is shuffled, the same on all ranks."""
+    order = list(ways)
+    shuffle = random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            times[name].append(prober.timed(ways[name]))
+    return times
+
+
+def _row(
+    name: str, times: Mapping[str, Sequence[float]], plan: Plan | None, decision: Decision, profile: Profile
+) -> Row:
+    ratios = [mine / theirs for mine, theirs in zip(times[name], times[_TORCH], strict=True)]
+    return Row(
+        name=name,
+        kind="plan" if plan else "torch" if name == _TORCH else "baseline",
+        p50_us=median(times[name]),
+        min_us=min(times[name]),
+        max_us=max(times[name]),
+        ratio=median(ratios),
+        ratio_low=min(ratios),
+        ratio_high=max(ratios),
+        num_wrong=0,
+        rounds=len(times[name]),
+        strategy=plan.strategy.value if plan else None,
+        chunks=plan.chunks if plan else None,
+        gather=plan.gather.value if plan else None,
+        wire=plan.wire if plan else None,
+        predicted_us=price(plan, profile).total_us if plan else None,
+        is_chosen=plan == decision.plan,
+    )
+
+
+def _traced(size: int, communicator: Communicator) -> tuple[str, Timeline, Timeline]:
+    x = _tokens(size, communicator)
+    decision = communicator.decide(size)
+    dist.barrier()
+    measured = communicator.trace(x, decision.plan)
+    return f"{decision.plan.name}, {size / 2**20:g} MiB a rank", decision.timeline, measured

@@ -1,0 +1,132 @@
+"""The command ``commlayer``: a table of commands, each imported only when it is called.
+
+Offline commands must start in well under half a second, so that nothing here imports more than click; what a command
+does when it fails is decided here too, once for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import click
+from click.shell_completion import CompletionItem
+
+from commlayer import __version__
+from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
+
+__all__ = ["main"]
+
+
+class _Entry(NamedTuple):
+    module: str
+    attribute: str
+    help: str
+
+
+_CLUSTER = {
+    "demo": _Entry("commlayer.cli.demo", "demo", "Measure, plan, run and prove it on an emulated cluster."),
+    "profile": _Entry("commlayer.cli.profile", "profile", "Measure the links of a cluster into a profile."),
+    "bench": _Entry("commlayer.cli.bench", "bench", "Run every candidate plan against torch.distributed."),
+    "emulate": _Entry("commlayer.cli.emulate", "emulate", "Run any program on an emulated multi-node cluster."),
+}
+_OFFLINE = {
+    "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move an all_to_all, and say why."),
+    "profiles": _Entry("commlayer.cli.profiles", "profiles", "List, show, validate and compare profiles."),
+    "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
+}
+_SECTIONS = {"Commands on a cluster, real or emulated": _CLUSTER, "Commands about one": _OFFLINE}
+_COMMANDS = {**_CLUSTER, **_OFFLINE}
+
+_EPILOG = """\
+\b
+Exit status: 0 done, 1 the surroundings failed, 2 wrong usage or a bad file,
+3 a bug of ours. A traceback: --traceback, or COMMLAYER_DEBUG=detail.
+
+\b
+Shell completion, also of profile names (zsh and fish likewise):
+  eval "$(_COMMLAYER_COMPLETE=bash_source commlayer)"
+"""
+
+
+class _Failure(click.ClickException):
+    """An error of ours on its way out: one message and an exit status instead of a traceback."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.format_message()}", file=file, err=file is None)
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, UsageError):
+        return 2
+    return 3 if isinstance(error, InternalError) else 1
+
+
+def _wants_traceback(ctx: click.Context) -> bool:
+    return bool(ctx.params.get("traceback")) or os.environ.get("COMMLAYER_DEBUG") == "detail"
+
+
+class LazyGroup(click.Group):
+    """Knows names and one-line help of its commands without importing them; turns errors into exit statuses."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = _COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = getattr(import_module(entry.module), entry.attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and args[0][:1].isalnum():
+            close = get_close_matches(args[0], _COMMANDS, n=1, cutoff=0.5)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Expected one of {', '.join(_COMMANDS)}."
+            ctx.fail(f"No such command {args[0]!r}. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in _SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, entry.help) for name, entry in commands.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # click's own would import every command for its help
+        found = [
+            CompletionItem(name, help=entry.help) for name, entry in _COMMANDS.items() if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommlayerError as error:
+            if _wants_traceback(ctx):
+                raise
+            hint = "\nthis is a bug of commlayer: please report it with --traceback" if _exit_code(error) == 3 else ""
+            raise _Failure(f"{error}{hint}", _exit_code(error)) from error
+        except OSError as error:
+            if _wants_traceback(ctx) or error.filename is None:
+                raise
+            raise _Failure(f"{error.filename}: {error.strerror}", 1) from error
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog=_EPILOG,
+    no_args_is_help=True,
+)
+@click.option("--traceback", is_flag=True, help="On an error, show where in the code it arose.")
+@click.version_option(__version__, prog_name="commlayer", message="%(prog)s %(version)s")
+def main(traceback: bool) -> None:
+    """Measure what a cluster's links can do, plan collectives for them, and run the plans."""

@@ -1,0 +1,68 @@
+"""Types of command line values that several commands take."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from commlayer.profiles.errors import UsageError
+from commlayer.units import parse_bytes
+
+__all__ = ["BYTES", "DURATION_US", "PROFILE", "json_option"]
+
+_DURATION = re.compile(r"\s*(\d*\.?\d+)\s*(us|µs|ms|s|m|min|h)\s*", re.IGNORECASE)
+_DURATION_US = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6, "m": 6e7, "min": 6e7, "h": 3.6e9}
+
+
+class _Bytes(click.ParamType):
+    """A size such as 16MiB, as an int."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+class _Duration(click.ParamType):
+    """A time such as 100us, as a float of µs. The unit must be given: 100 alone has meant everything already."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = _DURATION.fullmatch(value)
+        if match is None:
+            self.fail(f"expected a time with its unit, got {value!r}: for example 100us, 5ms, 30s or 2m", param, ctx)
+        return float(match[1]) * _DURATION_US[match[2].lower()]
+
+
+class _ProfileName(click.ParamType):
+    """A catalogue name or a path. Only completes; ``catalog.resolve`` says what is wrong with a bad one."""
+
+    name = "profile"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "NAME|PATH"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from commlayer.profiles import catalog
+
+        # Files first: click's bash script empties the list where it turns on the shell's own file completion.
+        files = [CompletionItem(incomplete, type="file")]
+        return files + [CompletionItem(name) for name in catalog.names() if name.startswith(incomplete)]
+
+
+BYTES = _Bytes()
+DURATION_US = _Duration()
+PROFILE = _ProfileName()
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")

@@ -1,0 +1,281 @@
+"""``commlayer plan``: what would be chosen for a traffic on a cluster, against which alternatives, and why. Offline."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commlayer.cli.parameters import BYTES, PROFILE, json_option
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.profiles import catalog
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.choose import Decision, Policy, choose
+from commlayer.scheduler.plan import Gather, Strategy
+from commlayer.scheduler.price import Timeline
+from commlayer.scheduler.traffic import Traffic, moe_bytes
+from commlayer.units import format_bytes
+
+__all__ = ["plan"]
+
+_BEST_COUNTS = 3
+"""How many chunk counts of one strategy the table shows without --all."""
+
+_STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
+
+
+@click.command()
+@click.option("--profile", "-p", "profile_name", type=PROFILE, required=True, help="What the cluster's links can do.")
+@click.option("--bytes", "-b", "nbytes", type=BYTES, help="Send buffer of one rank: 16MiB, 64KiB, 1.5GB, 256e6.")
+@click.option("--batch", type=int, help="In place of --bytes: sequences a rank.")
+@click.option("--sequence", type=int, help="… tokens a sequence.")
+@click.option("--hidden", type=int, help="… elements a token.")
+@click.option("--dtype", default="bf16", show_default=True, help="… type of an element.")
+@click.option("--top-k", type=int, default=1, show_default=True, help="… experts a token.")
+@click.option("--tp", type=click.IntRange(min=1), help="Ranks of a node that hold the same tokens.  [the whole node]")
+@click.option("--ep", type=click.IntRange(min=1), help="Ranks that exchange tokens.  [one on each node]")
+@click.option("--link", type=click.Choice(["inter", "intra"]), help="What the ep group crosses.  [inter]")
+@click.option("--strategy", "strategies", type=_STRATEGIES, multiple=True, help="Allow only this; may be repeated.")
+@click.option(
+    "--max-chunks", type=click.IntRange(min=1), default=32, show_default=True, help="Most chunks of a pipeline."
+)
+@click.option(
+    "--gather",
+    type=click.Choice([gather.value for gather in Gather]),
+    help="What the all_gather moves.  [the profile's]",
+)
+@click.option("--no-interference", is_flag=True, help="Price resources as if they did not slow each other down.")
+@click.option(
+    "--tolerance", type=click.FloatRange(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
+)
+@click.option("--all", "show_all", is_flag=True, help="Show every chunk count, not the best of each strategy.")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write a Chrome/Perfetto trace of the best plans."
+)
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the best plans (.svg, .png, .pdf)."
+)
+@json_option
+def plan(
+    profile_name: str,
+    tp: int | None,
+    ep: int | None,
+    link: str | None,
+    strategies: tuple[str, ...],
+    max_chunks: int,
+    gather: str | None,
+    no_interference: bool,
+    tolerance: float | None,
+    show_all: bool,
+    trace: Path | None,
+    picture: Path | None,
+    as_json: bool,
+    **size: Any,
+) -> None:
+    """Choose how to move an all_to_all on a cluster, and say why.
+
+    Prices every candidate (strategy and number of chunks) on the profile, without running anything.
+
+    \b
+      commlayer plan --profile monta-a800-2x8 --bytes 256e6
+      commlayer plan --profile h100-eos-2x8 --batch 4 --sequence 4096 --hidden 7168 --top-k 8 --json
+    """
+    profile = catalog.resolve(profile_name)
+    traffic = _traffic(profile, _size(**size), tp, ep, link)
+    policy = Policy(
+        strategies=tuple(Strategy(name) for name in strategies) or tuple(Strategy),
+        max_chunks=max_chunks,
+        gather=Gather(gather) if gather else None,
+        interference=not no_interference,
+        tolerance=tolerance,
+    )
+    decision = choose(traffic, profile, policy)
+    if trace is not None:
+        _write_trace(trace, decision)
+    if picture is not None:
+        _draw(picture, decision, profile)
+    if as_json:
+        print_json(as_dict(decision, profile))
+    else:
+        _show(decision, profile, show_all)
+
+
+def _size(
+    nbytes: int | None, batch: int | None, sequence: int | None, hidden: int | None, dtype: str, top_k: int
+) -> int:
+    parts = {"--batch": batch, "--sequence": sequence, "--hidden": hidden}
+    given = [name for name, value in parts.items() if value is not None]
+    if nbytes is not None:
+        if given:
+            raise UsageError(
+                f"expected --bytes or {', '.join(parts)}, got --bytes and {', '.join(given)}: drop one side"
+            )
+        return nbytes
+    if batch is None or sequence is None or hidden is None:
+        missing = ", ".join(name for name in parts if name not in given)
+        raise UsageError(
+            f"expected --bytes, or all of {', '.join(parts)}, got {', '.join(given) or 'none of them'}: add "
+            f"{'--bytes 16MiB, say' if not given else missing}"
+        )
+    return moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
+
+
+def _traffic(profile: Profile, nbytes: int, tp: int | None, ep: int | None, link: str | None) -> Traffic:
+    """The traffic, by default between all nodes, with tokens replicated over each whole node."""
+    topology = Topology.parse(profile.topology)
+    crossed = Resource(link) if link else Resource.INTER if topology.num_nodes > 1 else Resource.INTRA
+    is_inter = crossed is Resource.INTER
+    if tp is None:
+        tp = topology.ranks_per_node if is_inter else 1
+    if ep is None:
+        ep = topology.num_nodes if is_inter else topology.ranks_per_node // tp
+    largest = max(len(node) for node in topology.nodes)
+    if tp > largest:
+        raise UsageError(
+            f"--tp {tp}: expected at most {largest}, the ranks on a node of {profile.name} ({profile.topology}): tokens "
+            "are replicated inside a node"
+        )
+    if is_inter and ep > topology.num_nodes:
+        raise UsageError(
+            f"--ep {ep}: expected at most {topology.num_nodes}, the nodes of {profile.name} ({profile.topology}): a group "
+            "that crosses nodes has one rank on each. For a group inside a node: --link intra"
+        )
+    if not is_inter and ep * tp > largest:
+        raise UsageError(
+            f"--ep {ep} --tp {tp}: expected at most {largest} ranks inside a node of {profile.name} ({profile.topology})"
+        )
+    return Traffic(nbytes, ep, tp, crossed)
+
+
+def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
+    """The decision for ``--json``; times in µs, ``margin`` and ``tolerance`` as fractions."""
+    traffic = decision.traffic
+    return {
+        "profile": {
+            "name": profile.name,
+            "fingerprint": profile.fingerprint,
+            "kind": profile.kind,
+            "topology": profile.topology,
+        },
+        "traffic": {
+            "bytes": traffic.logical_bytes,
+            "tp": traffic.replication,
+            "ep": traffic.group_size,
+            "link": traffic.link.value,
+        },
+        "decision": {
+            **_candidate(decision.timeline),
+            "margin": rounded(decision.margin, 6),
+            "tolerance": rounded(decision.tolerance, 6),
+            "reason": decision.reason(),
+        },
+        "candidates": [{**_candidate(timeline), "stages": _stages(timeline)} for timeline in decision.candidates],
+    }
+
+
+def _candidate(timeline: Timeline) -> dict[str, Any]:
+    plan = timeline.plan
+    return {
+        "strategy": plan.strategy.value,
+        "chunks": plan.chunks,
+        "wire": plan.wire,
+        "gather": plan.gather.value,
+        "predicted_us": rounded(timeline.total_us),
+        "bottleneck": timeline.bottleneck.value,
+        "is_extrapolated": timeline.is_extrapolated,
+    }
+
+
+def _stages(timeline: Timeline) -> list[dict[str, Any]]:
+    """Equal steps together: how many, the bytes of each, and the mean and summed time that they occupy their resource."""
+    spent: dict[tuple[str, str, float], list[float]] = {}
+    for step, (start, end) in zip(timeline.plan.steps, timeline.spans, strict=True):
+        spent.setdefault((step.op.value, step.resource.value, step.bytes), []).append(end - start)
+    return [
+        {
+            "op": op,
+            "resource": resource,
+            "count": len(times),
+            "bytes": nbytes,
+            "each_us": rounded(sum(times) / len(times)),
+            "busy_us": rounded(sum(times)),
+        }
+        for (op, resource, nbytes), times in spent.items()
+    ]
+
+
+def best_of_each(decision: Decision) -> dict[str, Timeline]:
+    """The fastest plan of each strategy by its name, and the chosen one, from simple to elaborate."""
+    groups = groupby(decision.candidates, key=lambda timeline: timeline.plan.strategy)
+    best = [min(group, key=lambda timeline: timeline.total_us) for _, group in groups]
+    chosen = decision.plan.strategy
+    best = [decision.timeline if timeline.plan.strategy is chosen else timeline for timeline in best]
+    return {timeline.plan.name: timeline for timeline in best}
+
+
+def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
+    kept: list[Timeline] = []
+    for _, group in groupby(decision.candidates, key=lambda timeline: timeline.plan.strategy):
+        members = list(group)
+        ranked = sorted(members, key=lambda timeline: timeline.total_us)[: None if show_all else _BEST_COUNTS]
+        kept += [member for member in members if member in ranked or member is decision.timeline]
+    return kept
+
+
+def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
+    traffic = decision.traffic
+    click.echo(
+        f"all_to_all of {format_bytes(traffic.logical_bytes)} a rank, ep {traffic.group_size} over {traffic.link.value}, "
+        f"tp {traffic.replication}; profile {profile.name} ({profile.kind}, {profile.topology})\n"
+    )
+    shown = _shown(decision, show_all)
+    flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
+    rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
+    print_table(
+        ["strategy", ">chunks", "wire", ">predicted ms", ">/ flat", "bottleneck", ""],
+        rows,
+        bold=[index for index, timeline in enumerate(shown) if timeline is decision.timeline],
+    )
+    hidden = len(decision.candidates) - len(shown)
+    if hidden:
+        click.echo(f"{hidden} slower chunk counts not shown (--all)")
+    if any(timeline.is_extrapolated for timeline in shown):
+        click.echo(
+            "extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted"
+        )
+    click.echo(decision.reason())
+
+
+def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
+    marks = ["◀ chosen"] * is_chosen + ["extrapolated"] * timeline.is_extrapolated
+    return [
+        timeline.plan.strategy.value,
+        str(timeline.plan.chunks),
+        timeline.plan.wire,
+        f"{timeline.total_us / 1e3:.3f}",
+        f"{timeline.total_us / flat_us:.3f}" if flat_us else "–",
+        timeline.bottleneck.value,
+        ", ".join(marks),
+    ]
+
+
+def _write_trace(path: Path, decision: Decision) -> None:
+    import json
+
+    from commlayer.drawing.chrome import chrome_trace
+
+    path.write_text(json.dumps(chrome_trace(best_of_each(decision))) + "\n", encoding="utf-8")
+    click.echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+
+
+def _draw(path: Path, decision: Decision, profile: Profile) -> None:
+    from commlayer.drawing.figures import plans_figure, save_figure
+
+    title = f"all_to_all of {format_bytes(decision.traffic.logical_bytes)} a rank on {profile.name} ({profile.kind})"
+    save_figure(plans_figure(best_of_each(decision), title, chosen=decision.plan.name), path)
+    click.echo(f"picture: {path}", err=True)

@@ -1,0 +1,256 @@
+"""``commlayer profiles``: look at what is known about clusters, without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commlayer.cli.parameters import PROFILE, json_option
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.profiles import catalog
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import ProfileError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile, diff
+from commlayer.units import format_bytes
+
+__all__ = ["profiles"]
+
+
+@click.group(no_args_is_help=True)
+def profiles() -> None:
+    """List, show, validate and compare profiles."""
+
+
+@profiles.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List the profiles that are shipped."""
+    found = [catalog.load(name) for name in catalog.names()]
+    if as_json:
+        print_json([_summary(profile) for profile in found])
+        return
+    rows = [
+        [
+            profile.name,
+            profile.kind,
+            profile.topology,
+            *(f"{profile.peaks.of(link):g}" for link in _LINKS),
+            str(len(profile.curves)),
+            _first_sentence(profile.source),
+        ]
+        for profile in found
+    ]
+    columns = ["name", "kind", "topology", ">inter GB/s", ">intra GB/s", ">device GB/s", ">curves", "~source"]
+    print_table(columns, rows)
+
+
+@profiles.command("show")
+@click.argument("profile_name", type=PROFILE, metavar="NAME|PATH")
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw efficiency over bytes (.svg, .png, .pdf)."
+)
+@json_option
+def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
+    """Show one profile: peaks, curves in nccl-tests' columns, interference, where it comes from."""
+    profile = catalog.resolve(profile_name)
+    if picture is not None:
+        from commlayer.drawing.figures import efficiency_figure, save_figure
+
+        save_figure(efficiency_figure(profile), picture)
+        click.echo(f"picture: {picture}", err=True)
+    if as_json:
+        print_json({**_summary(profile), "curves": [_curve_dict(profile, curve) for curve in profile.curves]})
+    else:
+        _show(profile)
+
+
+@profiles.command("validate")
+@click.argument("names", nargs=-1, required=True, type=PROFILE, metavar="NAME|PATH...")
+@json_option
+def validate(names: tuple[str, ...], as_json: bool) -> None:
+    """Check profiles, one line each; exit status 2 if one of them is not sound."""
+    results = [_checked(name) for name in names]
+    if as_json:
+        print_json(results)
+    else:
+        for result in results:
+            mark = click.style("ok ", fg="green") if result["ok"] else click.style("bad", fg="red")
+            click.echo(f"{mark} {result['message']}")
+    sys.exit(0 if all(result["ok"] for result in results) else 2)
+
+
+@profiles.command("diff")
+@click.argument("a", type=PROFILE, metavar="A")
+@click.argument("b", type=PROFILE, metavar="B")
+@json_option
+def diff_(a: str, b: str, as_json: bool) -> None:
+    """Compare two profiles; exit status 0 if their content is equal, 1 if it differs."""
+    left, right = catalog.resolve(a), catalog.resolve(b)
+    differences, ratios = diff(left, right), _ratios(left, right)
+    if as_json:
+        print_json(
+            {"a": left.name, "b": right.name, "same": not differences, "differences": differences, "ratios": ratios}
+        )
+    elif not differences:
+        click.echo(f"{a} and {b}: equal content ({left.fingerprint})")
+    else:
+        changes = ["" if d.change is None else f"{d.change:+.1%}" for d in differences]
+        rows = [[d.field, *_shortened(d.a, d.b), change] for d, change in zip(differences, changes, strict=True)]
+        print_table(["field", f"~{left.name}", f"~{right.name}", ">change"], rows)
+        if ratios:
+            click.echo()
+            _print_ratios(left, right, ratios)
+    sys.exit(1 if differences else 0)
+
+
+_LINKS = (Resource.INTER, Resource.INTRA, Resource.DEVICE)
+_LONGEST = 120
+"""Characters of a source that a comparison shows; the whole is in ``--json``."""
+
+
+def _first_sentence(text: str) -> str:
+    """The first line, or of a long one the first sentence."""
+    line = text.split("\n", 1)[0]
+    return line.split(". ", 1)[0].rstrip(".") if len(line) > 80 else line
+
+
+def _shortened(a: str, b: str) -> tuple[str, str]:
+    """Two long texts from shortly before they part."""
+    if max(len(a), len(b)) <= _LONGEST:
+        return a, b
+    parts = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = parts - 20 if parts > 40 else 0
+    cut = ["…" * (start > 0) + text[start : start + _LONGEST] + "…" * (len(text) > start + _LONGEST) for text in (a, b)]
+    return cut[0], cut[1]
+
+
+def _summary(profile: Profile) -> dict[str, Any]:
+    return {
+        "name": profile.name,
+        "kind": profile.kind,
+        "topology": profile.topology,
+        "fingerprint": profile.fingerprint,
+        "gather": profile.gather,
+        "peaks": profile.peaks,
+        "error": rounded(profile.error, 6),
+        "curves": [{"collective": c.collective, "link": c.link, "group_size": c.group_size} for c in profile.curves],
+        "interference": profile.interference,
+        "environment": profile.environment,
+        "source": profile.source,
+    }
+
+
+def _curve_dict(profile: Profile, curve: Curve) -> dict[str, Any]:
+    peak = profile.peaks.of(curve.link)
+    return {
+        "collective": curve.collective,
+        "link": curve.link,
+        "group_size": curve.group_size,
+        "latency_us": rounded(curve.latency_us),
+        "bandwidth_gbps": rounded(curve.bandwidth_gbps, 6),
+        "holdout_error": curve.holdout_error,
+        "source": curve.source,
+        "rows": [
+            {
+                "bytes": size,
+                "time_us": rounded(time_us),
+                "algbw_gbps": rounded(curve.algbw_gbps(size), 6),
+                "busbw_gbps": rounded(curve.busbw_gbps(size), 6),
+                "efficiency": rounded(curve.efficiency(size, peak), 6),
+            }
+            for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
+        ],
+    }
+
+
+def _show(profile: Profile) -> None:
+    click.echo(click.style(profile.name, bold=True) + f"  {profile.kind}, {profile.topology}, gathers {profile.gather}")
+    click.echo(f"{profile.fingerprint}\n")
+    click.echo(click.wrap_text(profile.source, width=100))
+    click.echo()
+    print_table(["peak, one rank, one direction", ">GB/s"], [[link.value, f"{profile.peaks.of(link):g}"] for link in _LINKS])
+    for curve in profile.curves:
+        click.echo()
+        _print_curve(profile, curve)
+    if profile.interference:
+        rows = [[f"{entry.resource} beside {entry.other}", f"×{entry.slowdown:.3f}"] for entry in profile.interference]
+        click.echo()
+        print_table(["interference", ">takes longer"], rows)
+    else:
+        click.echo("\nno interference stored: resources are priced as independent")
+    if profile.environment:
+        click.echo()
+        print_table(["environment", "~"], sorted(profile.environment.items()))
+
+
+def _print_curve(profile: Profile, curve: Curve) -> None:
+    peak = profile.peaks.of(curve.link)
+    known = "not known" if curve.holdout_error is None else f"{curve.holdout_error:.1%}"
+    title = (
+        f"{curve.collective} on {curve.link}, {curve.group_size} rank{'s' if curve.group_size > 1 else ''}: latency "
+        f"{curve.latency_us:.4g} µs, bandwidth {curve.bandwidth_gbps:.4g} GB/s, hold-out error {known}"
+    )
+    rows = [
+        [
+            str(size),
+            format_bytes(size),
+            f"{time_us:.5g}" if time_us < 1e5 else f"{time_us:.0f}",
+            f"{curve.algbw_gbps(size):.4g}",
+            f"{curve.busbw_gbps(size):.4g}",
+            f"{curve.efficiency(size, peak):.1%}",
+        ]
+        for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
+    ]
+    print_table([">size(B)", ">", ">time(us)", ">algbw(GB/s)", ">busbw(GB/s)", ">of peak"], rows, title=title)
+
+
+def _checked(name: str) -> dict[str, Any]:
+    try:
+        profile = catalog.resolve(name)
+    except ProfileError as error:
+        message = str(error)
+        return {"profile": name, "ok": False, "message": message if name in message else f"{name}: {message}"}
+    about = f"{profile.kind}, {profile.topology}, {len(profile.curves)} curves, {profile.fingerprint[:19]}…"
+    return {"profile": name, "ok": True, "message": f"{name}: {profile.name}, {about}"}
+
+
+def _ratios(a: Profile, b: Profile) -> list[dict[str, Any]]:
+    """Time of ``b`` over time of ``a``, for the curves that both have.
+
+    At the sizes that both measured; where there are none, at those of either one that both ranges cover.
+    """
+    others = {curve.key: curve for curve in b.curves}
+    found = []
+    for left in a.curves:
+        right = others.get(left.key)
+        if right is None or right == left:
+            continue
+        sizes = sorted(set(left.bytes) & set(right.bytes))
+        if not sizes:
+            either = sorted({*left.bytes, *right.bytes})
+            sizes = [n for n in either if not (left.is_extrapolated(n) or right.is_extrapolated(n))]
+        found += [
+            {
+                "curve": f"{left.collective} {left.link} {left.group_size}",
+                "bytes": size,
+                "a_us": rounded(left.at(size)),
+                "b_us": rounded(right.at(size)),
+                "ratio": rounded(right.at(size) / left.at(size), 6),
+            }
+            for size in sizes
+        ]
+    return found
+
+
+def _print_ratios(a: Profile, b: Profile, ratios: list[dict[str, Any]]) -> None:
+    rows, above = [], ""
+    for entry in ratios:
+        name = entry["curve"] if entry["curve"] != above else ""  # once for each curve
+        above = entry["curve"]
+        times = [f"{entry['a_us']:.5g}", f"{entry['b_us']:.5g}"]
+        rows.append([name, format_bytes(entry["bytes"]), *times, f"{entry['ratio']:.3f}"])
+    print_table(["curve", ">size", f">{a.name} us", f">{b.name} us", ">ratio"], rows)

@@ -1,0 +1,42 @@
+"""Pictures of curves, plans and runs: Chrome/Perfetto traces, figures, one HTML report.
+
+    from commlayer.drawing import chrome_trace, timeline_figure, save_figure
+
+Figures need the extra ``commlayer[plots]``; traces, and reports without their figures, do not. The names below are loaded
+when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlayer.drawing.chrome import chrome_trace
+    from commlayer.drawing.figures import (
+        bench_figure,
+        efficiency_figure,
+        plans_figure,
+        save_figure,
+        timeline_figure,
+    )
+    from commlayer.drawing.report import write_report
+
+__all__ = [
+    "bench_figure",
+    "chrome_trace",
+    "efficiency_figure",
+    "plans_figure",
+    "save_figure",
+    "timeline_figure",
+    "write_report",
+]
+
+_HOMES = {"chrome_trace": "chrome", "write_report": "report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'figures')}"), name)
+    return value

@@ -1,0 +1,281 @@
+"""The figures: timelines of plans, efficiency of links, times of a benchmark. All return a matplotlib ``Figure``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from commlayer.drawing.style import (
+    BLUE,
+    COLOURS,
+    FAINT,
+    GREEN,
+    INK,
+    MARKERS,
+    OPS,
+    PAPER,
+    VERMILLION,
+    new_figure,
+    save_figure,
+    styled,
+)
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+from commlayer.results import BenchResult, Point, Row
+from commlayer.scheduler.plan import Op, Step
+from commlayer.scheduler.price import Timeline
+from commlayer.units import format_bytes, format_us
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["bench_figure", "efficiency_figure", "plans_figure", "save_figure", "timeline_figure"]
+
+_WIDTH = 9.0
+_BAR = 0.76
+"""Height of a bar, where a row is 1 high."""
+_PREDICTED, _MEASURED = 0.38, 1.0
+"""Opacity of bars."""
+_REACH = 4.0
+"""By which factor extrapolated lines go on beyond what was measured."""
+_BEYOND = (3.0, 2.0)
+
+
+@styled
+def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title: str = "") -> Figure:
+    """One plan as bars over time, a row for each resource; the prediction is light and above what was measured."""
+    shown = [predicted] + ([measured] if measured is not None else [])
+    rows = _resources(shown)
+    figure = new_figure(_WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
+    axes = figure.add_subplot()
+    end_us = max(timeline.total_us for timeline in shown) or 1.0
+    unit_us, unit = _unit(end_us)
+    if measured is None:
+        _bars(axes, predicted, rows, end_us, unit_us)
+    else:
+        _bars(axes, predicted, rows, end_us, unit_us, offset=-_BAR / 4, height=_BAR / 2, alpha=_PREDICTED)
+        _bars(axes, measured, rows, end_us, unit_us, offset=_BAR / 4, height=_BAR / 2)
+    _time_axes(axes, rows, end_us, unit_us)
+    axes.set_xlabel(f"time ({unit})")
+    axes.set_title(f"{title or predicted.plan.name}\n", pad=2)
+    axes.text(0, 1.02, _totals(predicted, measured), transform=axes.transAxes, color=FAINT, va="bottom")
+    ops = {step.op for timeline in shown for step in timeline.plan.steps}
+    figure.legend(handles=_legend(ops, with_kinds=measured is not None), loc="outside lower center", ncols=5)
+    return figure
+
+
+@styled
+def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: str | None = None) -> Figure:
+    """Several plans by their names, one above the other over one time axis."""
+    rows = {name: _resources([timeline]) for name, timeline in timelines.items()}
+    counts = [len(each) for each in rows.values()]
+    figure = new_figure(_WIDTH, 1.3 + sum(0.42 + 0.3 * count for count in counts))
+    panels = figure.subplots(len(counts), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
+    end_us = max((timeline.total_us for timeline in timelines.values()), default=0.0) or 1.0
+    unit_us, unit = _unit(end_us)
+    for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
+        _bars(axes, timeline, rows[name], end_us, unit_us)
+        _time_axes(axes, rows[name], end_us, unit_us)
+        mark = "   ◀ chosen" if name == chosen else ""
+        weight = "bold" if name == chosen else "normal"
+        axes.set_title(f"{name}   {format_us(timeline.total_us)}{mark}", fontsize=9.5, fontweight=weight, pad=3)
+        axes.axvline(timeline.total_us / unit_us, color=INK, linewidth=1.0)
+    panels[-1].set_xlabel(f"predicted time ({unit})")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+    ops = {step.op for timeline in timelines.values() for step in timeline.plan.steps}
+    figure.legend(handles=_legend(ops), loc="outside lower center", ncols=5)
+    return figure
+
+
+@styled
+def efficiency_figure(profile: Profile) -> Figure:
+    """Bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines are extrapolated."""
+    figure = new_figure(_WIDTH, 4.6)
+    axes = figure.add_subplot()
+    for index, (curve, colour) in enumerate(zip(profile.curves, _curve_colours(profile.curves), strict=True)):
+        _efficiency(axes, curve, profile.peaks.of(curve.link), colour, MARKERS[index % len(MARKERS)])
+    axes.plot([], [], color=FAINT, linewidth=1.1, linestyle=(0, _BEYOND), label="extrapolated")
+    axes.axhline(1.0, color=FAINT, linewidth=1.0)
+    axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
+    axes.set_xscale("log", base=2)
+    if not profile.curves:
+        axes.set_xlim(2**10, 2**30)
+    axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.y1))
+    _byte_axis(axes, "size S of the collective, as nccl-tests counts it")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylabel("efficiency: bus bandwidth / peak")
+    axes.set_title(f"{profile.name}: {profile.kind}, {profile.topology}")
+    if profile.curves:
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+@styled
+def bench_figure(result: BenchResult) -> Figure:
+    """Time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios."""
+    figure = new_figure(_WIDTH, 6.6)
+    times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    sizes = [point.logical_bytes for point in result.points]
+    lines: list[tuple[str, str, str, Callable[[Point], Row]]] = [
+        ("torch flat", VERMILLION, "s", lambda point: point.torch),
+        ("chosen", BLUE, "o", lambda point: point.chosen),
+        ("best measured", GREEN, "^", lambda point: point.best),
+    ]
+    for name, colour, marker, pick in lines:
+        rows = [pick(point) for point in result.points]
+        look = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 5,
+            "linewidth": 1.8 if name != "best measured" else 1.0,
+        }
+        if name == "best measured":
+            look |= {"markerfacecolor": "none", "markersize": 8, "linestyle": ":"}
+        times.plot(sizes, [row.p50_us / 1e3 for row in rows], label=name, **look)
+        if name == "torch flat":
+            continue
+        spread = [[row.ratio - row.ratio_low for row in rows], [row.ratio_high - row.ratio for row in rows]]
+        ratios.errorbar(sizes, [row.ratio for row in rows], yerr=spread, capsize=2, elinewidth=0.8, **look)
+    limits = [(p.logical_bytes, p.wire_limit_us, p.torch.p50_us) for p in result.points if p.wire_limit_us is not None]
+    if limits:
+        dashed = {"color": INK, "linestyle": (0, _BEYOND), "linewidth": 1.1}
+        times.plot([size for size, *_ in limits], [us / 1e3 for _, us, _ in limits], label="wire limit", **dashed)
+        ratios.plot([size for size, *_ in limits], [us / flat for _, us, flat in limits], **dashed)
+    _all_rows(times, result.points)
+    times.set_xscale("log", base=2)
+    times.set_yscale("log")
+    times.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    times.set_ylabel("time (ms)")
+    emulated = "emulated" if result.is_emulated else "measured"
+    times.set_title(f"all_to_all on {result.topology}, {emulated}")
+    ratios.axhline(1.0, color=VERMILLION, linewidth=1.2)
+    ratios.set_ylim(0, max(1.15, 1.05 * max(point.chosen.ratio_high for point in result.points)))
+    ratios.set_ylabel("time / torch flat")
+    _byte_axis(ratios, "send buffer of one rank")
+    figure.legend(loc="outside lower center", ncols=6)
+    return figure
+
+
+def _resources(timelines: Sequence[Timeline]) -> list[Resource]:
+    used = {step.resource for timeline in timelines for step in timeline.plan.steps}
+    return [resource for resource in Resource if resource in used]
+
+
+def _unit(end_us: float) -> tuple[float, str]:
+    return (1e3, "ms") if end_us >= 1e3 else (1.0, "µs")
+
+
+def _bars(
+    axes: Axes,
+    timeline: Timeline,
+    rows: Sequence[Resource],
+    end_us: float,
+    unit_us: float,
+    *,
+    offset: float = 0.0,
+    height: float = _BAR,
+    alpha: float = _MEASURED,
+) -> None:
+    for step, (start, end) in zip(timeline.plan.steps, timeline.spans, strict=True):
+        y = rows.index(step.resource) + offset
+        width = (end - start) / unit_us
+        bar = {"y": y, "width": width, "height": height, "left": start / unit_us, "linewidth": 0.7, "zorder": 2}
+        axes.barh(**bar, color=PAPER, edgecolor=PAPER)  # else the grid shines through
+        axes.barh(**bar, color=OPS[step.op], edgecolor=PAPER, alpha=alpha)
+        label = _bar_label(step, timeline.plan.chunks, (end - start) / end_us)
+        if label:
+            colour = INK if alpha < _MEASURED else "white"
+            middle = start / unit_us + width / 2
+            axes.text(middle, y, label, ha="center", va="center_baseline", color=colour, fontsize=8, zorder=3)
+
+
+def _bar_label(step: Step, chunks: int, share: float) -> str:
+    """The chunk's number, or the operation where there is one chunk; nothing where it would not fit into the bar."""
+    label = str(step.chunk) if chunks > 1 else step.op.value
+    return label if share > 0.011 * len(label) + 0.004 else ""
+
+
+def _time_axes(axes: Axes, rows: Sequence[Resource], end_us: float, unit_us: float) -> None:
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.02 * end_us / unit_us)
+    axes.set_yticks(range(len(rows)), [resource.value.upper() for resource in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+
+
+def _totals(predicted: Timeline, measured: Timeline | None) -> str:
+    words = f"{predicted.plan.name}: predicted {format_us(predicted.total_us)}"
+    if measured is None:
+        return f"{words}, bottleneck {predicted.bottleneck.value}"
+    words += f", measured {format_us(measured.total_us)}"
+    return f"{words} ({measured.total_us / predicted.total_us - 1:+.1%})" if predicted.total_us else words
+
+
+def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:
+    from matplotlib.patches import Patch
+
+    handles: list[Artist] = [Patch(color=OPS[op], label=op.value) for op in OPS if op in ops]
+    if with_kinds:
+        handles.append(Patch(color=FAINT, alpha=_PREDICTED, label="predicted (light, above)"))
+        handles.append(Patch(color=FAINT, label="measured (below)"))
+    return handles
+
+
+def _curve_colours(curves: Sequence[Curve]) -> list[str]:
+    """The first curve of an operation has its colour in the timelines; the others take what is left."""
+    own = {op.value: colour for op, colour in OPS.items()}
+    left = [colour for colour in COLOURS if colour not in own.values()] * len(curves)
+    return [own.pop(curve.collective, "") or left.pop(0) for curve in curves]
+
+
+def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str) -> None:
+    def values(sizes: Sequence[float]) -> list[float]:
+        return [curve.efficiency(size, peak_gbps) for size in sizes]
+
+    first, last = curve.bytes[0], curve.bytes[-1]
+    inside = _spread(first, last)
+    ranks = "" if curve.group_size == 1 else f", {curve.group_size} ranks"
+    name = f"{curve.collective} {curve.link.value}{ranks}"
+    axes.plot(curve.bytes, values(curve.bytes), linestyle="", marker=marker, markersize=4.5, color=colour)
+    axes.plot(inside, values(inside), color=colour, linewidth=1.6)
+    for low, high in ((first / _REACH, first), (last, last * _REACH)):
+        outside = _spread(low, high)
+        axes.plot(outside, values(outside), color=colour, linewidth=1.1, linestyle=(0, _BEYOND))
+    axes.plot([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
+
+
+def _spread(low: float, high: float, count: int = 120) -> list[float]:
+    """``count`` sizes from ``low`` to ``high``, evenly over their logarithm."""
+    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
+
+
+def _byte_axis(axes: Axes, label: str) -> None:
+    """Ticks at powers of two, at most ten of them."""
+    low, high = (math.log2(limit) for limit in axes.get_xlim())
+    step = math.ceil((high - low) / 10) or 1
+    exponents = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
+    axes.set_xticks(
+        [2.0**exponent for exponent in exponents], [format_bytes(2**e) if e >= 0 else "" for e in exponents]
+    )
+    axes.set_xlabel(label)
+
+
+def _all_rows(axes: Axes, points: Sequence[Point]) -> None:
+    """Everything else that was run, small and grey: what the choice was made from."""
+    for kind, marker, name in (("plan", ".", "other plans"), ("baseline", "x", "baselines")):
+        others = [
+            (point.logical_bytes, row.p50_us / 1e3)
+            for point in points
+            for row in point.rows
+            if row.kind == kind and not row.is_chosen
+        ]
+        if others:
+            sizes, times = zip(*others, strict=True)
+            axes.plot(
+                sizes, times, linestyle="", marker=marker, markersize=5, color=FAINT, alpha=0.6, label=name, zorder=1
+            )

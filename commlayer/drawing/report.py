@@ -1,0 +1,255 @@
+"""The report of one run: one HTML file without anything from outside, readable in light and in dark."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from commlayer.drawing.page import GUIDE, STYLE
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.profile import Profile
+from commlayer.results import BenchResult, Point, Row
+from commlayer.scheduler.price import Timeline
+from commlayer.units import format_bytes, format_us
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_report"]
+
+_OPEN_POINTS = 3
+"""So many sizes are shown open; of more, only the largest."""
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    profile: Profile,
+    result: BenchResult,
+    timelines: Sequence[tuple[str, Timeline, Timeline]] = (),
+) -> None:
+    """Write what a run found.
+
+    Without matplotlib the report has no figures, and says how to get them.
+
+    Args:
+        path: the .html file; replaced if it exists.
+        profile: what the decisions were made with.
+        result: what was measured.
+        timelines: title, predicted and measured timeline of each plan to draw.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    title = f"commlayer on {result.topology}"
+    body = [
+        _header(result, profile),
+        _cards(result),
+        _section("Results", *_points(result)),
+        _section("Time and ratio over size", _figure("size", lambda: _bench_figure(result))),
+        _section("Predicted over measured", *_timelines(timelines)) if timelines else "",
+        _section("What the links can do", _profile(profile), _figure("links", lambda: _efficiency_figure(profile))),
+        _section("Environment", _environment(result, profile)),
+        _section("How to read this", GUIDE),
+    ]
+    text = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _header(result: BenchResult, profile: Profile) -> str:
+    date = result.environment.get("date") or datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    host = result.environment.get("host")
+    where = ["emulated cluster" if result.is_emulated else "real cluster"]
+    where += [f"on {host}"] if host else []
+    rates = [f"{name} {rate} a node" for name, rate in (("inter", result.inter), ("intra", result.intra)) if rate]
+    facts = [" ".join(where), *rates, f"profile {profile.name} ({profile.kind})", date]
+    warning = ""
+    if result.is_emulated:
+        warning = (
+            '<p class="note">Emulated: real processes and real bytes over slowed virtual links on one machine. Read the '
+            "ratios, which compare runs taken alternately; absolute times belong to this machine only.</p>"
+        )
+    badge = ' <span class="badge">emulated</span>' if result.is_emulated else ""
+    return (
+        f"<header>\n<h1>all_to_all on {escape(result.topology)}{badge}</h1>\n"
+        f'<p class="facts">{" · ".join(map(escape, facts))}</p>\n{warning}</header>'
+    )
+
+
+def _cards(result: BenchResult) -> str:
+    if not result.points:
+        return ""
+    largest = max(result.points, key=lambda point: point.logical_bytes)
+    fastest = min(result.points, key=lambda point: point.chosen.ratio)
+    errors = [abs(_error(row)) for point in result.points for row in [point.chosen] if row.predicted_us]
+    num_wrong = sum(row.num_wrong for point in result.points for row in point.rows)
+    to_best = [point.chosen.p50_us / point.best.p50_us for point in result.points if point.best.p50_us]
+    cards = [
+        (
+            f"{1 / fastest.chosen.ratio:.1f}×",
+            f"as fast as torch's all_to_all, at {format_bytes(fastest.logical_bytes)} a rank",
+        ),
+        (
+            f"{largest.chosen.ratio:.3f}",
+            f"of flat's time at {format_bytes(largest.logical_bytes)}{_limit_words(largest)}",
+        ),
+        (f"{median(errors):.0%}", "prediction error of the chosen plans, median")
+        if errors
+        else ("–", "no predictions"),
+        (f"{median(to_best):.2f}", "chosen / best measured plan, median") if to_best else ("–", "no plans were run"),
+        ("bit-equal", "every result, to torch's")
+        if num_wrong == 0
+        else (str(num_wrong), "elements not equal to torch's"),
+    ]
+    bad = len(cards) - 1 if num_wrong else -1
+    items = [
+        f'<div class="card{" bad" if index == bad else ""}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+        for index, (value, words) in enumerate(cards)
+    ]
+    return f'<div class="cards">{"".join(items)}</div>'
+
+
+def _limit_words(point: Point) -> str:
+    if point.wire_limit_us is None:
+        return ""
+    return f"; the wire alone takes {point.wire_limit_us / point.torch.p50_us:.3f}"
+
+
+def _error(row: Row) -> float:
+    """How much slower than predicted, as a fraction."""
+    return row.p50_us / row.predicted_us - 1 if row.predicted_us else 0.0
+
+
+def _points(result: BenchResult) -> Iterable[str]:
+    ordered = sorted(result.points, key=lambda point: -point.logical_bytes)
+    for index, point in enumerate(ordered):
+        opened = " open" if index == 0 or len(ordered) <= _OPEN_POINTS else ""
+        chosen = point.chosen
+        summary = (
+            f"<b>{format_bytes(point.logical_bytes)}</b> a rank: {escape(chosen.name)}, "
+            f"{format_us(chosen.p50_us)}, {chosen.ratio:.3f} of flat"
+        )
+        yield (
+            f"<details{opened}><summary>{summary}</summary>\n"
+            f'<p class="reason">{escape(point.reason)}</p>\n{_point_table(point)}\n</details>'
+        )
+
+
+_COLUMNS = ("plan", "chunks", "predicted", "measured", "min … max", "error", "ratio to flat", "", "wrong")
+
+
+def _point_table(point: Point) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
+    widest = max([row.ratio for row in point.rows] + [1.0])
+    kinds = {"torch": 0, "baseline": 1, "plan": 2}
+    ordered = sorted(point.rows, key=lambda row: kinds.get(row.kind, 3))
+    body = "\n".join(_row(row, widest) for row in ordered)
+    if point.wire_limit_us is not None:
+        limit = point.wire_limit_us / point.torch.p50_us
+        cells = ["wire limit", "", "", format_us(point.wire_limit_us), "", "", f"{limit:.3f}"]
+        body += f'\n<tr class="limit">{_cells(cells)}{_bar(limit, widest)}<td></td></tr>'
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def _row(row: Row, widest: float) -> str:
+    css = "chosen" if row.is_chosen else row.kind if row.kind in ("torch", "baseline") else ""
+    cells = [
+        f"{row.name} ◀ chosen" if row.is_chosen else row.name,
+        "" if row.chunks is None else str(row.chunks),
+        "" if row.predicted_us is None else format_us(row.predicted_us),
+        format_us(row.p50_us),
+        f"{format_us(row.min_us)} … {format_us(row.max_us)}",
+        "" if row.predicted_us is None else f"{_error(row):+.0%}",
+        f"{row.ratio:.3f}",
+    ]
+    wrong = '<td class="ok">0</td>' if row.num_wrong == 0 else f'<td class="bad">{row.num_wrong} not equal</td>'
+    return f'<tr class="{css}">{_cells(cells)}{_bar(row.ratio, widest)}{wrong}</tr>'
+
+
+def _cells(cells: Iterable[str]) -> str:
+    return "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+
+
+def _bar(ratio: float, widest: float) -> str:
+    return f'<td class="bar"><i style="width:{max(0.5, 100 * ratio / widest):.1f}%"></i></td>'
+
+
+def _profile(profile: Profile) -> str:
+    peaks = ", ".join(
+        f"{name} {value:g} GB/s"
+        for name, value in (
+            ("inter", profile.peaks.inter_gbps),
+            ("intra", profile.peaks.intra_gbps),
+            ("device", profile.peaks.device_gbps),
+        )
+    )
+    beside = ", ".join(
+        f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long"
+        for entry in profile.interference
+    )
+    facts = [
+        ("peaks, one rank and direction", peaks),
+        ("interference", beside or "none stored"),
+        ("error", f"{profile.error:.1%} (median of the curves' hold-out errors)"),
+        ("source", profile.source),
+        ("fingerprint", profile.fingerprint),
+    ]
+    return _facts(facts)
+
+
+def _environment(result: BenchResult, profile: Profile) -> str:
+    facts = [*sorted(result.environment.items()), ("profile of the run", f"{result.profile}, {result.fingerprint}")]
+    others = [(f"profile's {name}", value) for name, value in sorted(profile.environment.items())]
+    return _facts([*facts, *(fact for fact in others if fact[1] not in result.environment.values())])
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    lines = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts]
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def _timelines(timelines: Sequence[tuple[str, Timeline, Timeline]]) -> Iterable[str]:
+    for index, (title, predicted, measured) in enumerate(timelines):
+
+        def draw(title: str = title, predicted: Timeline = predicted, measured: Timeline = measured) -> Figure:
+            from commlayer.drawing.figures import timeline_figure
+
+            return timeline_figure(predicted, measured, title)
+
+        yield _figure(f"timeline{index}", draw, title)
+
+
+def _bench_figure(result: BenchResult) -> Figure:
+    from commlayer.drawing.figures import bench_figure
+
+    return bench_figure(result)
+
+
+def _efficiency_figure(profile: Profile) -> Figure:
+    from commlayer.drawing.figures import efficiency_figure
+
+    return efficiency_figure(profile)
+
+
+def _figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:
+    from commlayer.drawing.style import svg_fragment
+
+    try:
+        return f"<figure>{svg_fragment(draw(), f'{name}-', label or name)}</figure>"
+    except UsageError as error:  # no matplotlib: the tables are worth a report by themselves
+        return f'<p class="note">No figure: {escape(str(error))}</p>'
+
+
+def _section(title: str, *parts: str) -> str:
+    inner = "\n".join(parts)
+    return f"<section>\n<h2>{escape(title)}</h2>\n{inner}\n</section>"

@@ -1,0 +1,155 @@
+"""The look of every figure, and how it becomes a file or a piece of a web page. matplotlib is imported on first use.
+
+Colours are Okabe and Ito's, which stay apart for colour-blind eyes; no meaning rests on colour alone. Ink, grid and paper
+are drawn in four fixed colours that occur nowhere else, so that ``svg_fragment`` can exchange them for CSS variables and
+a report follows the reader's light or dark theme.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.plan import Op
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "COLOURS",
+    "FAINT",
+    "GRID",
+    "INK",
+    "MARKERS",
+    "OPS",
+    "PAPER",
+    "new_figure",
+    "save_figure",
+    "styled",
+    "svg_fragment",
+]
+
+INK = "#1f2429"
+FAINT = "#6b747e"
+GRID = "#dde2e8"
+PAPER = "#fefefe"
+_VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", PAPER: "--paper"}
+
+ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
+OPS = {Op.ALL_TO_ALL: VERMILLION, Op.ALL_GATHER: BLUE, Op.COPY: GREEN}
+COLOURS = (VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+_FORMATS = (".svg", ".png", ".pdf")
+_DPI = 160
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "font.family": "sans-serif",
+        "font.size": 9.5,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": FAINT,
+        "axes.facecolor": PAPER,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.linewidth": 0.8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "figure.facecolor": PAPER,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "xtick.color": FAINT,
+        "ytick.color": FAINT,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "xtick.minor.size": 0,
+        "ytick.minor.size": 0,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "savefig.dpi": _DPI,
+        "svg.fonttype": "none",  # text stays text: a report can be searched, and is half as large
+        "svg.hashsalt": "commlayer",  # the same figure gives the same bytes
+    }
+
+
+def styled(draw: Callable[P, R]) -> Callable[P, R]:
+    """Run ``draw`` with our settings of matplotlib, and leave the caller's as they were.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    from functools import wraps
+
+    @wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            from matplotlib import rc_context
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                "figures need matplotlib, which is not installed: pip install 'commlayer[plots]'"
+            ) from error
+        with rc_context(_settings()):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, inches. Not of pyplot: that would keep every figure alive, and open windows."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+@styled
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write ``figure`` as .svg, .png or .pdf, by the ending of ``path``.
+
+    Raises:
+        UsageError: another ending.
+        OSError: the file cannot be written.
+    """
+    ending = Path(path).suffix.lower()
+    if ending not in _FORMATS:
+        raise UsageError(
+            f"{path}: expected a picture's name to end with {', '.join(_FORMATS)}, got {ending or 'no ending'}"
+        )
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
+    figure.savefig(path, metadata=undated)
+
+
+@styled
+def svg_fragment(figure: Figure, prefix: str, label: str) -> str:
+    """``figure`` as an ``<svg>`` element for a web page.
+
+    Args:
+        prefix: put before every id, so that the figures of one page do not share any.
+        label: what a screen reader says.
+    """
+    from html import escape
+
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = re.sub(r"url\(#", f"url(#{prefix}", svg)
+    svg = re.sub(r'href="#', f'href="#{prefix}', svg)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({variable})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1)

@@ -1,0 +1,43 @@
+"""What the parent, the ranks and the fabric process say to each other: one JSON object a message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from commlayer.profiles.errors import CommlayerError, InternalError, RightsError, UsageError
+
+__all__ = ["CONTROL_ADDRESS", "MESSAGE_BYTES", "LinkSpec", "error_reply", "raise_reply"]
+
+CONTROL_ADDRESS = "\0commlayer-emulation"
+"""Abstract Unix address, in every node's own namespace, where the fabric listens for requests."""
+
+MESSAGE_BYTES = 65_536
+"""No message is larger."""
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """What the wires shall be. Rates in bytes per second (None: unshaped); delay one way, between nodes."""
+
+    inter: int | None
+    intra: int | None
+    delay_us: float
+    delay_by: str
+    """``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
+
+
+def error_reply(error: Exception) -> dict[str, Any]:
+    """The reply that makes `raise_reply` raise this error at the other end."""
+    # pyroute2's NetlinkError is what the kernel answered, as an OSError is; named, because pyroute2 may be absent.
+    refused = isinstance(error, OSError) or type(error).__name__ == "NetlinkError"
+    kind = "usage" if isinstance(error, UsageError) else "rights" if refused else "internal"
+    text = str(error) if isinstance(error, CommlayerError) else f"{type(error).__name__}: {error}"
+    return {"error": text, "kind": kind}
+
+
+def raise_reply(reply: dict[str, Any]) -> None:
+    """Raise the error that a reply of the fabric carries, if it carries one."""
+    if "error" in reply:
+        kinds: dict[str, type[CommlayerError]] = {"usage": UsageError, "rights": RightsError}
+        raise kinds.get(reply["kind"], InternalError)(reply["error"])

@@ -1,0 +1,287 @@
+"""Measures a cluster: every primitive over sizes, on the groups that the plans will use, through the executor they will use.
+
+All ranks of the world run :func:`measure_cluster` together. Each time is the largest over ranks (a collective is as fast
+as its slowest rank), and every decision to go on or stop rests on those agreed times.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from commlayer.connect import connect, device_type
+from commlayer.executor import Executor
+from commlayer.failures import FailureBoard
+from commlayer.groups import Grid, discover_topology
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import ClusterError, TopologyError
+from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.measure import Point, Repeats, interference, sizes_between, sweep
+from commlayer.profiles.profile import Interference, Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.moves import moves
+from commlayer.scheduler.plan import Buffer, Plan
+from commlayer.scheduler.probes import copy_probe, exchange_probe, gather_probe, side_by_side
+
+__all__ = ["Prober", "SweepOptions", "measure_cluster"]
+
+_INTERFERENCE_BYTES = 4 << 20
+_PAIRS = (
+    (Resource.INTER, Resource.INTRA),
+    (Resource.INTER, Resource.DEVICE),
+    (Resource.INTRA, Resource.DEVICE),
+)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to sweep. Sizes in bytes a rank, with nccl-tests' letters: -b ``min_bytes``, -e ``max_bytes``, -f ``factor``,
+    -n ``repeats.max_repeats``, -w ``repeats.warmup``, -c ``check``.
+
+    ``peaks`` are the links' rates per rank where they are known (shaped, or from a data sheet); None takes the largest
+    bus bandwidth measured. ``timeout_s`` bounds every collective.
+    """
+
+    min_bytes: int = 4096
+    max_bytes: int = 32 << 20
+    factor: float = 2.0
+    repeats: Repeats = field(default_factory=lambda: Repeats(warmup=1, min_repeats=6, max_repeats=60, budget_us=1.2e6))
+    interference_rounds: int = 7
+    check: bool = True
+    inter_gbps: float | None = None
+    intra_gbps: float | None = None
+    timeout_s: float = 120.0
+
+
+class Prober:
+    """Runs plans on all ranks of the world in step, and times them."""
+
+    def __init__(self, topology: Topology, timeout_s: float) -> None:
+        self.grid = world_grid(topology)
+        self.device = device_type(None)
+        self._where = (
+            torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+        )
+        board = FailureBoard(_get_default_store(), "commlayer/failure/profiler", dist.get_rank())
+        transport = connect(self.grid, self.device, board)
+        self.executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
+
+    def runner(self, plan: Plan) -> Callable[[], float]:
+        """A callable that runs ``plan`` once and returns the agreed time, µs."""
+        source, target = self._buffers(plan)
+
+        def run() -> float:
+            return self.timed(lambda: self.executor.run(plan, source, target))
+
+        return run
+
+    def timed(self, task: Callable[[], Any]) -> float:
+        """The time of ``task`` in µs, all ranks starting together: the largest over ranks, equal on all of them."""
+        dist.barrier()
+        begin = time.perf_counter()
+        task()
+        if self.device == "cuda":
+            torch.cuda.current_stream().synchronize()
+        return self.agree((time.perf_counter() - begin) * 1e6)
+
+    def agree(self, value: float) -> float:
+        """The largest ``value`` over ranks."""
+        agreed = torch.tensor([value], dtype=torch.float64, device=self._where)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return float(agreed)
+
+    def ends(self, plan: Plan, rounds: int) -> dict[Resource, float]:
+        """By resource: when its last step ended, µs from the call; the median over rounds of the largest over ranks."""
+        source, target = self._buffers(plan)
+        seen: dict[Resource, list[float]] = {step.resource: [] for step in plan.steps}
+        for _ in range(rounds + 1):
+            dist.barrier()
+            timeline = self.executor.trace(plan, source, target)
+            for resource, values in seen.items():
+                spans = zip(plan.steps, timeline.spans, strict=True)
+                values.append(self.agree(max(end for step, (_, end) in spans if step.resource is resource)))
+        return {resource: sorted(values[1:])[rounds // 2] for resource, values in seen.items()}
+
+    def check(self, plan: Plan) -> int:
+        """Run ``plan`` on known bytes; how many bytes arrived wrong, on all ranks together."""
+        size = plan.traffic.logical_bytes
+        e, ep = plan.traffic.group_size, self.grid.ep_index
+        block = plan.traffic.block_bytes
+        expected = torch.cat([_pattern(size, k)[ep * block : (ep + 1) * block] for k in range(e)]).to(self._where)
+        source, target = _pattern(size, ep).to(self._where), torch.zeros(size, dtype=torch.uint8, device=self._where)
+        steps = moves(plan, ep, self.grid.tp_index)
+        for move in steps:  # an all_gather sends from the output what an earlier all_to_all would have brought
+            for message in move.sends:
+                if message.region.buffer is Buffer.OUTPUT:
+                    here = slice(message.region.start, message.region.stop)
+                    target[here] = expected[here]
+        self.executor.run(plan, source, target)
+        wrong = 0
+        for move in steps:
+            for region in [m.region for m in move.receives] + [copy.target for copy in move.copies]:
+                here = slice(region.start, region.stop)
+                wrong += int((target[here] != expected[here]).sum())
+        total = torch.tensor([wrong], dtype=torch.int64, device=self._where)
+        dist.all_reduce(total)
+        return int(total)
+
+    def close(self) -> None:
+        self.executor.transport.close()
+
+    def _buffers(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+        size = plan.traffic.logical_bytes
+        source = torch.zeros(size, dtype=torch.uint8, device=self._where)
+        return source, torch.zeros_like(source)  # touched, so that page faults are not timed
+
+
+def world_grid(topology: Topology) -> Grid:
+    """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them.
+
+    Raises TopologyError for uneven nodes.
+    """
+    topology.ranks_per_node  # noqa: B018  raises for uneven nodes, naming them
+    rank = dist.get_rank()
+    if topology.num_nodes == 1:
+        rows = tuple((member,) for member in topology.nodes[0])
+        return Grid(rows, topology.nodes[0].index(rank), 0, Resource.INTRA, topology)
+    node = topology.node_of(rank)
+    return Grid(topology.nodes, node, topology.nodes[node].index(rank), Resource.INTER, topology)
+
+
+def measure_cluster(
+    options: SweepOptions,
+    *,
+    name: str,
+    kind: str,
+    source: str,
+    topology: Topology | None = None,
+    environment: dict[str, str] | None = None,
+    on_point: Callable[[Point, int], None] | None = None,
+) -> Profile:
+    """Measure the world's links and return their profile, the same on every rank but for host and date.
+
+    ``topology`` None discovers it. ``on_point`` is called after each size with the point and the number of wrong bytes.
+    Raises ClusterError where bytes arrive wrong, TopologyError for uneven nodes or a single rank.
+    """
+    topology = topology or discover_topology()
+    if topology.world_size < 2:
+        raise TopologyError("a cluster of one rank has no links to measure: start at least two, for example torchrun")
+    prober = Prober(topology, options.timeout_s)
+    try:
+        curves = _curves(prober, options, on_point)
+        pairs = _interference(prober, curves, options.interference_rounds)
+    finally:
+        prober.close()
+    return Profile.create(
+        name=name,
+        kind=kind,
+        source=source,
+        topology=topology,
+        peaks=_peaks(curves, options),
+        gather="remote",
+        curves=curves,
+        interference=pairs,
+        environment=_environment() | (environment or {}),
+    )
+
+
+def num_points(options: SweepOptions) -> int:
+    """How many sizes a sweep has in total, for progress bars."""
+    return 3 * len(sizes_between(options.min_bytes, options.max_bytes, options.factor))
+
+
+def _curves(prober: Prober, options: SweepOptions, on_point: Callable[[Point, int], None] | None) -> list[Curve]:
+    e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
+    probes: list[tuple[str, Resource, int, Callable[[int], Plan]]] = [
+        ("all_to_all", link, e, lambda size: exchange_probe(size, e, link)),
+        ("copy", Resource.DEVICE, 1, lambda size: copy_probe(size, e, link)),
+    ]
+    if t > 1:
+        probes.insert(1, ("all_gather", Resource.INTRA, t, lambda size: gather_probe(size, e, t, link)))
+    # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time.
+    largest = {"all_to_all": 1.0, "all_gather": (e - 1) / e, "copy": 1 / e}
+
+    def sizes(collective: str) -> tuple[int, ...]:
+        return sizes_between(
+            options.min_bytes, max(options.min_bytes, int(options.max_bytes * largest[collective])), options.factor
+        )
+
+    wrong = 0
+
+    def prepare(make: Callable[[int], Plan], size: int) -> Callable[[], float]:
+        nonlocal wrong
+        plan = make(size)
+        wrong = prober.check(plan) if options.check else 0
+        if wrong:
+            raise ClusterError(
+                f"{plan.steps[0].op.value} of {size} bytes delivered {wrong} wrong bytes: do not trust this link"
+            )
+        return prober.runner(plan)
+
+    def report(point: Point) -> None:
+        if on_point is not None:
+            on_point(point, wrong)
+
+    return [
+        sweep(
+            collective, kind, n, sizes(collective), lambda size, make=make: prepare(make, size), options.repeats, report
+        )  # type: ignore[misc]
+        for collective, kind, n, make in probes
+    ]
+
+
+def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
+    """Pairs of resources, together against alone, each kept busy for about the same time."""
+    e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
+    if t == 1 or prober.device == "cuda":  # a device's steps are not seen by the host: see SweepOptions and docs
+        return []
+    unit = side_by_side(_INTERFERENCE_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
+    by_resource = {curve.link: curve for curve in curves}
+    alone = {step.resource: by_resource[step.resource].at(step.bytes) for step in unit.steps}
+    found = []
+    for a, b in _PAIRS:
+        longest = max(alone[a], alone[b])
+        counts = {r: max(1, min(64, round(longest / alone[r]))) for r in (a, b)}
+        plans = [side_by_side(_INTERFERENCE_BYTES, e, t, link, c) for c in ({a: counts[a]}, {b: counts[b]}, counts)]
+        only_a, only_b, both = (prober.ends(plan, rounds) for plan in plans)
+        slow_a, slow_b = interference(only_a[a], only_b[b], both[a], both[b])
+        found += [Interference(a, b, round(slow_a, 3)), Interference(b, a, round(slow_b, 3))]
+    return found
+
+
+def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:
+    best = {curve.link: max(curve.busbw_gbps(size) for size in curve.bytes) for curve in curves}
+    known = {Resource.INTER: options.inter_gbps, Resource.INTRA: options.intra_gbps, Resource.DEVICE: None}
+    rates = {link: known[link] or best.get(link) for link in known}
+    fallback = best.get(Resource.INTRA) or max(best.values())
+    return Peaks(*(rates[link] or fallback for link in (Resource.INTER, Resource.INTRA, Resource.DEVICE)))
+
+
+def _environment() -> dict[str, str]:
+    from commlayer import __version__
+
+    return {
+        "commlayer": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "kernel": platform.release().split("-")[0],
+        "machine": platform.machine(),
+        "host": platform.node(),
+        "backend": str(dist.get_backend()),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+
+
+def _pattern(size: int, row: int) -> torch.Tensor:
+    """Bytes that differ by place and by sender: a misplaced or foreign byte shows. The period is a prime."""
+    place = torch.arange(65_521, dtype=torch.int64)
+    tile = ((place * 7 + (place >> 8) * 31 + row * 101) & 255).to(torch.uint8)
+    return tile.repeat(-(-size // tile.numel()))[:size]

@@ -1,0 +1,62 @@
+"""Plans that exercise one resource, or two side by side: what the profiler times to learn a cluster's curves."""
+
+from __future__ import annotations
+
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
+from commlayer.scheduler.strategies import flat
+from commlayer.scheduler.traffic import Traffic
+
+__all__ = ["copy_probe", "exchange_probe", "gather_probe", "side_by_side"]
+
+
+def exchange_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
+    """One all_to_all whose send buffer is about ``num_bytes`` (rounded up to what the group divides)."""
+    block = max(1, -(-num_bytes // group_size))
+    return flat(Traffic(block * group_size, group_size, 1, link))
+
+
+def gather_probe(num_bytes: int, group_size: int, replication: int, link: Resource) -> Plan:
+    """One all_gather over ``replication`` ranks of about ``num_bytes`` in total, in place, as the plans do it."""
+    traffic = _enclosing(num_bytes, group_size, replication, link)
+    size = float(traffic.block_bytes * (group_size - 1))
+    return _plan(traffic, (Step(Op.ALL_GATHER, Resource.INTRA, 0, size, (), Buffer.OUTPUT, Buffer.OUTPUT),))
+
+
+def copy_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
+    """One copy of ``num_bytes`` from the input to the output."""
+    traffic = Traffic(max(1, num_bytes) * group_size, group_size, 1, link)
+    return _plan(
+        traffic, (Step(Op.COPY, Resource.DEVICE, 0, float(traffic.block_bytes), (), Buffer.INPUT, Buffer.OUTPUT),)
+    )
+
+
+def side_by_side(
+    num_bytes: int, group_size: int, replication: int, link: Resource, counts: dict[Resource, int]
+) -> Plan:
+    """Independent steps on several resources: ``counts`` says how many of each, so that all are busy equally long.
+
+    The steps are those of a hierarchical plan for ``num_bytes``: an all_to_all of a slice, an all_gather of what crossed
+    the wire, a copy of the local block.
+    """
+    traffic = _enclosing(num_bytes, group_size, replication, link)
+    remote = float(traffic.block_bytes * (group_size - 1))
+    kinds = {
+        Resource.INTER: (Op.ALL_TO_ALL, traffic.logical_bytes / replication, Buffer.INPUT),
+        Resource.INTRA: (Op.ALL_GATHER, remote, Buffer.OUTPUT),
+        Resource.DEVICE: (Op.COPY, float(traffic.block_bytes), Buffer.INPUT),
+    }
+    steps = []
+    for resource, (op, size, source) in kinds.items():  # copies last: on the CPU they occupy the posting thread
+        steps += [Step(op, resource, 0, size, (), source, Buffer.OUTPUT)] * counts.get(resource, 0)
+    return _plan(traffic, tuple(steps))
+
+
+def _enclosing(num_bytes: int, group_size: int, replication: int, link: Resource) -> Traffic:
+    """The traffic whose remote blocks are about ``num_bytes`` together."""
+    block = max(1, -(-num_bytes // max(1, group_size - 1)))
+    return Traffic(block * group_size, group_size, replication, link)
+
+
+def _plan(traffic: Traffic, steps: tuple[Step, ...]) -> Plan:
+    return Plan(traffic, Strategy.HIERARCHICAL, 1, Gather.REMOTE, steps)
