@@ -30,6 +30,8 @@ from commlayer.scheduler.strategies import candidates
 __all__ = ["BenchOptions", "bench", "world_groups"]
 
 _TORCH = "torch.distributed"
+_MAX_ROUNDS = 31
+_SIZE_BUDGET_US = 4e6
 _HIDDEN = 512  # of bf16: rows of 1 KiB
 
 
@@ -159,11 +161,16 @@ def _wrong_bytes(got: torch.Tensor, expected: torch.Tensor) -> int:
 def _alternate(
     ways: Mapping[str, Callable[[], torch.Tensor]], prober: Prober, rounds: int, seed: int
 ) -> dict[str, list[float]]:
-    """Times in µs by way; the order of a round is shuffled, the same on all ranks."""
+    """Times in µs by way; the order of a round is shuffled, the same on all ranks.
+
+    Small messages are noisy and cheap: they get more rounds, until the time for one size is spent.
+    """
     order = list(ways)
     shuffle = random.Random(seed)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    while len(times[_TORCH]) < rounds or (
+        len(times[_TORCH]) < _MAX_ROUNDS and sum(map(sum, times.values())) < _SIZE_BUDGET_US  # agreed numbers only
+    ):
         shuffle.shuffle(order)
         for name in order:
             times[name].append(prober.timed(ways[name]))

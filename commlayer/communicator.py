@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
@@ -77,6 +76,7 @@ class Communicator:
         members = describe_self(ep_group, tp_group, agreed)
         declared = Topology.parse(settings.topology) if settings.topology else None
         self.grid: Grid = form_grid(members, dist.get_rank(), declared)
+        self._ep_size, self._tp_size = len(self.grid.ep_ranks), len(self.grid.tp_ranks)
         check_shape(self.profile, self.grid.topology)
         self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
         self._device_type = device_type(ep_group)
@@ -87,6 +87,7 @@ class Communicator:
         self._calls = 0
         self._failure: ClusterError | None = None
         self.state = State.OPEN
+        self._plans: dict[tuple[int, bool], Plan] = {}
         self.plans_run: Counter[str] = Counter()
 
     @overload
@@ -126,8 +127,8 @@ class Communicator:
 
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
         """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives, reason. Talks to nobody."""
-        replication = len(self.grid.tp_ranks) if replicated else 1
-        return self._planner.decide(Traffic(num_bytes, len(self.grid.ep_ranks), replication, self.grid.link))
+        replication = self._tp_size if replicated else 1
+        return self._planner.decide(Traffic(num_bytes, self._ep_size, replication, self.grid.link))
 
     def trace(self, x: torch.Tensor, plan: Plan | None = None) -> Timeline:
         """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU only, for audits."""
@@ -163,40 +164,43 @@ class Communicator:
         self, x: torch.Tensor, replicated: bool, plan: Plan | None, futures: list[Future[None]] | None, direction: str
     ) -> torch.Tensor:
         self._check_open()
-        x = x.detach().contiguous()
+        x = x.detach().contiguous() if x.requires_grad else x.contiguous()
         output = torch.empty_like(x)
         source, target = _bytes(x), _bytes(output)
         if plan is None:
-            plan = self.decide(source.numel(), replicated=replicated).plan
+            plan = self._planned(source.numel(), replicated)
         self._calls += 1
         if self._debug_groups is not None:
             ep_group, tp_group = self._debug_groups
             mine = signature(self._calls, direction, plan.name, x, source)
             check_signatures(mine, self.grid, ep_group, tp_group if replicated else None)
         self.plans_run[plan.name] += 1
-        task = self._task(plan, source, target)
-        if futures is not None and x.device.type == "cpu":
-            futures.append(self._queue.submit(task))
-            return output
-        self._queue.run(task)  # on CUDA this only enqueues on streams, so it is asynchronous as it is
-        if futures is not None:
-            done: Future[None] = Future()
-            done.set_result(None)
-            futures.append(done)
+        if futures is None:
+            self._queue.run(self._run, plan, source, target)
+        elif self._device_type == "cpu":
+            futures.append(self._queue.submit(self._run, plan, source, target))
+        else:  # on CUDA a run only enqueues on streams, so it is asynchronous as it is
+            self._queue.run(self._run, plan, source, target)
+            futures.append(Future())
+            futures[0].set_result(None)
         return output
 
-    def _task(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        def task() -> None:
-            self._check_open()  # an earlier call of the queue may have failed meanwhile
-            if not source.numel():
-                return
-            try:
-                self._executor.run(plan, source, target)
-            except ClusterError as error:
-                self._fail(error)
-                raise
+    def _planned(self, num_bytes: int, replicated: bool) -> Plan:
+        """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
+        plan = self._plans.get((num_bytes, replicated))
+        if plan is None:
+            plan = self._plans[num_bytes, replicated] = self.decide(num_bytes, replicated=replicated).plan
+        return plan
 
-        return task
+    def _run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._check_open()  # an earlier call of the queue may have failed meanwhile
+        if not source.numel():
+            return
+        try:
+            self._executor.run(plan, source, target)
+        except ClusterError as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: ClusterError) -> None:
         """Close the connections, so that ranks that wait for this one wake up instead of waiting for their timeout."""
@@ -213,7 +217,7 @@ class Communicator:
             ) from self._failure
 
     def _check_tensor(self, x: torch.Tensor) -> None:
-        size = len(self.grid.ep_ranks)
+        size = self._ep_size
         if x.dim() == 0 or x.shape[0] % size:
             raise TensorError(
                 f"rank {dist.get_rank()}: all_to_all over the ep group of {size} ranks needs a first dimension that "

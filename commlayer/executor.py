@@ -34,9 +34,9 @@ class Executor:
 
         Raises PeerError or CollectiveTimeoutError, naming rank, group, plan, step and chunk.
         """
-        steps, call = self._start(plan, source, target)
-        for index in range(len(steps)):
-            for earlier in plan.steps[index].after:
+        call = self._start(plan, source, target)
+        for index, step in enumerate(plan.steps):
+            for earlier in step.after:
                 call.require(earlier, index)
             call.post(index)
         call.finish()
@@ -48,14 +48,14 @@ class Executor:
         """
         from commlayer.tracing import traced
 
-        return traced(plan, self._start(plan, source, target)[1])
+        return traced(plan, self._start(plan, source, target))
 
-    def _start(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> tuple[tuple[Moves, ...], Call]:
+    def _start(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Call:
         _, steps, staging = self._prepared.get(id(plan)) or self._prepare(plan)
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         if staging:
             buffers[Buffer.STAGING] = self._stage(staging, source.device)
-        return steps, self.transport.start(plan, steps, buffers, self._timeout_s)
+        return self.transport.start(plan, steps, buffers, self._timeout_s)
 
     def _prepare(self, plan: Plan) -> tuple[Plan, tuple[Moves, ...], int]:
         if len(self._prepared) >= _MAX_PREPARED:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
-__all__ = ["FailureBoard", "Wait"]
+__all__ = ["Failure", "FailureBoard", "Wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,19 @@ class Wait:
         return f"rank {ranks}" if len(self.peers) == 1 else f"one of ranks {ranks}"
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How the wait ended: what the backend raised, after how long, and how long it was allowed to take, seconds."""
+
+    cause: BaseException
+    waited_s: float
+    timeout_s: float
+
+    @property
+    def is_timeout(self) -> bool:
+        return self.waited_s >= self.timeout_s or "timed out" in str(self.cause).lower()
+
+
 class FailureBoard:
     """The place where ranks of one Communicator write and read who failed first."""
 
@@ -52,16 +65,17 @@ class FailureBoard:
         self._key = key
         self._rank = rank
 
-    def explain(self, wait: Wait, cause: BaseException, waited_s: float, timeout_s: float) -> ClusterError:
+    def explain(self, wait: Wait, failure: Failure) -> ClusterError:
         """The error to raise for a broken wait. Never raises itself; reports to the others what this rank saw."""
-        timed_out = waited_s >= timeout_s or "timed out" in str(cause).lower()
         known = self._read(settle_s=0.2)
         if isinstance(known, dict) and known["culprit"] != self._rank:
             return PeerError(
                 f"rank {known['culprit']} {known['what']} (seen by rank {known['seen_by']}); here: {wait}. "
                 f"This Communicator cannot be used any more: look at the log of rank {known['culprit']}, restart the job"
             )
-        what = f"did not answer within {timeout_s:g} s" if timed_out else "died or closed its connection"
+        what = (
+            f"did not answer within {failure.timeout_s:g} s" if failure.is_timeout else "died or closed its connection"
+        )
         if known is None and len(wait.peers) == 1:
             self._write({"culprit": wait.peers[0], "what": what, "seen_by": self._rank})
         note = (
@@ -70,7 +84,7 @@ class FailureBoard:
             else " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
         )
         text = f"{wait.awaited} {what}; here: {wait}.{note} Look at the log of {wait.awaited}, then restart the job"
-        return CollectiveTimeoutError(text) if timed_out else PeerError(text)
+        return CollectiveTimeoutError(text) if failure.is_timeout else PeerError(text)
 
     def _read(self, settle_s: float) -> dict[str, object] | str | None:
         """What is written: a report, None, or "gone" when the store does not answer.

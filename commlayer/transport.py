@@ -14,20 +14,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from commlayer.failures import FailureBoard, Wait
+from commlayer.failures import Failure, FailureBoard, Wait
 from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.moves import Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
 __all__ = ["Call", "Channel", "GlooTransport", "Transport"]
 
-Pending = tuple[dist.Work, int, int | None]
-"""A work, the index of its step, and the peer's index in the channel (None: all of them)."""
+Pending = tuple[dist.Work, int, int]
+"""A work, the index of its step, and the peer's index in the channel."""
 Buffers = Mapping[Buffer, torch.Tensor]
 """Input, output and staging of one call: 1-D uint8 tensors [bytes]."""
 
@@ -61,7 +62,7 @@ class Channel:
     group: dist.ProcessGroup
     peers: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def is_in_order(self) -> bool:
         """Whether indices and ranks in the group are the same, so that the group's own collectives may be used."""
         return all(index == place for index, (_, place) in enumerate(self.peers))
@@ -90,7 +91,28 @@ class GlooTransport:
                 "use fewer chunks"
             )
         self.sequence += 1
+        if plan.strategy is Strategy.FLAT and self._is_one_call(plan):
+            return _GlooOneCall(self, plan, buffers, timeout_s)
         return _GlooCall(self, plan, steps, buffers, timeout_s)
+
+    def _is_one_call(self, plan: Plan) -> bool:
+        channel = self.channels.get(Op.ALL_TO_ALL)
+        return plan.traffic.logical_bytes <= _ONE_CALL_BYTES and channel is not None and channel.is_in_order
+
+    def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
+        """The error for a wait of step ``index`` that broke; reports it to the other ranks."""
+        step = plan.steps[index]
+        wait = Wait(
+            rank=self.rank,
+            peers=peers,
+            group=self.channels[step.op].name,
+            collective=plan.traffic.collective,
+            plan=plan.name,
+            step=step.op.value,
+            chunk=step.chunk,
+            sequence=sequence,
+        )
+        return self.board.explain(wait, failure)
 
     def close(self) -> None:
         for channel in self.channels.values():
@@ -113,20 +135,13 @@ class _GlooCall:
 
     def _expect(self, index: int) -> list[Pending]:
         messages = self._steps[index].receives
-        if not messages or self._is_one_call(index):
+        if not messages:
             return []
         channel = self._transport.channels[self._plan.steps[index].op]
         return [
             (channel.group.recv([self._view(m.region)], channel.peers[m.peer][1], self._tag + m.tag), index, m.peer)
             for m in messages
         ]
-
-    def _is_one_call(self, index: int) -> bool:
-        return (
-            self._plan.strategy is Strategy.FLAT
-            and self._plan.traffic.logical_bytes <= _ONE_CALL_BYTES
-            and self._transport.channels[self._plan.steps[index].op].is_in_order
-        )
 
     def require(self, earlier: int, index: int) -> None:
         del index  # the host waits, whoever comes next
@@ -136,10 +151,6 @@ class _GlooCall:
         step = self._steps[index]
         if step.sends:
             channel = self._transport.channels[self._plan.steps[index].op]
-            if self._is_one_call(index):
-                work = channel.group.alltoall_base(self._buffers[Buffer.OUTPUT], self._buffers[Buffer.INPUT], [], [])
-                self._receives[index].append((work, index, None))
-                return
             for m in step.sends:
                 work = channel.group.send([self._view(m.region)], channel.peers[m.peer][1], self._tag + m.tag)
                 self._sends.append((work, index, m.peer))
@@ -161,22 +172,38 @@ class _GlooCall:
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))
             except RuntimeError as error:
-                raise self._explain(index, peer, error) from error
+                peers = (self._transport.channels[self._plan.steps[index].op].peers[peer][0],)
+                failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
+                raise self._transport.explain(self._plan, index, self._sequence, peers, failure) from error
         works.clear()
 
-    def _explain(self, index: int, peer: int | None, error: RuntimeError) -> Exception:
-        step = self._plan.steps[index]
-        channel = self._transport.channels[step.op]
-        wait = Wait(
-            rank=self._transport.rank,
-            peers=tuple(r for r, _ in channel.peers if r != self._transport.rank)
-            if peer is None
-            else (channel.peers[peer][0],),
-            group=channel.name,
-            collective=self._plan.traffic.collective,
-            plan=self._plan.name,
-            step=step.op.value,
-            chunk=step.chunk,
-            sequence=self._sequence,
-        )
-        return self._transport.board.explain(wait, error, time.monotonic() - self._started, self._timeout_s)
+
+class _GlooOneCall:
+    """A small flat exchange: its only step is one call of Gloo's own all_to_all."""
+
+    def __init__(self, transport: GlooTransport, plan: Plan, buffers: Buffers, timeout_s: float) -> None:
+        self._transport, self._plan, self._buffers = transport, plan, buffers
+        self._started, self._timeout_s = time.monotonic(), timeout_s
+        self._sequence = transport.sequence
+        self._work: dist.Work | None = None
+
+    def require(self, earlier: int, index: int) -> None:
+        del earlier, index
+        self.finish()
+
+    def post(self, index: int) -> None:
+        del index
+        group = self._transport.channels[Op.ALL_TO_ALL].group
+        self._work = group.alltoall_base(self._buffers[Buffer.OUTPUT], self._buffers[Buffer.INPUT], [], [])
+
+    def finish(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            channel = self._transport.channels[Op.ALL_TO_ALL]
+            peers = tuple(rank for rank, _ in channel.peers if rank != self._transport.rank)
+            failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
+            raise self._transport.explain(self._plan, 0, self._sequence, peers, failure) from error

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, ParamSpec, TypeVar
 
 __all__ = ["OrderedQueue", "Work"]
 
 Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 
 class Work(Generic[Result]):
@@ -47,23 +49,23 @@ class OrderedQueue:
         self._queued = 0
         self._worker: ThreadPoolExecutor | None = None
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Run ``task`` after everything that was submitted before, and return when it has ended."""
-        with self._count:
-            is_idle = self._queued == 0
-        if is_idle:
+    def run(self, task: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""
+        if self._queued == 0:  # only submit() raises it, and a caller's own submissions come before its runs
             with self._lock:
-                task()
+                task(*args, **kwargs)
         else:
-            self.submit(task).result()
+            self.submit(task, *args, **kwargs).result()
 
-    def submit(self, task: Callable[[], None]) -> Future[None]:
+    def submit(
+        self, task: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> Future[None]:
         """Queue ``task`` behind everything submitted before."""
         with self._count:
             self._queued += 1
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
-            return self._worker.submit(self._guarded, task)
+            return self._worker.submit(self._guarded, partial(task, *args, **kwargs))
 
     def close(self) -> None:
         """Wait for what is queued and stop the worker."""

@@ -3,6 +3,8 @@
 The steps are list-scheduled: a resource takes its steps in plan order, one at a time, each as soon as the steps it waits
 for have ended. Where the profile says that two resources slow each other down, steps that run side by side progress at
 the slower rate (a fluid model: a step's work is its time alone, done at 1/slowdown while the other resource is busy).
+A chunk of a stream is never faster than the link's peak: a message measured alone may be, where the wire takes a burst on
+credit, but the chunks behind it pay the credit back.
 MoNTA's equations 8 to 11 and the closed forms of its algorithms follow from this and are tests of it.
 """
 
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commlayer.profiles.errors import InternalError
-from commlayer.profiles.links import Resource
+from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Op, Plan
 
@@ -63,7 +65,7 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
 
 
 def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
-    traffic = plan.traffic
+    """Each step's time alone, µs, and whether one of them lies outside the measured sizes."""
     known: dict[tuple[Op, float], float] = {}
     is_extrapolated = False
     durations = []
@@ -71,16 +73,22 @@ def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
         key = (step.op, step.bytes)
         duration = known.get(key)
         if duration is None:
-            if step.op is Op.COPY:
-                curve = profile.curve("copy", Resource.DEVICE, 1)
-            elif step.op is Op.ALL_GATHER:
-                curve = profile.curve("all_gather", Resource.INTRA, traffic.replication)
-            else:
-                curve = profile.curve("all_to_all", traffic.link, traffic.group_size)
-            duration = known[key] = curve.at(step.bytes)
+            link, size = _LINKS.get(step.op, plan.traffic.link), _group_size(step.op, plan)
+            curve = profile.curve(step.op.value, link, size)
+            duration = curve.at(step.bytes)
+            if plan.chunks > 1:
+                duration = max(duration, step.bytes * bus_factor(step.op.value, size) / (profile.peaks.of(link) * 1e3))
+            known[key] = duration
             is_extrapolated = is_extrapolated or curve.is_extrapolated(step.bytes)
         durations.append(duration)
     return durations, is_extrapolated
+
+
+_LINKS = {Op.COPY: Resource.DEVICE, Op.ALL_GATHER: Resource.INTRA}
+
+
+def _group_size(op: Op, plan: Plan) -> int:
+    return {Op.COPY: 1, Op.ALL_GATHER: plan.traffic.replication}.get(op, plan.traffic.group_size)
 
 
 def _independent(plan: Plan, durations: Sequence[float]) -> list[tuple[float, float]]:

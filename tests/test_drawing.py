@@ -271,6 +271,20 @@ def test_report_escapes_everything(tmp_path: Path) -> None:
     assert "img" not in page.tags
 
 
+def test_report_of_loopback_compares_nothing(tmp_path: Path) -> None:
+    text = "".join(_Page(report(tmp_path, inter=None)).text)
+    assert "Loopback" in text
+    assert "of flat" not in text
+    assert "bit-equal" in text
+
+
+def test_report_of_an_empty_run(tmp_path: Path) -> None:
+    page = _Page(report(tmp_path, points=()))
+    assert page.open == []
+    with pytest.raises(UsageError, match="nothing to draw"):
+        bench_figure(fake_result(()))
+
+
 def test_report_shouts_about_wrong_bits(tmp_path: Path) -> None:
     point = fake_point(2**20)
     rows = tuple(msgspec.structs.replace(row, num_wrong=3) if row.is_chosen else row for row in point.rows)

@@ -361,7 +361,7 @@ def test_ctrl_c_kills_the_ranks(either_cluster: EmulatedCluster) -> None:
     assert either_cluster.run(rank) == [0, 1, 2, 3]
 
 
-KILLED_PARENT = """
+KILLED_PARENT = r"""
 import os, subprocess, sys, time
 from commlayer.emulation import EmulatedCluster
 

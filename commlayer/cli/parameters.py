@@ -17,7 +17,7 @@ _DURATION = re.compile(r"\s*(\d*\.?\d+)\s*(us|µs|ms|s|m|min|h)\s*", re.IGNORECA
 _DURATION_US = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6, "m": 6e7, "min": 6e7, "h": 3.6e9}
 
 
-class _Bytes(click.ParamType):
+class _Bytes(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
     """A size such as 16MiB, as an int."""
 
     name = "size"
@@ -31,7 +31,7 @@ class _Bytes(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class _Duration(click.ParamType):
+class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
     """A time such as 100us, as a float of µs. The unit must be given: 100 alone has meant everything already."""
 
     name = "duration"
@@ -45,7 +45,7 @@ class _Duration(click.ParamType):
         return float(match[1]) * _DURATION_US[match[2].lower()]
 
 
-class _ProfileName(click.ParamType):
+class _ProfileName(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
     """A catalogue name or a path. Only completes; ``catalog.resolve`` says what is wrong with a bad one."""
 
     name = "profile"

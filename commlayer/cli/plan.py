@@ -21,7 +21,7 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic, moe_bytes
 from commlayer.units import format_bytes
 
-__all__ = ["plan"]
+__all__ = ["as_dict", "best_of_each", "plan", "traffic_for"]
 
 _BEST_COUNTS = 3
 """How many chunk counts of one strategy the table shows without --all."""
@@ -86,7 +86,7 @@ def plan(
       commlayer plan --profile h100-eos-2x8 --batch 4 --sequence 4096 --hidden 7168 --top-k 8 --json
     """
     profile = catalog.resolve(profile_name)
-    traffic = _traffic(profile, _size(**size), tp, ep, link)
+    traffic = traffic_for(profile, _size(**size), tp, ep, link)
     policy = Policy(
         strategies=tuple(Strategy(name) for name in strategies) or tuple(Strategy),
         max_chunks=max_chunks,
@@ -125,8 +125,15 @@ def _size(
     return moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
 
 
-def _traffic(profile: Profile, nbytes: int, tp: int | None, ep: int | None, link: str | None) -> Traffic:
-    """The traffic, by default between all nodes, with tokens replicated over each whole node."""
+def traffic_for(
+    profile: Profile, nbytes: int, tp: int | None = None, ep: int | None = None, link: str | None = None
+) -> Traffic:
+    """The traffic, by default between all nodes, with tokens replicated over each whole node.
+
+    Raises:
+        UsageError: groups that do not fit on the profile's cluster.
+        PlanError: a size that the group does not divide.
+    """
     topology = Topology.parse(profile.topology)
     crossed = Resource(link) if link else Resource.INTER if topology.num_nodes > 1 else Resource.INTRA
     is_inter = crossed is Resource.INTER

@@ -172,7 +172,9 @@ def _show(profile: Profile) -> None:
     click.echo(f"{profile.fingerprint}\n")
     click.echo(click.wrap_text(profile.source, width=100))
     click.echo()
-    print_table(["peak, one rank, one direction", ">GB/s"], [[link.value, f"{profile.peaks.of(link):g}"] for link in _LINKS])
+    print_table(
+        ["peak, one rank, one direction", ">GB/s"], [[link.value, f"{profile.peaks.of(link):g}"] for link in _LINKS]
+    )
     for curve in profile.curves:
         click.echo()
         _print_curve(profile, curve)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commlayer.drawing.style import (
     BLUE,
@@ -21,6 +21,7 @@ from commlayer.drawing.style import (
     styled,
 )
 from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.results import BenchResult, Point, Row
@@ -47,7 +48,7 @@ _BEYOND = (3.0, 2.0)
 
 @styled
 def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title: str = "") -> Figure:
-    """One plan as bars over time, a row for each resource; the prediction is light and above what was measured."""
+    """One plan as bars over time, a row for each resource; the prediction is pale and above what was measured."""
     shown = [predicted] + ([measured] if measured is not None else [])
     rows = _resources(shown)
     figure = new_figure(_WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
@@ -117,7 +118,13 @@ def efficiency_figure(profile: Profile) -> Figure:
 
 @styled
 def bench_figure(result: BenchResult) -> Figure:
-    """Time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios."""
+    """Time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios.
+
+    Raises:
+        UsageError: a result without points.
+    """
+    if not result.points:
+        raise UsageError("expected a result with at least one size, got none: there is nothing to draw")
     figure = new_figure(_WIDTH, 6.6)
     times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     sizes = [point.logical_bytes for point in result.points]
@@ -184,7 +191,14 @@ def _bars(
     for step, (start, end) in zip(timeline.plan.steps, timeline.spans, strict=True):
         y = rows.index(step.resource) + offset
         width = (end - start) / unit_us
-        bar = {"y": y, "width": width, "height": height, "left": start / unit_us, "linewidth": 0.7, "zorder": 2}
+        bar: dict[str, Any] = {
+            "y": y,
+            "width": width,
+            "height": height,
+            "left": start / unit_us,
+            "linewidth": 0.7,
+            "zorder": 2,
+        }
         axes.barh(**bar, color=PAPER, edgecolor=PAPER)  # else the grid shines through
         axes.barh(**bar, color=OPS[step.op], edgecolor=PAPER, alpha=alpha)
         label = _bar_label(step, timeline.plan.chunks, (end - start) / end_us)
@@ -221,7 +235,7 @@ def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:
 
     handles: list[Artist] = [Patch(color=OPS[op], label=op.value) for op in OPS if op in ops]
     if with_kinds:
-        handles.append(Patch(color=FAINT, alpha=_PREDICTED, label="predicted (light, above)"))
+        handles.append(Patch(color=FAINT, alpha=_PREDICTED, label="predicted (pale, above)"))
         handles.append(Patch(color=FAINT, label="measured (below)"))
     return handles
 

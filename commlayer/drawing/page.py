@@ -6,9 +6,9 @@ __all__ = ["GUIDE", "STYLE"]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2429; --faint: #6b747e; --grid: #dde2e8; --paper: #fefefe; --tint: #f3f6f9;
-  --accent: #0072b2; --good: #00795a; --bad: #b3261e; --bar: #9cc3dd; }
+  --accent: #0072b2; --good: #00795a; --bad: #b3261e; --bar: #9cc3dd; --blue: #0072b2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --faint: #97a1ab; --grid: #323a42; --paper: #14181c;
-  --tint: #1c2227; --accent: #5db5e8; --good: #4cc79f; --bad: #ff8a80; --bar: #2f6a8f; } }
+  --tint: #1c2227; --accent: #5db5e8; --good: #4cc79f; --bad: #ff8a80; --bar: #2f6a8f; --blue: #3b9de0; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
 main { max-width: 1080px; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
@@ -64,7 +64,7 @@ machine cancel. Smaller is better; the bars show it.</dd>
 faster.</dd>
 <dt>wrong</dt><dd>elements that differ from torch's result in any bit, over all ranks.</dd>
 <dt>timelines</dt><dd>one row for each resource: INTER is the wire between nodes, INTRA the links inside one, DEVICE copies in
-memory. The light bar above is the prediction, the full bar below what one rank measured; the numbers count
+memory. The pale bar above is the prediction, the full bar below what one rank measured; the numbers count
 chunks. INTER and INTRA side by side is the overlap that makes a pipeline pay.</dd>
 <dt>efficiency</dt><dd>bus bandwidth (as nccl-tests defines it) over the link's peak. Markers were measured; dashed lines are
 fitted as latency + bandwidth beyond what was measured.</dd>

@@ -46,11 +46,12 @@ def write_report(
         OSError: the file cannot be written.
     """
     title = f"commlayer on {result.topology}"
+    is_drawn = bool(result.points) and _is_comparable(result)
     body = [
         _header(result, profile),
         _cards(result),
-        _section("Results", *_points(result)),
-        _section("Time and ratio over size", _figure("size", lambda: _bench_figure(result))),
+        _section("Results", *_points(result)) if result.points else "",
+        _section("Time and ratio over size", _figure("size", lambda: _bench_figure(result))) if is_drawn else "",
         _section("Predicted over measured", *_timelines(timelines)) if timelines else "",
         _section("What the links can do", _profile(profile), _figure("links", lambda: _efficiency_figure(profile))),
         _section("Environment", _environment(result, profile)),
@@ -74,7 +75,12 @@ def _header(result: BenchResult, profile: Profile) -> str:
     rates = [f"{name} {rate} a node" for name, rate in (("inter", result.inter), ("intra", result.intra)) if rate]
     facts = [" ".join(where), *rates, f"profile {profile.name} ({profile.kind})", date]
     warning = ""
-    if result.is_emulated:
+    if not _is_comparable(result):
+        warning = (
+            '<p class="note">Loopback: the links were not shaped, so that no wire is slower than another. The bits were '
+            "checked; the times say nothing about a cluster, and no ratios are shown.</p>"
+        )
+    elif result.is_emulated:
         warning = (
             '<p class="note">Emulated: real processes and real bytes over slowed virtual links on one machine. Read the '
             "ratios, which compare runs taken alternately; absolute times belong to this machine only.</p>"
@@ -84,6 +90,11 @@ def _header(result: BenchResult, profile: Profile) -> str:
         f"<header>\n<h1>all_to_all on {escape(result.topology)}{badge}</h1>\n"
         f'<p class="facts">{" · ".join(map(escape, facts))}</p>\n{warning}</header>'
     )
+
+
+def _is_comparable(result: BenchResult) -> bool:
+    """Emulation without a shaped wire is only loopback: its times must not pass for a comparison."""
+    return not result.is_emulated or result.inter is not None
 
 
 def _cards(result: BenchResult) -> str:
@@ -112,9 +123,10 @@ def _cards(result: BenchResult) -> str:
         else (str(num_wrong), "elements not equal to torch's"),
     ]
     bad = len(cards) - 1 if num_wrong else -1
+    shown = list(enumerate(cards)) if _is_comparable(result) else [(len(cards) - 1, cards[-1])]
     items = [
         f'<div class="card{" bad" if index == bad else ""}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
-        for index, (value, words) in enumerate(cards)
+        for index, (value, words) in shown
     ]
     return f'<div class="cards">{"".join(items)}</div>'
 
@@ -135,33 +147,33 @@ def _points(result: BenchResult) -> Iterable[str]:
     for index, point in enumerate(ordered):
         opened = " open" if index == 0 or len(ordered) <= _OPEN_POINTS else ""
         chosen = point.chosen
-        summary = (
-            f"<b>{format_bytes(point.logical_bytes)}</b> a rank: {escape(chosen.name)}, "
-            f"{format_us(chosen.p50_us)}, {chosen.ratio:.3f} of flat"
-        )
+        with_ratios = _is_comparable(result)
+        ratio = f", {chosen.ratio:.3f} of flat" if with_ratios else ""
+        about = f"{escape(chosen.name)}, {format_us(chosen.p50_us)}{ratio}"
+        summary = f"<b>{format_bytes(point.logical_bytes)}</b> a rank: {about}"
         yield (
             f"<details{opened}><summary>{summary}</summary>\n"
-            f'<p class="reason">{escape(point.reason)}</p>\n{_point_table(point)}\n</details>'
+            f'<p class="reason">{escape(point.reason)}</p>\n{_point_table(point, with_ratios)}\n</details>'
         )
 
 
 _COLUMNS = ("plan", "chunks", "predicted", "measured", "min … max", "error", "ratio to flat", "", "wrong")
 
 
-def _point_table(point: Point) -> str:
+def _point_table(point: Point, with_ratios: bool) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
     widest = max([row.ratio for row in point.rows] + [1.0])
     kinds = {"torch": 0, "baseline": 1, "plan": 2}
     ordered = sorted(point.rows, key=lambda row: kinds.get(row.kind, 3))
-    body = "\n".join(_row(row, widest) for row in ordered)
-    if point.wire_limit_us is not None:
+    body = "\n".join(_row(row, widest, with_ratios) for row in ordered)
+    if point.wire_limit_us is not None and with_ratios:
         limit = point.wire_limit_us / point.torch.p50_us
         cells = ["wire limit", "", "", format_us(point.wire_limit_us), "", "", f"{limit:.3f}"]
         body += f'\n<tr class="limit">{_cells(cells)}{_bar(limit, widest)}<td></td></tr>'
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
-def _row(row: Row, widest: float) -> str:
+def _row(row: Row, widest: float, with_ratios: bool) -> str:
     css = "chosen" if row.is_chosen else row.kind if row.kind in ("torch", "baseline") else ""
     cells = [
         f"{row.name} ◀ chosen" if row.is_chosen else row.name,
@@ -170,10 +182,10 @@ def _row(row: Row, widest: float) -> str:
         format_us(row.p50_us),
         f"{format_us(row.min_us)} … {format_us(row.max_us)}",
         "" if row.predicted_us is None else f"{_error(row):+.0%}",
-        f"{row.ratio:.3f}",
+        f"{row.ratio:.3f}" if with_ratios else "",
     ]
     wrong = '<td class="ok">0</td>' if row.num_wrong == 0 else f'<td class="bad">{row.num_wrong} not equal</td>'
-    return f'<tr class="{css}">{_cells(cells)}{_bar(row.ratio, widest)}{wrong}</tr>'
+    return f'<tr class="{css}">{_cells(cells)}{_bar(row.ratio, widest) if with_ratios else "<td></td>"}{wrong}</tr>'
 
 
 def _cells(cells: Iterable[str]) -> str:

@@ -1,8 +1,8 @@
 """The look of every figure, and how it becomes a file or a piece of a web page. matplotlib is imported on first use.
 
 Colours are Okabe and Ito's, which stay apart for colour-blind eyes; no meaning rests on colour alone. Ink, grid and paper
-are drawn in four fixed colours that occur nowhere else, so that ``svg_fragment`` can exchange them for CSS variables and
-a report follows the reader's light or dark theme.
+are four fixed colours that occur nowhere else, so that ``svg_fragment`` can exchange them for CSS variables and a report
+follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ INK = "#1f2429"
 FAINT = "#6b747e"
 GRID = "#dde2e8"
 PAPER = "#fefefe"
-_VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", PAPER: "--paper"}
 
 ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
+# BLUE too: on dark paper it must be lighter
+_VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", PAPER: "--paper", BLUE: "--blue"}
 OPS = {Op.ALL_TO_ALL: VERMILLION, Op.ALL_GATHER: BLUE, Op.COPY: GREEN}
 COLOURS = (VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -51,7 +52,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _settings() -> dict[str, Any]:
+def _settings() -> Any:
     return {
         "font.family": "sans-serif",
         "font.size": 9.5,

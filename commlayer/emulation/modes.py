@@ -96,4 +96,4 @@ def _warn_once(reason: str) -> None:
     if not _warned:
         _warned = True
         consequence = "ranks run on loopback, unshaped; times are not comparable with a cluster's"
-        warnings.warn(f"{reason}: {consequence}", EmulationWarning, stacklevel=5)
+        warnings.warn(f"{reason}: {consequence}", EmulationWarning, stacklevel=4)

@@ -1,0 +1,264 @@
+"""The checks of ``commlayer doctor``. Each returns findings and never raises for what it finds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from commlayer import __version__
+from commlayer.cli.variables import variable_findings
+from commlayer.profiles.errors import CommlayerError, SettingsError
+from commlayer.profiles.profile import Profile
+from commlayer.settings import Settings
+
+__all__ = ["Finding", "all_findings"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line: ``mark`` is "ok", "warn" (works, but) or "bad" (does not work); ``advice`` says what to do or why."""
+
+    section: str
+    mark: Literal["ok", "warn", "bad"]
+    name: str
+    value: str
+    advice: str = ""
+
+
+def all_findings() -> list[Finding]:
+    """Everything that is known about this machine; imports torch."""
+    checks: list[Callable[[], list[Finding]]] = [
+        _versions,
+        _torch,
+        _network,
+        _emulation,
+        _settings,
+        _variables,
+        _choice,
+    ]
+    return [finding for check in checks for finding in check()]
+
+
+_CORE = {"torch": (2, 6), "numpy": (1, 26), "scipy": (1, 12), "click": (8, 1), "rich": (13, 7), "msgspec": (0, 18)}
+_EXTRAS = {
+    "pyroute2": (("pyroute2",), "the emulated cluster needs it: pip install 'commlayer[emulation]'"),
+    "matplotlib": (("matplotlib",), "figures need it: pip install 'commlayer[plots]'"),
+    "cupy": (("cupy-cuda13x", "cupy-cuda12x", "cupy"), "only for CUDA: pip install 'commlayer[cuda12]' or [cuda13]"),
+}
+
+
+def _installed(*names: str) -> str | None:
+    for name in names:
+        for distribution in metadata.distributions(name=name):
+            return distribution.version
+    return None
+
+
+def _versions() -> list[Finding]:
+    section = "Versions"
+    kernel = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    found = [
+        Finding(section, "ok", "commlayer", __version__),
+        Finding(section, "ok" if sys.version_info >= (3, 10) else "bad", "python", platform.python_version()),
+        Finding(section, "ok", "kernel", kernel),
+    ]
+    for name, least in _CORE.items():
+        version = _installed(name)
+        wanted = ".".join(map(str, least))
+        if version is None:
+            found.append(Finding(section, "bad", name, "not installed", f"pip install '{name}>={wanted}'"))
+        elif _numbers(version) < least:
+            found.append(Finding(section, "bad", name, version, f"too old: pip install '{name}>={wanted}'"))
+        else:
+            found.append(Finding(section, "ok", name, version))
+    for name, (packages, advice) in _EXTRAS.items():
+        version = _installed(*packages)
+        mark: Literal["ok", "warn"] = "ok" if version or name == "cupy" else "warn"
+        found.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu"."""
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _torch() -> list[Finding]:
+    section = "torch.distributed and GPUs"
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # noqa: BLE001  a broken torch raises anything; that is a finding
+        return [Finding(section, "bad", "import torch", f"{type(error).__name__}: {error}", "reinstall torch")]
+    if not dist.is_available():
+        return [
+            Finding(section, "bad", "torch.distributed", "not built in", "install a torch with distributed support")
+        ]
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
+    usable = "gloo" in backends or "nccl" in backends
+    advice = "" if usable else "commlayer runs over gloo (CPU) or nccl (CUDA): install a torch with one of them"
+    found = [Finding(section, "ok" if usable else "bad", "backends", ", ".join(backends) or "none", advice)]
+    found += _devices(section, torch)
+    if "nccl" in backends:
+        found.append(_nccl(section, torch))
+    return found
+
+
+def _devices(section: str, torch: Any) -> list[Finding]:
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [
+            Finding(
+                section,
+                "ok",
+                f"GPU {index}",
+                f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}",
+            )
+            for index, gpu in enumerate(properties)
+        ]
+    if torch.version.cuda is None:
+        why = "this torch is built without CUDA"
+    elif (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        why = f"none is visible with CUDA_VISIBLE_DEVICES={visible!r}"
+    else:
+        why = "no GPU, or no driver for this torch"
+    return [
+        Finding(section, "warn", "GPU", f"no CUDA device: {why}", "ranks move CPU tensors over gloo, which needs none")
+    ]
+
+
+def _nccl(section: str, torch: Any) -> Finding:
+    version = torch.cuda.nccl.version()
+    text = ".".join(map(str, version))
+    if version < (2, 26):
+        return Finding(
+            section,
+            "warn",
+            "NCCL",
+            text,
+            "before 2.26 nothing keeps several communicators of one device in one order: only the program does",
+        )
+    return Finding(
+        section, "ok", "NCCL", text, "levels of priority: 2 (stream priority); traffic classes by NCCL_IB_TC"
+    )
+
+
+def _network() -> list[Finding]:
+    from commlayer.cli.network import gloo_address, interfaces
+
+    section = "Network"
+    found = [Finding(section, "ok", f"interface {each.name}", each.describe()) for each in interfaces()]
+    choice = gloo_address()
+    mark: Literal["ok", "warn", "bad"] = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
+    return [*found, Finding(section, mark, "gloo would use", choice.describe(), choice.advice)]
+
+
+def _emulation() -> list[Finding]:
+    from commlayer.emulation import rights
+
+    section = "Emulated cluster"
+    granted = rights()
+    nodes = "granted" + (" by a user namespace" if granted.user_namespace else "") if granted.netns else "not granted"
+    delays = {"netem": "by the kernel (sch_netem)", "relay": "by a relay process (the kernel has no sch_netem)"}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    usable = min(cores, quota or cores)
+    fallback = f"{granted.reason}. Without it ranks run on loopback, unshaped" if granted.reason else ""
+    shared = "all ranks share it: their copies slow each other down, which the measured profile contains"
+    rates, delay = granted.shaping, granted.delay
+    return [
+        Finding(section, "ok" if granted.netns else "warn", "network namespaces", nodes, fallback),
+        Finding(section, "ok" if rates else "warn", "rates", "token bucket (sch_tbf)" if rates else "cannot be shaped"),
+        Finding(section, "ok" if delay != "none" else "warn", "delays", delays.get(delay, "cannot be made")),
+        Finding(section, "ok", "default qdisc", _first_line("/proc/sys/net/core/default_qdisc") or "not known"),
+        Finding(section, "ok" if usable >= 2 else "warn", "CPU", f"{usable:g} of {os.cpu_count()} cores", shared),
+    ]
+
+
+def _first_line(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").split("\n", 1)[0].strip()
+    except OSError:  # another kernel, or a container that hides it
+        return ""
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the control group grants, None where it does not say."""
+    words = _first_line("/sys/fs/cgroup/cpu.max").split()
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
+
+
+def _settings() -> list[Finding]:
+    section = "Settings"
+    try:
+        settings = Settings.from_environment()
+    except SettingsError as error:
+        return [
+            Finding(section, "bad", "COMMLAYER_*", str(error), "correct or unset it: every command and rank refuses it")
+        ]
+    default = Settings()
+    found = []
+    for name in Settings.__dataclass_fields__:
+        value = getattr(settings, name)
+        origin = "default" if value == getattr(default, name) else f"from COMMLAYER_{name.upper()}"
+        found.append(Finding(section, "ok", name, "not set" if value is None else str(value), origin))
+    return found
+
+
+def _variables() -> list[Finding]:
+    return [Finding("Environment variables", *each) for each in variable_findings(os.environ)]
+
+
+_SAMPLE_BYTES = 16 * 2**20
+"""The size for which ``doctor`` says what would be chosen."""
+
+
+def _choice() -> list[Finding]:
+    """Which profile a Communicator would take here, and what it would choose."""
+    from commlayer.profiles import catalog
+
+    section = "What would be chosen"
+    try:
+        name = Settings.from_environment().profile
+    except SettingsError:
+        return []
+    if not name:
+        advice = (
+            "measure this cluster: torchrun … commlayer profile -o cluster.json (or commlayer profile --emulate 2x4), then "
+            "set COMMLAYER_PROFILE=cluster.json or pass profile=. Without one a Communicator refuses to guess"
+        )
+        return [Finding(section, "warn", "profile", "none set", advice)]
+    try:
+        profile = catalog.resolve(name)
+    except CommlayerError as error:
+        return [Finding(section, "bad", "profile", name, str(error))]
+    doubt = _DOUBTS.get(profile.kind, "")
+    about = f"{profile.name}: {profile.kind}, {profile.topology}"
+    return [Finding(section, "warn" if doubt else "ok", "profile", about, doubt), _decision(section, profile)]
+
+
+_DOUBTS = {
+    "published": "from published peaks, not measured: plans are only as good",
+    "paper": "from a paper's cluster, not measured here",
+    "emulated": "of emulated links: not for a real cluster",
+}
+
+
+def _decision(section: str, profile: Profile) -> Finding:
+    from commlayer.cli.plan import traffic_for
+    from commlayer.scheduler.choose import choose
+    from commlayer.units import format_bytes
+
+    what = f"{format_bytes(_SAMPLE_BYTES)} a rank"
+    try:
+        decision = choose(traffic_for(profile, _SAMPLE_BYTES), profile)
+    except CommlayerError as error:  # an uneven cluster, a curve that is missing
+        return Finding(section, "warn", what, "nothing", str(error))
+    return Finding(section, "ok", what, decision.plan.name, decision.reason())

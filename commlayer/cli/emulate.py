@@ -1,0 +1,94 @@
+"""``commlayer emulate``: run any torchrun-style program on an emulated cluster."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import click
+
+from commlayer.cli.parameters import DURATION_US
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["emulate"]
+
+_TIMED_OUT = 124
+"""As timeout(1)."""
+
+_MODES = click.Choice(["auto", "netns", "loopback"])
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--nodes", default=2, show_default=True, type=click.IntRange(min=1), help="Number of nodes.")
+@click.option("--ranks-per-node", default=4, show_default=True, type=click.IntRange(min=1), help="Processes on each.")
+@click.option("--inter", metavar="RATE", help="Rate of a node's network interface, each direction: 400mbit, 50mbyte.")
+@click.option("--intra", metavar="RATE", help="Rate of a node's loopback, which its ranks share.")
+@click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
+@click.option(
+    "--mode", type=_MODES, default="auto", show_default=True, help="auto: loopback where the machine grants no more."
+)
+@click.option("--per-node", is_flag=True, help="Start CMD once on each node, for torchrun itself.")
+@click.option("--timeout", type=DURATION_US, help="Kill everything after this time: 90s, 10m.  [never]")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
+def emulate(
+    nodes: int,
+    ranks_per_node: int,
+    inter: str | None,
+    intra: str | None,
+    delay: float,
+    mode: str,
+    per_node: bool,
+    timeout: float | None,
+    command: tuple[str, ...],
+) -> None:
+    """Run any program on an emulated multi-node cluster.
+
+    Each node is a network namespace with its own host name, each rank a process with the environment that torchrun would
+    give it. The bytes are real, only the wires are slow.
+
+    \b
+      commlayer emulate --nodes 2 --ranks-per-node 4 --inter 400mbit -- python train.py
+      commlayer emulate --per-node -- torchrun --nproc-per-node 4 train.py
+
+    Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well.
+    """
+    from commlayer.emulation import EmulatedCluster, RanksTimedOutError
+
+    if timeout is not None and timeout <= 0:
+        raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cluster = EmulatedCluster(
+            nodes,
+            ranks_per_node,
+            inter=inter,
+            intra=intra,
+            delay_us=delay,
+            mode=mode,  # type: ignore[arg-type]  # one of _MODES
+        )
+    with cluster:
+        for warning in caught:
+            _say(f"warning: {warning.message}")
+        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay))
+        try:
+            status = cluster.command(command, timeout_s=None if timeout is None else timeout / 1e6, per_node=per_node)
+        except RanksTimedOutError as error:
+            _say(str(error))
+            status = _TIMED_OUT
+    sys.exit(status)
+
+
+def _say(words: str) -> None:
+    """On stderr: stdout belongs to the program that runs."""
+    click.echo(f"commlayer emulate: {words}", err=True)
+
+
+def _describe(shaped: bool, nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, delay: float) -> str:
+    shape = f"{nodes} x {ranks_per_node} ranks"
+    if not shaped:
+        return f"{shape} on loopback, with a declared topology and no shaping: do not compare times"
+    words = [
+        f"{name} {rate} a node" if rate else f"{name} unshaped" for name, rate in (("inter", inter), ("intra", intra))
+    ]
+    words += [f"delay {delay:g} µs"] if delay else []
+    return f"{shape} in network namespaces, {', '.join(words)}"
