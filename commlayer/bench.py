@@ -75,15 +75,13 @@ def bench(
     ep_group, tp_group = world_groups(topology)
     prober = Prober(topology, options.timeout_s)
     points: list[Point] = []
-    timelines: list[tuple[str, Timeline, Timeline]] = []
     with Communicator(ep_group, tp_group, profile=profile, timeout_s=options.timeout_s) as communicator:
         for size in options.sizes:
             point = _measure_size(size, communicator, prober, ep_group, tp_group, options)
             points.append(point)
             if on_point is not None:
                 on_point(point)
-        for size in options.trace_bytes:
-            timelines.append(_traced(size, communicator))
+        timelines = [_traced(size, communicator) for size in options.trace_bytes]
         dist.barrier()
     prober.close()
     result = BenchResult(
@@ -145,7 +143,7 @@ def _plans(decision: Decision, communicator: Communicator, options: BenchOptions
     """The candidates by name; those of another form than the chooser's carry its name."""
     policy = communicator.policy
     own = policy.gather or Gather(communicator.profile.gather)
-    plans = {}
+    plans: dict[str, Plan] = {}
     for gather in (own, *(g for g in options.gathers if g is not own)):
         for plan in candidates(decision.traffic, gather, policy.min_slice_bytes, options.max_chunks):
             plans.setdefault(plan.name if gather is own or plan.name == "flat" else f"{plan.name} {gather.value}", plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
@@ -81,7 +82,9 @@ class Communicator:
         self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
         self._device_type = device_type(ep_group)
         key = f"commlayer/failure/{next(_serial)}/{self.grid.ranks}"
-        transport = connect(self.grid, self._device_type, FailureBoard(_get_default_store(), key, dist.get_rank()))
+        transport = connect(
+            self.grid, self._device_type, FailureBoard(_get_default_store(), key, dist.get_rank()), self._timeout_s
+        )
         self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
         self._queue = OrderedQueue("commlayer")
         self._calls = 0
@@ -119,10 +122,9 @@ class Communicator:
         if not async_op:
             if not needs_grad:  # autograd's bookkeeping costs more than a small message
                 return self._exchange(x, replicated, plan, None, "forward")
-            output: torch.Tensor = _AllToAll.apply(x, self, replicated, plan, None, "forward")
-            return output
+            return _move(x, self, replicated, plan, None, "forward")
         futures: list[Future[None]] = []
-        output = _AllToAll.apply(x, self, replicated, plan, futures, "forward")
+        output = _move(x, self, replicated, plan, futures, "forward")
         return Work(futures[0], output)
 
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
@@ -147,11 +149,12 @@ class Communicator:
         return self._planner.policy
 
     def close(self) -> None:
-        """Finish what is queued and let go of threads and connections. Every rank closes; closing twice is allowed."""
+        """Finish what is queued and let go of threads and connections. Collective; closing twice is allowed."""
         if self.state is State.CLOSED:
             return
         self._queue.close()
-        self._executor.transport.close()
+        if self.state is State.OPEN and dist.is_initialized():
+            self._executor.transport.close()
         self.state = State.CLOSED
 
     def __enter__(self) -> Communicator:
@@ -173,7 +176,7 @@ class Communicator:
         if self._debug_groups is not None:
             ep_group, tp_group = self._debug_groups
             mine = signature(self._calls, direction, plan.name, x, source)
-            check_signatures(mine, self.grid, ep_group, tp_group if replicated else None)
+            check_signatures(mine, ep_group, tp_group, replicated=replicated)
         self.plans_run[plan.name] += 1
         if futures is None:
             self._queue.run(self._run, plan, source, target)
@@ -203,10 +206,9 @@ class Communicator:
             raise
 
     def _fail(self, error: ClusterError) -> None:
-        """Close the connections, so that ranks that wait for this one wake up instead of waiting for their timeout."""
         self._failure = error
         self.state = State.BROKEN
-        self._executor.transport.close()
+        self._executor.transport.abort()
 
     def _check_open(self) -> None:
         if self.state is State.CLOSED:
@@ -233,7 +235,7 @@ class _AllToAll(torch.autograd.Function):
     """An even all_to_all is its own inverse: block k from here to there, block here from there. So is its gradient."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch declares *args
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         x: torch.Tensor,
         communicator: Communicator,
@@ -246,12 +248,16 @@ class _AllToAll(torch.autograd.Function):
         return communicator._exchange(x, replicated, plan, futures, direction)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         communicator, replicated, plan = ctx.call  # type: ignore[attr-defined]
-        moved = _AllToAll.apply(gradient, communicator, replicated, plan, None, "backward")
+        moved = _move(gradient, communicator, replicated, plan, None, "backward")
         return moved, None, None, None, None, None
+
+
+_move: Callable[..., torch.Tensor] = _AllToAll.apply
+"""Typed here, because torch does not annotate it."""
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

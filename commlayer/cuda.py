@@ -41,8 +41,15 @@ class NcclTransport:
         del timeout_s  # NCCL's watchdog has the group's own timeout; there is no host wait here to bound
         return _NcclCall(self, plan, steps, buffers)
 
+    def abort(self) -> None:
+        for channel in self.channels.values():
+            channel.group.abort()
+
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
+        for channel in self.channels.values():
+            dist.destroy_process_group(channel.group)
+        self.channels = {}
 
 
 class _NcclCall:

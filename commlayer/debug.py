@@ -6,12 +6,13 @@ call with different sizes or dtypes, and tokens (or gradients) that were declare
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commlayer.groups import Grid
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Signature", "check_signatures", "signature"]
@@ -26,6 +27,10 @@ class Signature:
     dtype: str
     checksum: int
 
+    def without_checksum(self) -> tuple[object, ...]:
+        """What must be equal on all ranks; the bytes must be only where they are replicated."""
+        return self.sequence, self.direction, self.plan, self.shape, self.dtype
+
 
 def signature(sequence: int, direction: str, plan: str, x: torch.Tensor, source: torch.Tensor) -> Signature:
     """What a rank is about to do. ``source``: ``x`` as 1-D uint8 [bytes]."""
@@ -35,29 +40,38 @@ def signature(sequence: int, direction: str, plan: str, x: torch.Tensor, source:
 
 
 def check_signatures(
-    mine: Signature, grid: Grid, ep_group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None
+    mine: Signature,
+    ep_group: dist.ProcessGroup,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    replicated: bool,
 ) -> None:
-    """Compare with every rank of the grid's row and column. Raises DisagreementError naming both ranks and both calls."""
-    _compare(mine, ep_group, grid.ep_ranks, is_replicated=False)
-    if tp_group is not None:
-        _compare(mine, tp_group, grid.tp_ranks, is_replicated=True)
+    """Compare the calls of all ranks of the grid; every one of them raises the same DisagreementError, or none.
+
+    Two exchanges, along the row and then along the column: a rank that compared after the first would raise while others
+    still wait for it in the second.
+    """
+    row = _gather((dist.get_rank(), mine), tp_group) if tp_group is not None else [(dist.get_rank(), mine)]
+    rows: list[list[tuple[int, Signature]]] = _gather(row, ep_group)
+    first_rank, first = rows[0][0]
+    for rank, theirs in itertools.chain.from_iterable(rows):
+        if theirs.without_checksum() != first.without_checksum():
+            raise DisagreementError(
+                f"rank {first_rank} calls {first}, but rank {rank} calls {theirs}: all ranks must call in the same order "
+                "with the same shape and dtype"
+            )
+    for holders in rows if replicated else ():
+        first_rank, first = holders[0]
+        for rank, theirs in holders:
+            if theirs.checksum != first.checksum:
+                raise DisagreementError(
+                    f"the {first.direction} tensor of call #{first.sequence} was declared replicated over the tp group, but "
+                    f"ranks {first_rank} and {rank} hold different bytes (checksums {first.checksum} and "
+                    f"{theirs.checksum}): reduce it over the tp group first, or call with replicated=False"
+                )
 
 
-def _compare(mine: Signature, group: dist.ProcessGroup, ranks: tuple[int, ...], *, is_replicated: bool) -> None:
-    gathered: list[Signature | None] = [None] * len(ranks)
-    dist.all_gather_object(gathered, mine, group=group)
-    here = dist.get_rank()
-    for rank, theirs in zip(ranks, gathered, strict=True):
-        if theirs is None:
-            continue
-        if astuple(theirs)[:-1] != astuple(mine)[:-1]:
-            raise DisagreementError(
-                f"rank {here} calls {mine}, but rank {rank} calls {theirs}: all ranks must call in the same order with "
-                "the same shape and dtype"
-            )
-        if is_replicated and theirs.checksum != mine.checksum:
-            raise DisagreementError(
-                f"the {mine.direction} tensor of call #{mine.sequence} was declared replicated over the tp group, but ranks "
-                f"{here} and {rank} hold different bytes (checksums {mine.checksum} and {theirs.checksum}): reduce it over "
-                "the tp group first, or call with replicated=False"
-            )
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

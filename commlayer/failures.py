@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = ["Failure", "FailureBoard", "Wait"]
 
@@ -60,7 +62,7 @@ class Failure:
 class FailureBoard:
     """The place where ranks of one Communicator write and read who failed first."""
 
-    def __init__(self, store: dist.Store, key: str, rank: int) -> None:
+    def __init__(self, store: Store, key: str, rank: int) -> None:
         self._store = store
         self._key = key
         self._rank = rank

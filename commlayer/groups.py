@@ -79,8 +79,8 @@ def describe_self(
     """
     rank = dist.get_rank()
     for name, group in (("ep", ep_group), ("tp", tp_group)):
-        # torch gives ranks outside a group the GroupMember.NON_GROUP_MEMBER object (or None, from local synchronisation)
-        if group is dist.GroupMember.NON_GROUP_MEMBER or (group is not None and dist.get_rank(group) < 0):
+        # torch gives ranks outside a group the GroupMember.NON_GROUP_MEMBER object, in which their rank is -1
+        if group is not None and dist.get_rank(group) < 0:
             raise GroupError(f"rank {rank} is not a member of the {name} group: pass the group that holds this rank")
     ep_ranks = tuple(dist.get_process_group_ranks(ep_group))
     tp_ranks = tuple(dist.get_process_group_ranks(tp_group)) if tp_group is not None else (rank,)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ClusterError, TopologyError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.measure import Point, Repeats, interference, sizes_between, sweep
-from commlayer.profiles.profile import Interference, Profile
+from commlayer.profiles.profile import Interference, Profile, parse_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.moves import moves
 from commlayer.scheduler.plan import Buffer, Plan
@@ -71,7 +72,7 @@ class Prober:
             torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
         )
         board = FailureBoard(_get_default_store(), "commlayer/failure/profiler", dist.get_rank())
-        transport = connect(self.grid, self.device, board)
+        transport = connect(self.grid, self.device, board, timeout_s)
         self.executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
 
     def runner(self, plan: Plan) -> Callable[[], float]:
@@ -166,7 +167,7 @@ def measure_cluster(
     environment: dict[str, str] | None = None,
     on_point: Callable[[Point, int], None] | None = None,
 ) -> Profile:
-    """Measure the world's links and return their profile, the same on every rank but for host and date.
+    """Measure the world's links and return their profile: rank 0's, on every rank.
 
     ``topology`` None discovers it. ``on_point`` is called after each size with the point and the number of wrong bytes.
     Raises ClusterError where bytes arrive wrong, TopologyError for uneven nodes or a single rank.
@@ -180,7 +181,7 @@ def measure_cluster(
         pairs = _interference(prober, curves, options.interference_rounds)
     finally:
         prober.close()
-    return Profile.create(
+    profile = Profile.create(
         name=name,
         kind=kind,
         source=source,
@@ -191,6 +192,9 @@ def measure_cluster(
         interference=pairs,
         environment=_environment() | (environment or {}),
     )
+    agreed = [profile.to_json()]  # hosts and dates differ between ranks, and a profile must not
+    dist.broadcast_object_list(agreed)
+    return parse_profile(agreed[0], "rank 0's profile")
 
 
 def num_points(options: SweepOptions) -> int:
@@ -231,9 +235,7 @@ def _curves(prober: Prober, options: SweepOptions, on_point: Callable[[Point, in
             on_point(point, wrong)
 
     return [
-        sweep(
-            collective, kind, n, sizes(collective), lambda size, make=make: prepare(make, size), options.repeats, report
-        )  # type: ignore[misc]
+        sweep(collective, kind, n, sizes(collective), partial(prepare, make), options.repeats, report)
         for collective, kind, n, make in probes
     ]
 

@@ -50,7 +50,7 @@ class Settings:
         values: dict[str, str | float] = {}
         for variable, value in environment.items():
             name = variable.removeprefix(_PREFIX)
-            if name == variable or name == _EMULATED:
+            if name in (variable, _EMULATED):
                 continue
             if name not in known:
                 close = get_close_matches(name, known, n=1, cutoff=0.5)

@@ -10,6 +10,7 @@ resource does one step at a time.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from commlayer.failures import Failure, FailureBoard, Wait
 from commlayer.profiles.errors import PlanError
-from commlayer.scheduler.moves import Moves, Region
+from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
 __all__ = ["Call", "Channel", "GlooTransport", "Transport"]
@@ -50,8 +51,11 @@ class Transport(Protocol):
     def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
         """Begin a call. Calls of one transport must be started in the same order on all ranks, from one thread at a time."""
 
+    def abort(self) -> None:
+        """After a failure: wake up the ranks that wait for this one."""
+
     def close(self) -> None:
-        """Let go of connections."""
+        """Let go of connections. Collective."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ _ONE_CALL_BYTES = 128 << 10
 thirds of the messages' time, at 256 KiB and above the messages are as fast or faster. The same number on every rank."""
 _TAGS_PER_CALL = 1 << 14
 _CALLS_IN_FLIGHT = 1 << 16
+_ABORT_TAG = _TAGS_PER_CALL * _CALLS_IN_FLIGHT
 
 
 class GlooTransport:
@@ -114,11 +119,24 @@ class GlooTransport:
         )
         return self.board.explain(wait, failure)
 
+    def abort(self) -> None:
+        """Break our connections, so that ranks that wait for this one wake up now instead of at their timeout.
+
+        Gloo's own abort() leaves them open. A receive that times out makes Gloo close every connection of its group, so
+        one that nobody will ever answer is posted, and timed out.
+        """
+        for channel in self.channels.values():
+            peer = next(place for rank, place in channel.peers if rank != self.rank)
+            with contextlib.suppress(RuntimeError):  # it times out, or the connection is already gone
+                channel.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
+
     def close(self) -> None:
         for channel in self.channels.values():
-            abort = getattr(channel.group, "abort", None)
-            if abort is not None:
-                abort()
+            channel.group.barrier().wait()  # a peer may still be reading what we sent; bounded by the group's timeout
+            dist.destroy_process_group(channel.group)
+        self.channels = {}
 
 
 class _GlooCall:
@@ -137,11 +155,17 @@ class _GlooCall:
         messages = self._steps[index].receives
         if not messages:
             return []
+        return [self._message(index, m, is_send=False) for m in messages]
+
+    def _message(self, index: int, message: Message, *, is_send: bool) -> Pending:
+        """Post one message. On a connection that is already gone posting raises, not waiting."""
         channel = self._transport.channels[self._plan.steps[index].op]
-        return [
-            (channel.group.recv([self._view(m.region)], channel.peers[m.peer][1], self._tag + m.tag), index, m.peer)
-            for m in messages
-        ]
+        call = channel.group.send if is_send else channel.group.recv
+        try:
+            work = call([self._view(message.region)], channel.peers[message.peer][1], self._tag + message.tag)
+        except RuntimeError as error:
+            raise self._explained(index, message.peer, error) from error
+        return work, index, message.peer
 
     def require(self, earlier: int, index: int) -> None:
         del index  # the host waits, whoever comes next
@@ -149,11 +173,7 @@ class _GlooCall:
 
     def post(self, index: int) -> None:
         step = self._steps[index]
-        if step.sends:
-            channel = self._transport.channels[self._plan.steps[index].op]
-            for m in step.sends:
-                work = channel.group.send([self._view(m.region)], channel.peers[m.peer][1], self._tag + m.tag)
-                self._sends.append((work, index, m.peer))
+        self._sends += [self._message(index, m, is_send=True) for m in step.sends]
         for copy in step.copies:
             self._view(copy.target).copy_(self._view(copy.source))
 
@@ -172,10 +192,13 @@ class _GlooCall:
             try:
                 work.wait(timedelta(seconds=max(left, 0.001)))
             except RuntimeError as error:
-                peers = (self._transport.channels[self._plan.steps[index].op].peers[peer][0],)
-                failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
-                raise self._transport.explain(self._plan, index, self._sequence, peers, failure) from error
+                raise self._explained(index, peer, error) from error
         works.clear()
+
+    def _explained(self, index: int, peer: int, error: RuntimeError) -> Exception:
+        ranks = (self._transport.channels[self._plan.steps[index].op].peers[peer][0],)
+        failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
+        return self._transport.explain(self._plan, index, self._sequence, ranks, failure)
 
 
 class _GlooOneCall:
@@ -194,7 +217,10 @@ class _GlooOneCall:
     def post(self, index: int) -> None:
         del index
         group = self._transport.channels[Op.ALL_TO_ALL].group
-        self._work = group.alltoall_base(self._buffers[Buffer.OUTPUT], self._buffers[Buffer.INPUT], [], [])
+        try:
+            self._work = group.alltoall_base(self._buffers[Buffer.OUTPUT], self._buffers[Buffer.INPUT], [], [])
+        except RuntimeError as error:
+            raise self._explained(error) from error
 
     def finish(self) -> None:
         work, self._work = self._work, None
@@ -203,7 +229,10 @@ class _GlooOneCall:
         try:
             work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            channel = self._transport.channels[Op.ALL_TO_ALL]
-            peers = tuple(rank for rank, _ in channel.peers if rank != self._transport.rank)
-            failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
-            raise self._transport.explain(self._plan, 0, self._sequence, peers, failure) from error
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        channel = self._transport.channels[Op.ALL_TO_ALL]
+        ranks = tuple(rank for rank, _ in channel.peers if rank != self._transport.rank)
+        failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
+        return self._transport.explain(self._plan, 0, self._sequence, ranks, failure)

@@ -1,0 +1,1 @@
+"""Who calls it: MoE layers and trainers. Nothing is here yet."""

@@ -96,12 +96,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     tolerance = profile.error if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
-    simplest = min(_SIMPLICITY[timeline.plan.strategy] for timeline in near)
-    # Chunk counts of one strategy are equally simple: among them the fastest is taken.
-    chosen = min(
-        (timeline for timeline in near if _SIMPLICITY[timeline.plan.strategy] == simplest),
-        key=lambda timeline: timeline.total_us,
-    )
+    chosen = min(near, key=lambda timeline: (_SIMPLICITY[timeline.plan.strategy], timeline.plan.chunks))
     rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
     return Decision(traffic, chosen, priced, margin, tolerance, profile.name)

@@ -57,10 +57,8 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
     durations, is_extrapolated = _durations(plan, profile)
     resources = {step.resource for step in plan.steps}
     slow = {(a, b): profile.slowdown(a, b) for a in resources for b in resources if a is not b} if interference else {}
-    if any(factor > 1.0 for factor in slow.values()):
-        spans = _fluid(plan, durations, slow)
-    else:
-        spans = _independent(plan, durations)
+    is_slowed = any(factor > 1.0 for factor in slow.values())
+    spans = _fluid(plan, durations, slow) if is_slowed else _independent(plan, durations)
     return Timeline(plan, tuple(spans), is_extrapolated)
 
 
@@ -105,7 +103,7 @@ def _independent(plan: Plan, durations: Sequence[float]) -> list[tuple[float, fl
     return spans
 
 
-def _fluid(
+def _fluid(  # noqa: C901  one flat loop: a call for each of its parts would be paid at every step
     plan: Plan, durations: Sequence[float], slow: dict[tuple[Resource, Resource], float]
 ) -> list[tuple[float, float]]:
     """List-schedule with interference. Written for speed (a plan is priced for every candidate of a decision):

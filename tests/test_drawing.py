@@ -9,6 +9,7 @@ import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -225,7 +226,7 @@ class _Page(HTMLParser):
         self.text.append(data)
 
 
-def report(tmp_path: Path, **changes: object) -> str:
+def report(tmp_path: Path, **changes: Any) -> str:
     chosen = decide().timeline
     path = tmp_path / "report.html"
     timelines = [("16 MiB: pipelined_copy×4", chosen, measured(chosen)), ("1 MiB: flat", chosen, measured(chosen, 0.9))]

@@ -589,7 +589,7 @@ def test_command_returns_the_first_failure(either_cluster: EmulatedCluster) -> N
     with pytest.raises(UsageError, match="no program 'no-such-thing'"):
         either_cluster.command(["no-such-thing"])
     with pytest.raises(UsageError, match="expected a list"):
-        either_cluster.command("echo hello")  # type: ignore[arg-type]
+        either_cluster.command("echo hello")
 
 
 @cluster_test

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError, PlanError
-from commlayer.profiles.links import Peaks, Resource
-from commlayer.profiles.profile import Interference, Profile
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Interference
 from commlayer.scheduler import (
     Gather,
     Op,
@@ -25,43 +24,7 @@ from commlayer.scheduler import (
     price,
 )
 from commlayer.scheduler.plan import Buffer
-
-SIZES = [4**k for k in range(3, 15)]
-
-
-def make_profile(
-    alpha: dict[str, float] | None = None,
-    beta: dict[str, float] | None = None,
-    *,
-    e: int = 2,
-    t: int = 4,
-    gather: str = "whole",
-    interference: tuple[Interference, ...] = (),
-    error: float | None = None,
-) -> Profile:
-    """A cluster whose times are latency (µs) + bytes / (bytes per µs), sampled at powers of four."""
-    alpha = {"inter": 100.0, "intra": 50.0, "device": 5.0} | (alpha or {})
-    beta = {"inter": 50.0, "intra": 400.0, "device": 2000.0} | (beta or {})
-
-    def curve(collective: str, link: Resource, n: int) -> Curve:
-        times = tuple(alpha[link.value] + size / beta[link.value] for size in SIZES)
-        return Curve(collective, link, n, tuple(SIZES), times, holdout_error=error)
-
-    return Profile.create(
-        name="made-up",
-        kind="measured",
-        source="a test",
-        topology=f"{e}x{t}",
-        peaks=Peaks(inter_gbps=beta["inter"] / 1e3, intra_gbps=beta["intra"] / 1e3, device_gbps=beta["device"] / 1e3),
-        gather=gather,
-        curves=(
-            curve("all_to_all", Resource.INTER, e),
-            curve("all_gather", Resource.INTRA, t),
-            curve("copy", Resource.DEVICE, 1),
-        ),
-        interference=interference,
-    )
-
+from commlayer.testing.synthetic import synthetic_profile
 
 positive = st.floats(0.1, 1e4)
 
@@ -80,7 +43,9 @@ def test_price_agrees_with_the_closed_forms(
 ) -> None:
     """MoNTA eq. 8 to 11 and the loops of algorithms 1 and 2, where the copy may be the slowest stage too (erratum 2)."""
     names = ("inter", "intra", "device")
-    profile = make_profile(dict(zip(names, alphas, strict=True)), dict(zip(names, betas, strict=True)), e=e, t=t)
+    profile = synthetic_profile(
+        dict(zip(names, alphas, strict=True)), dict(zip(names, betas, strict=True)), nodes=e, ranks_per_node=t
+    )
     total = e * block
     exchange = profile.curve("all_to_all", Resource.INTER, e).at
     gather = profile.curve("all_gather", Resource.INTRA, t).at
@@ -102,7 +67,7 @@ def test_price_agrees_with_the_closed_forms(
 @settings(max_examples=100, deadline=None)
 @given(block=st.integers(1, 10**8), e=st.integers(2, 8), t=st.integers(2, 8), chunks=st.integers(1, 40))
 def test_remote_gather_prices_what_it_moves(block: int, e: int, t: int, chunks: int) -> None:
-    profile = make_profile(e=e, t=t, gather="remote")
+    profile = synthetic_profile(nodes=e, ranks_per_node=t)
     total = e * block
     aa = profile.curve("all_to_all", Resource.INTER, e).at(total / (t * chunks))
     ag = profile.curve("all_gather", Resource.INTRA, t).at(total * (e - 1) / e / chunks)
@@ -115,12 +80,12 @@ def test_remote_gather_prices_what_it_moves(block: int, e: int, t: int, chunks: 
 def test_interference_of_one_is_none_and_more_is_slower() -> None:
     traffic = Traffic(2**24, 2, 4)
     plan = build(traffic, Strategy.PIPELINED_COPY, 8, Gather.WHOLE)
-    alone = price(plan, make_profile()).total_us
+    alone = price(plan, synthetic_profile()).total_us
     entries = [(a, b) for a in ("inter", "intra", "device") for b in ("inter", "intra", "device") if a != b]
     hardly = tuple(Interference(Resource(a), Resource(b), 1.0 + 1e-12) for a, b in entries)
-    assert price(plan, make_profile(interference=hardly)).total_us == pytest.approx(alone, rel=1e-9)
+    assert price(plan, synthetic_profile(interference=hardly)).total_us == pytest.approx(alone, rel=1e-9)
     badly = tuple(Interference(Resource(a), Resource(b), 1.5) for a, b in entries)
-    profile = make_profile(interference=badly)
+    profile = synthetic_profile(interference=badly)
     assert alone < price(plan, profile).total_us < 1.5**2 * alone
     assert price(plan, profile, interference=False).total_us == pytest.approx(alone, rel=1e-12)
 
@@ -128,21 +93,24 @@ def test_interference_of_one_is_none_and_more_is_slower() -> None:
 def test_contention_of_gather_and_copy_turns_o3_into_o2() -> None:
     """What the paper observes at middle sizes, and what no model without contention can say (design rule 5)."""
     traffic = Traffic(2**22, 2, 4)
-    policy = Policy(strategies=(Strategy.PIPELINED, Strategy.PIPELINED_COPY))
+    policy = Policy(strategies=(Strategy.PIPELINED, Strategy.PIPELINED_COPY), gather=Gather.WHOLE)
     beta = {"inter": 400.0, "intra": 200.0, "device": 400.0}
-    free = choose(traffic, make_profile(beta=beta), policy)
+    free = choose(traffic, synthetic_profile(None, beta), policy)
     assert free.plan.strategy is Strategy.PIPELINED_COPY
     contended = (
         Interference(Resource.INTRA, Resource.DEVICE, 2.6),
         Interference(Resource.DEVICE, Resource.INTRA, 2.6),
     )
-    assert choose(traffic, make_profile(beta=beta, interference=contended), policy).plan.strategy is Strategy.PIPELINED
+    assert (
+        choose(traffic, synthetic_profile(None, beta, interference=contended), policy).plan.strategy
+        is Strategy.PIPELINED
+    )
 
 
 def test_timeline_keeps_order_and_dependencies() -> None:
     plan = build(Traffic(2**22, 2, 4), Strategy.PIPELINED_COPY, 5, Gather.WHOLE)
     slow = (Interference(Resource.INTER, Resource.INTRA, 1.3), Interference(Resource.INTRA, Resource.INTER, 1.2))
-    for profile in (make_profile(), make_profile(interference=slow)):
+    for profile in (synthetic_profile(), synthetic_profile(interference=slow)):
         timeline = price(plan, profile)
         last: dict[Resource, float] = {}
         for index, step in enumerate(plan.steps):
@@ -154,17 +122,17 @@ def test_timeline_keeps_order_and_dependencies() -> None:
 
 
 def test_small_messages_stay_flat_and_large_ones_do_not() -> None:
-    profile = make_profile()
+    profile = synthetic_profile()
     assert choose(Traffic(2048, 2, 4), profile).plan.strategy is Strategy.FLAT
     assert choose(Traffic(2**24, 2, 4), profile).plan.strategy is not Strategy.FLAT
 
 
 def test_a_gain_below_the_profiles_error_keeps_the_simpler_plan() -> None:
     traffic = Traffic(2**18, 2, 4)
-    exact = choose(traffic, make_profile(error=0.0))
+    exact = choose(traffic, synthetic_profile(error=0.0))
     assert exact.plan.strategy is not Strategy.HIERARCHICAL
     assert exact.margin >= 0
-    vague = choose(traffic, make_profile(error=0.9))
+    vague = choose(traffic, synthetic_profile(error=0.9))
     assert vague.plan.strategy in (Strategy.FLAT, Strategy.HIERARCHICAL)
     assert vague.margin < 0
     assert "simpler" in vague.reason()
@@ -172,7 +140,7 @@ def test_a_gain_below_the_profiles_error_keeps_the_simpler_plan() -> None:
 
 
 def test_nothing_replicated_means_flat() -> None:
-    profile = make_profile()
+    profile = synthetic_profile()
     for traffic in (Traffic(2**20, 2, 1), Traffic(0, 2, 4)):
         decision = choose(traffic, profile)
         assert decision.plan.strategy is Strategy.FLAT
@@ -182,9 +150,9 @@ def test_nothing_replicated_means_flat() -> None:
 
 
 def test_every_rank_decides_alike_and_once() -> None:
-    planner = Planner(make_profile())
+    planner = Planner(synthetic_profile())
     assert planner.decide(Traffic(2**20, 2, 4)) is planner.decide(Traffic(2**20, 2, 4))
-    other = Planner(make_profile()).decide(Traffic(2**20, 2, 4))
+    other = Planner(synthetic_profile()).decide(Traffic(2**20, 2, 4))
     assert other == planner.decide(Traffic(2**20, 2, 4))
 
 
@@ -196,9 +164,9 @@ def test_bad_traffic_and_plans_are_refused() -> None:
     with pytest.raises(PlanError, match="1 or more chunks"):
         build(Traffic(8, 2, 4), Strategy.PIPELINED, 0)
     with pytest.raises(PlanError, match=r"all_gather.*8"):
-        choose(Traffic(2**20, 2, 8), make_profile(t=4))
+        choose(Traffic(2**20, 2, 8), synthetic_profile())
     with pytest.raises(PlanError, match="policy allows only"):
-        choose(Traffic(8, 2, 1), make_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
+        choose(Traffic(8, 2, 1), synthetic_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
     step = Step(Op.COPY, Resource.DEVICE, 0, 8.0, (0,), Buffer.INPUT, Buffer.OUTPUT)
     with pytest.raises(InternalError, match="only earlier steps"):
         Plan(Traffic(8, 2, 4), Strategy.FLAT, 1, Gather.WHOLE, (step,))

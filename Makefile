@@ -1,0 +1,67 @@
+# Every target sets up what it needs in .venv first (once; again when pyproject.toml or constraints.txt change).
+#
+#   PYTHON=python3.12   the interpreter that .venv is made with (3.11 or newer, for the versions in constraints.txt)
+#   PIP_FLAGS=…         more options for pip, such as an index with CPU builds of torch
+#   VENV_FLAGS=…        more options for venv, such as --system-site-packages
+#   CONSTRAINTS=        empty: take what satisfies pyproject.toml instead of the pinned versions
+#   SETUP=no            no .venv at all: run with $(PYTHON) and what it has
+#   ARGS=…              more arguments for the tool that the target runs
+
+PYTHON ?= python3
+SETUP ?= yes
+CONSTRAINTS ?= -c constraints.txt
+VENV := .venv
+STAMP := $(VENV)/.set-up
+
+ifeq ($(SETUP),no)
+READY :=
+RUN := $(PYTHON)
+COMMLAYER := $(PYTHON) -c 'from commlayer.cli.main import main; main(prog_name="commlayer")'
+else
+READY := $(STAMP)
+RUN := $(VENV)/bin/python
+COMMLAYER := $(VENV)/bin/commlayer
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## make .venv with everything that development needs
+
+# The stamp is the last thing written, so a set-up that fails or is interrupted is done again.
+$(STAMP): pyproject.toml constraints.txt
+	@rm -f $(STAMP)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("development needs Python 3.11 or newer, " \
+	  + sys.executable + " is " + sys.version.split()[0] + ": name another with make PYTHON=…")'
+	@echo "Setting up $(VENV): torch and the tools, some minutes on a new machine"
+	@$(PYTHON) -m venv $(VENV_FLAGS) $(VENV) \
+	  || { echo "$(PYTHON) cannot make virtual environments (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(READY)  ## measure, plan and run on an emulated cluster; writes a report
+	$(COMMLAYER) demo $(ARGS)
+
+test: $(READY)  ## all tests; those that need a GPU skip without one
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where they skip
+	@$(RUN) -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() \
+	  else "a machine WITHOUT a CUDA device: every test below skips and nothing is tested")'
+	$(RUN) -m pytest tests/gpu -m gpu -rs $(ARGS)
+
+lint: $(READY)  ## style, format, types, import contracts
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))'
+
+bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
+	$(RUN) benchmarks/all_to_all.py $(ARGS)
+
+clean:  ## remove .venv and everything that tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,158 @@
+"""``commlayer bench``: every candidate plan, torch's own all_to_all and what other software does, alternately in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commlayer.cli.launch import Place, check_place, place_of, place_options, run
+from commlayer.cli.parameters import BYTES, PROFILE, json_option
+
+if TYPE_CHECKING:
+    from commlayer.bench import BenchOptions
+    from commlayer.profiles.profile import Profile
+    from commlayer.results import BenchResult, Point
+    from commlayer.scheduler.price import Timeline
+
+__all__ = ["bench", "bench_job", "print_result"]
+
+Timelines = list[tuple[str, "Timeline", "Timeline"]]
+
+
+@click.command()
+@place_options
+@click.option("--profile", "profile_name", type=PROFILE, help="Plan with this profile.  [measure the cluster first]")
+@click.option("-b", "--min-bytes", type=BYTES, default="64KiB", show_default=True, help="Smallest size, a rank.")
+@click.option("-e", "--max-bytes", type=BYTES, default="16MiB", show_default=True, help="Largest size, a rank.")
+@click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Each size over the one before.")
+@click.option("-n", "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, at least.")
+@click.option("--max-chunks", type=click.IntRange(1), default=16, show_default=True, help="No plan of more chunks.")
+@click.option("--all-forms", is_flag=True, help="Also run the plans that gather the whole tensor, as MoNTA does.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON here.")
+@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML report here.")
+@json_option
+def bench(
+    emulate: str | None,
+    inter: str | None,
+    intra: str | None,
+    delay: float,
+    timeout: float,
+    profile_name: str | None,
+    min_bytes: int,
+    max_bytes: int,
+    factor: float,
+    rounds: int,
+    max_chunks: int,
+    all_forms: bool,
+    output: Path | None,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    """Run every candidate plan against torch.distributed, alternately in one run.
+
+    Tokens are replicated over the ranks of a node and exchanged between nodes. Each way is first compared with torch's
+    result, byte for byte; times are the largest over ranks, ratios medians over rounds.
+
+    \b
+      commlayer bench --emulate 2x4 --inter 400mbit
+      torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer bench --profile cluster.json
+    """
+    place = place_of(emulate, inter, intra, delay, timeout)
+    from commlayer.bench import BenchOptions
+    from commlayer.profiles.catalog import resolve
+    from commlayer.profiles.measure import sizes_between
+    from commlayer.scheduler.plan import Gather
+
+    planned_with = resolve(profile_name) if profile_name else None
+    if planned_with is not None:
+        check_place(place, planned_with.topology, planned_with.name)
+    sizes = sizes_between(min_bytes, max_bytes, factor)
+    gathers = tuple(Gather) if all_forms else ()
+    options = BenchOptions(sizes, rounds, max_chunks, gathers, trace_bytes=sizes[-1:] if report else ())
+    found = run(place, bench_job, planned_with, options, place)
+    if found is None:
+        return
+    measured, result, timelines = found
+    if output is not None:
+        result.save(output)
+    if report is not None:
+        from commlayer.drawing import write_report
+
+        write_report(report, measured, result, timelines)
+    if as_json:
+        click.echo(result.to_json(), nl=False)
+    else:
+        print_result(result)
+
+
+def bench_job(profile: Profile | None, options: BenchOptions, place: Place) -> tuple[Profile, BenchResult, Timelines]:
+    """On every rank: measure the cluster where no profile is given, then run everything."""
+    from dataclasses import replace
+
+    from commlayer.bench import bench as run_bench
+    from commlayer.cli.profile import measure_job
+    from commlayer.cli.progress import progress
+    from commlayer.groups import discover_topology
+    from commlayer.profiler import SweepOptions
+    from commlayer.profiles.profile import check_shape
+    from commlayer.profiles.topology import Topology
+    from commlayer.settings import Settings
+    from commlayer.units import format_bytes
+
+    declared = Settings.from_environment().topology
+    topology = Topology.parse(declared) if declared else discover_topology()
+    if profile is None:
+        sweep = replace(SweepOptions(), inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
+        profile, _ = measure_job(sweep, place, None)
+    check_shape(profile, topology)
+    with progress("running every candidate", len(options.sizes)) as advance:
+
+        def on_point(point: Point) -> None:
+            advance(
+                f"{format_bytes(point.logical_bytes)}: {point.chosen.name} takes {point.chosen.ratio:.2f} of torch's time"
+            )
+
+        result, timelines = run_bench(
+            profile,
+            topology,
+            options,
+            is_emulated=place.emulate is not None,
+            inter=place.inter,
+            intra=place.intra,
+            on_point=on_point,
+        )
+    return profile, result, timelines
+
+
+def print_result(result: BenchResult) -> None:
+    """One table for each size: what was predicted, what was measured, and torch's time beside it."""
+    from commlayer.cli.tables import console, print_table
+    from commlayer.units import format_bytes, format_us
+
+    out = console()
+    place = f"{result.topology}, inter {result.inter or 'unshaped'}, intra {result.intra or 'unshaped'}"
+    if result.is_emulated and result.inter is None:
+        out.print("no shaped links here: these times say that the plans run, not which is faster")
+    for point in result.points:
+        limit = f", wire limit {format_us(point.wire_limit_us)}" if point.wire_limit_us and result.inter else ""
+        print_table(
+            ("", "strategy", ">chunks", ">predicted", ">measured", ">spread", ">ratio to flat", ">wrong"),
+            [
+                (
+                    "→" if row.is_chosen else "",
+                    row.name,
+                    str(row.chunks or ""),
+                    format_us(row.predicted_us) if row.predicted_us is not None else "",
+                    format_us(row.p50_us),
+                    f"{format_us(row.min_us)} … {format_us(row.max_us)}",
+                    f"{row.ratio:.3f}",
+                    str(row.num_wrong),
+                )
+                for row in point.rows
+            ],
+            title=f"{format_bytes(point.logical_bytes)} a rank on {place}{limit}",
+            bold=[index for index, row in enumerate(point.rows) if row.is_chosen],
+        )
+        out.print(f"→ {point.reason}\n")

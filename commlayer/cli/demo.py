@@ -1,0 +1,105 @@
+"""``commlayer demo``: the whole loop on an emulated cluster: measure, plan, run against torch.distributed, prove, report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from commlayer.cli.launch import place_of, run
+from commlayer.cli.parameters import json_option
+
+if TYPE_CHECKING:
+    from commlayer.profiles.profile import Profile
+    from commlayer.results import BenchResult
+
+__all__ = ["demo"]
+
+_SIZES = (64 << 10, 1 << 20, 16 << 20)
+_MAX_CHUNKS = 8
+
+
+@click.command()
+@click.option("--shape", default="2x4", show_default=True, help="Nodes x ranks on each.")
+@click.option("--inter", metavar="RATE", default="400mbit", show_default=True, help="Rate of a node's interface.")
+@click.option("--intra", metavar="RATE", help="Rate of a node's loopback; 3200mbit gives MoNTA's ratio.  [unshaped]")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="out/demo",
+    show_default=True,
+    help="Folder for the report, the profile, the result and the trace.",
+)
+@json_option
+def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool) -> None:
+    """Measure, plan, run and prove it on an emulated cluster.
+
+    Nodes are network namespaces with slow wires, ranks are processes, the bytes are real. Every candidate runs against
+    torch.distributed's own all_to_all, alternately; each result is compared with torch's, byte for byte.
+    """
+    place = place_of(shape, inter, intra, delay=0.0, timeout=10 * 60e6)
+    from commlayer.bench import BenchOptions
+    from commlayer.cli.bench import bench_job
+
+    output.mkdir(parents=True, exist_ok=True)
+    if not as_json:
+        click.echo(f"emulated cluster {shape}: inter {inter} a node, intra {intra or 'unshaped'}", err=True)
+        click.echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
+    options = BenchOptions(_SIZES, max_chunks=_MAX_CHUNKS, trace_bytes=_SIZES[1:])
+    found = run(place, bench_job, None, options, place)
+    if found is None:  # under torchrun, and not the first rank
+        return
+    profile, result, timelines = found
+    from commlayer.drawing import chrome_trace, write_report
+
+    profile.save(output / "profile.json")
+    result.save(output / "result.json")
+    write_report(output / "report.html", profile, result, timelines)
+    title, predicted, measured = timelines[-1]
+    trace = chrome_trace({f"predicted {title}": predicted, f"measured {title}": measured})
+    (output / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    if as_json:
+        click.echo(result.to_json(), nl=False)
+    else:
+        _print(profile, result, output)
+
+
+def _print(profile: Profile, result: BenchResult, output: Path) -> None:
+    from commlayer.cli.bench import print_result
+    from commlayer.cli.tables import console, print_table
+    from commlayer.units import format_bytes
+
+    out = console()
+    rows = []
+    for curve in profile.curves:
+        peak = profile.peaks.of(curve.link)
+        largest = curve.bytes[-1]
+        rows.append(
+            (
+                curve.collective,
+                curve.link.value,
+                str(curve.group_size),
+                f"{format_bytes(curve.bytes[0])} … {format_bytes(largest)}",
+                f"{curve.latency_us / 1e3:.2f} ms",
+                f"{curve.busbw_gbps(largest) * 1e3:.1f} MB/s",
+                f"{curve.efficiency(largest, peak):.0%}",
+                f"{curve.holdout_error or 0:.1%}",
+            )
+        )
+    columns = ("collective", "link", ">ranks", "sizes", ">latency", ">bus bandwidth", ">of peak", ">hold-out error")
+    print_table(columns, rows, title="Measured links, per rank")
+    out.print("")
+    print_result(result)
+    if result.inter is not None:
+        for point in result.points:
+            chosen = point.chosen
+            out.print(
+                f"{format_bytes(point.logical_bytes)} a rank: {chosen.name} takes {chosen.ratio:.3f} of torch.distributed's "
+                f"time ({1 / chosen.ratio:.1f}× as fast), bit-equal; predicted within "
+                f"{abs((chosen.predicted_us or 0.0) / chosen.p50_us - 1):.0%}"
+            )
+    out.print(f"\nreport: {output / 'report.html'}    trace (perfetto.dev): {output / 'trace.json'}")
+    out.print("emulated: quote the ratios, not the times")

@@ -1,0 +1,175 @@
+"""``commlayer profile``: measure the links of a cluster into a profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commlayer.cli.launch import Place, place_of, place_options, run
+from commlayer.cli.parameters import BYTES, json_option
+
+if TYPE_CHECKING:
+    from commlayer.profiler import SweepOptions
+    from commlayer.profiles.nccl_table import Row
+    from commlayer.profiles.profile import Profile
+
+__all__ = ["measure_here", "profile"]
+
+Rows = list[tuple[str, str, int, "Row"]]
+"""Collective, link class, group size, and the line of the table."""
+
+
+@click.command()
+@place_options
+@click.option("-b", "--min-bytes", type=BYTES, default="4KiB", show_default=True, help="Smallest size, a rank.")
+@click.option("-e", "--max-bytes", type=BYTES, default="32MiB", show_default=True, help="Largest size, a rank.")
+@click.option("-f", "--factor", type=float, default=2.0, show_default=True, help="Each size over the one before.")
+@click.option("-n", "--iters", type=click.IntRange(2), default=60, show_default=True, help="Most repeats of one size.")
+@click.option("-w", "--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs that do not count.")
+@click.option("-c", "--check", type=click.IntRange(0, 1), default=1, show_default=True, help="Check every byte first.")
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile here.")
+@click.option(
+    "-J", "--table-json", type=click.Path(path_type=Path, dir_okay=False), help="Write the table as JSON here."
+)
+@click.option("--name", help="The profile's name.  [from the shape]")
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw efficiency over bytes (.svg, .png)."
+)
+@json_option
+def profile(
+    emulate: str | None,
+    inter: str | None,
+    intra: str | None,
+    delay: float,
+    timeout: float,
+    min_bytes: int,
+    max_bytes: int,
+    factor: float,
+    iters: int,
+    warmup: int,
+    check: int,
+    output: Path | None,
+    table_json: Path | None,
+    name: str | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure the links of a cluster into a profile.
+
+    Every primitive over sizes, on the groups that plans use, with nccl-tests' letters and columns; then pairs of resources
+    together against alone. A size is repeated until the 95 % confidence interval of its median is within 5 %.
+
+    \b
+      torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer profile -o cluster.json
+      commlayer profile --emulate 2x4 --inter 400mbit -o emulated.json
+    """
+    place = place_of(emulate, inter, intra, delay, timeout)
+    from commlayer.profiler import SweepOptions
+    from commlayer.profiles.measure import Repeats
+
+    few = min(6, iters)
+    repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1.2e6)
+    options = SweepOptions(min_bytes, max_bytes, factor, repeats, check=bool(check))
+    found = measure_here(place, options, name)
+    if found is None:
+        return
+    measured, rows = found
+    if output is not None:
+        measured.save(output)
+    if table_json is not None:
+        import msgspec
+
+        table_json.write_bytes(msgspec.json.format(msgspec.json.encode(_as_dicts(rows)), indent=2) + b"\n")
+    if picture is not None:
+        from commlayer.drawing import efficiency_figure, save_figure
+
+        save_figure(efficiency_figure(measured), picture)
+    if as_json:
+        click.echo(measured.to_json(), nl=False)
+    else:
+        _print(measured, rows, output)
+
+
+def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple[Profile, Rows] | None:
+    """Measure the cluster at ``place``; None on ranks that do not print."""
+    options = replace(options, inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
+    return run(place, measure_job, options, place, name)
+
+
+def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[Profile, Rows]:
+    """On every rank: measure, with a progress bar on the first."""
+    from commlayer.cli.progress import progress
+    from commlayer.groups import discover_topology
+    from commlayer.profiler import measure_cluster, num_points
+    from commlayer.profiles.measure import Point
+    from commlayer.profiles.nccl_table import Row
+    from commlayer.profiles.topology import Topology
+    from commlayer.settings import Settings
+    from commlayer.units import format_bytes
+
+    declared = Settings.from_environment().topology
+    topology = Topology.parse(declared) if declared else discover_topology()
+    is_emulated = place.emulate is not None
+    rows: Rows = []
+    with progress("measuring", num_points(options)) as advance:
+
+        def on_point(point: Point, wrong: int) -> None:
+            row = Row.of(point, num_wrong=wrong if options.check else None)
+            rows.append((point.collective, point.link.value, point.group_size, row))
+            advance(f"{point.collective} {format_bytes(point.nbytes)}")
+
+        measured = measure_cluster(
+            options,
+            name=name or (f"emulated-{topology.shape}" if is_emulated else f"cluster-{topology.shape}"),
+            kind="emulated" if is_emulated else "measured",
+            source=_source(place),
+            topology=topology,
+            environment=_rates(place),
+            on_point=on_point,
+        )
+    return measured, rows
+
+
+def _source(place: Place) -> str:
+    if place.emulate is None:
+        return "measured by commlayer profile"
+    delay = f", one-way delay {place.delay_us:g} us" if place.delay_us else ""
+    return (
+        f"measured by commlayer profile on an emulated cluster: {place.emulate.shape}, inter {place.inter} a node, intra "
+        f"{place.intra or 'unshaped'}{delay}. All ranks share one machine's cores: use ratios, not rates"
+    )
+
+
+def _rates(place: Place) -> dict[str, str]:
+    if place.emulate is None:
+        return {}
+    return {"inter": place.inter or "unshaped", "intra": place.intra or "unshaped", "delay_us": f"{place.delay_us:g}"}
+
+
+def _as_dicts(rows: Rows) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    return [{"collective": c, "link": link, "group_size": n, **asdict(row)} for c, link, n, row in rows]
+
+
+def _print(measured: Profile, rows: Rows, output: Path | None) -> None:
+    from commlayer.cli.tables import console, print_table
+    from commlayer.profiles.nccl_table import COLUMNS
+
+    for key in dict.fromkeys((c, link, n) for c, link, n, _ in rows):
+        collective, link, group_size = key
+        print_table(
+            [f">{column}" for column in COLUMNS],
+            [row.cells() for c, on, n, row in rows if (c, on, n) == key],
+            title=f"{collective} on {link}, group size {group_size}",
+        )
+    out = console()
+    for entry in measured.interference:
+        if entry.slowdown > 1.02:
+            out.print(f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long")
+    out.print(f"median hold-out error {measured.error:.1%}; fingerprint {measured.fingerprint[:19]}…")
+    if output is not None:
+        out.print(f"wrote {output}: plan with `commlayer plan --profile {output} --bytes 16MiB`")

@@ -1,0 +1,26 @@
+"""Progress of long work, on stderr, by the one process that prints. Silent where stderr is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from commlayer.cli.launch import is_first
+
+__all__ = ["progress"]
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function that advances the bar by one and shows what was just done."""
+    if not is_first() or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[done]}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total, done="")
+        yield lambda done: bar.update(task, advance=1, done=done)

@@ -1,0 +1,11 @@
+"""Settings of the whole suite: property tests have no deadline, because the machines that run them are shared."""
+
+from __future__ import annotations
+
+try:
+    from hypothesis import settings
+except ImportError:  # tests/gpu also runs with a GPU machine's own packages (see CONTRIBUTING.md), and needs none of it
+    pass
+else:
+    settings.register_profile("commlayer", deadline=None)
+    settings.load_profile("commlayer")

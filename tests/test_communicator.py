@@ -1,0 +1,467 @@
+"""The Communicator on emulated clusters: real processes, real bytes, every plan against torch.distributed's own result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer import Communicator, discover_topology
+from commlayer.bench import world_groups
+from commlayer.emulation import EmulatedCluster, RanksFailedError
+from commlayer.profiles.errors import (
+    ClusterError,
+    CollectiveTimeoutError,
+    DisagreementError,
+    GroupError,
+    PeerError,
+    ProfileMismatchError,
+    ProfileNotFoundError,
+    SettingsError,
+    TensorError,
+)
+from commlayer.scheduler import Gather, Op, Plan, Policy, Strategy, Traffic, build
+from commlayer.testing.plugin import ClusterFactory
+from commlayer.testing.synthetic import synthetic_profile
+
+pytestmark = pytest.mark.cluster
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def start(profile: Any = None, timeout_s: float = 20.0, **options: Any) -> tuple[Communicator, Any, Any]:
+    """On a rank: the process group, its ep and tp groups, a Communicator over them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    topology = discover_topology()
+    ep_group, tp_group = world_groups(topology)
+    if profile is None:
+        profile = synthetic_profile(nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node)
+    return Communicator(ep_group, tp_group, profile=profile, timeout_s=timeout_s, **options), ep_group, tp_group
+
+
+def tokens(communicator: Communicator, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random bytes (NaN payloads included), the same on the ranks of a node, different between nodes."""
+    generator = torch.Generator().manual_seed(1000 * seed + communicator.grid.ep_index)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def by_torch(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """torch.distributed's flat result, moved as bytes (Gloo refuses some dtypes)."""
+    source = as_bytes(x)
+    target = torch.empty_like(source)
+    dist.all_to_all_single(target, source, group=group)
+    return target
+
+
+def all_plans(traffic: Traffic) -> list[Plan]:
+    plans = [build(traffic, Strategy.FLAT)]
+    if traffic.group_size > 1 and traffic.replication > 1:
+        for gather in Gather:
+            plans.append(build(traffic, Strategy.HIERARCHICAL, gather=gather))
+            for chunks in (1, 3, 4):
+                plans.append(build(traffic, Strategy.PIPELINED, chunks, gather))
+                plans.append(build(traffic, Strategy.PIPELINED_COPY, chunks, gather))
+    return plans
+
+
+def check_all_plans(communicator: Communicator, ep_group: Any, x: torch.Tensor) -> None:
+    expected = by_torch(x, ep_group)
+    size = x.numel() * x.element_size()
+    traffic = Traffic(size, len(communicator.grid.ep_ranks), len(communicator.grid.tp_ranks))
+    for plan in [None, *all_plans(traffic)]:
+        got = communicator.all_to_all(x, plan=plan)
+        assert got.shape == x.shape
+        assert got.dtype == x.dtype
+        assert torch.equal(as_bytes(got), expected), (plan and plan.name, x.shape, x.dtype)
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 4), (3, 3), (2, 1), (4, 2)])
+def test_every_plan_equals_flat_in_every_dtype(
+    emulated_cluster: ClusterFactory, nodes: int, ranks_per_node: int
+) -> None:
+    def job() -> None:
+        communicator, ep_group, _ = start()
+        for dtype in DTYPES:
+            check_all_plans(communicator, ep_group, tokens(communicator, (2 * nodes, 3, 5), dtype))
+        communicator.close()
+
+    emulated_cluster(nodes=nodes, ranks_per_node=ranks_per_node).run(job)
+
+
+SHAPES = [(2,), (2, 1), (0, 8), (2, 0), (6, 7, 11), (4, 333), (2, 3, 5, 7), (128, 1024), (2, 300_007)]
+
+
+def test_every_plan_equals_flat_in_every_shape(emulated_cluster: ClusterFactory) -> None:
+    """One token, none, sizes that neither ranks nor chunks divide, one and many dimensions; also not contiguous."""
+
+    def job() -> None:
+        communicator, ep_group, _ = start()
+        for shape in SHAPES:
+            x = tokens(communicator, shape, torch.float32)
+            check_all_plans(communicator, ep_group, x)
+        transposed = tokens(communicator, (33, 6), torch.bfloat16).t()
+        strided = tokens(communicator, (8, 40), torch.float32)[::2, 3:17]
+        expanded = tokens(communicator, (1, 9), torch.int64).expand(4, 9)
+        for x in (transposed, strided, expanded):
+            assert not x.is_contiguous()
+            check_all_plans(communicator, ep_group, x)
+        communicator.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=4).run(job)
+
+
+def test_the_comparison_can_fail(emulated_cluster: ClusterFactory) -> None:
+    """A plan without its last step must be caught by the very check that the matrix uses."""
+
+    def job() -> bool:
+        communicator, ep_group, _ = start()
+        x = tokens(communicator, (8, 1000), torch.float32)
+        whole = build(Traffic(x.numel() * 4, 2, 4), Strategy.HIERARCHICAL)
+        wrong = Plan(whole.traffic, whole.strategy, 1, whole.gather, whole.steps[:-1])
+        same = torch.equal(as_bytes(communicator.all_to_all(x, plan=wrong)), by_torch(x, ep_group))
+        dist.barrier()
+        return same
+
+    assert emulated_cluster(nodes=2, ranks_per_node=4).run(job) == [False] * 8
+
+
+def test_forward_and_backward_equal_torchs(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        from torch.distributed.nn.functional import all_to_all_single
+
+        communicator, ep_group, _ = start()
+        for plan_of in (None, Strategy.FLAT, Strategy.HIERARCHICAL, Strategy.PIPELINED, Strategy.PIPELINED_COPY):
+            for async_op in (False, True):
+                generator = torch.Generator().manual_seed(communicator.grid.ep_index)
+                x = torch.randn(6, 50, 7, generator=generator, requires_grad=True)
+                weight = torch.randn(6, 50, 7, generator=generator)
+                plan = plan_of and build(
+                    Traffic(x.numel() * 4, 2, 4), plan_of, 1 if plan_of.value in ("flat", "hierarchical") else 3
+                )
+                if async_op:
+                    y = communicator.all_to_all(x, plan=plan, async_op=True).wait()
+                else:
+                    y = communicator.all_to_all(x, plan=plan)
+                (y * y * weight).sum().backward()
+                reference = x.detach().clone().requires_grad_()
+                z = all_to_all_single(torch.empty_like(reference), reference, group=ep_group)
+                (z * z * weight).sum().backward()
+                assert torch.equal(y, z)
+                assert x.grad is not None
+                assert torch.equal(x.grad, reference.grad)
+        communicator.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=4).run(job)
+
+
+def test_gradients_of_gradients(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        communicator, _, _ = start()
+        x = torch.full((4, 3), 2.0 + communicator.grid.ep_index, requires_grad=True)
+        (first,) = torch.autograd.grad(communicator.all_to_all(x**3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert torch.equal(second, 6 * x.detach())
+        communicator.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
+def test_async_and_sync_calls_keep_their_order(emulated_cluster: ClusterFactory) -> None:
+    """Many calls in flight, sizes mixed, ranks delayed at random; waited for in another order."""
+
+    def job() -> None:
+        communicator, ep_group, _ = start()
+        inputs = [tokens(communicator, (2, 1 + 997 * i), torch.bfloat16, seed=i) for i in range(12)]
+        expected = [by_torch(x, ep_group) for x in inputs]
+        delays = torch.Generator().manual_seed(dist.get_rank())
+        results: list[Any] = []
+        for i, x in enumerate(inputs):
+            time.sleep(float(torch.rand(1, generator=delays)) * 0.01)
+            results.append(communicator.all_to_all(x, async_op=True) if i % 3 else communicator.all_to_all(x))
+        for i in reversed(range(12)):
+            got = results[i].wait() if i % 3 else results[i]
+            assert torch.equal(as_bytes(got), expected[i]), i
+        communicator.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=4).run(job)
+
+
+def test_two_communicators_on_the_same_ranks_do_not_meet(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        first, ep_group, tp_group = start()
+        second = Communicator(ep_group, tp_group, profile=synthetic_profile(nodes=2, ranks_per_node=2))
+        a, b = (tokens(first, (2, 5000), torch.float32, seed=s) for s in (1, 2))
+        work = first.all_to_all(a, async_op=True)
+        got_b = second.all_to_all(b)
+        assert torch.equal(as_bytes(work.wait()), by_torch(a, ep_group))
+        assert torch.equal(as_bytes(got_b), by_torch(b, ep_group))
+        first.close()
+        second.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
+def test_what_is_not_replicated_goes_flat(emulated_cluster: ClusterFactory) -> None:
+    def job() -> dict[str, int]:
+        communicator, ep_group, _ = start()
+        generator = torch.Generator().manual_seed(dist.get_rank())  # different on every rank
+        x = torch.randn(4, 100_000, generator=generator)
+        assert torch.equal(as_bytes(communicator.all_to_all(x, replicated=False)), by_torch(x, ep_group))
+        alone = Communicator(ep_group, profile=synthetic_profile(nodes=2, ranks_per_node=1))
+        assert torch.equal(as_bytes(alone.all_to_all(x)), by_torch(x, ep_group))
+        assert dict(alone.plans_run) == {"flat": 1}
+        communicator.close()
+        return dict(communicator.plans_run)
+
+    assert emulated_cluster(nodes=2, ranks_per_node=2).run(job) == [{"flat": 1}] * 4
+
+
+def test_the_chosen_plan_runs_and_is_the_same_on_all_ranks(emulated_cluster: ClusterFactory) -> None:
+    def job() -> dict[str, int]:
+        communicator, _, _ = start()
+        for size in (2, 4096, 1 << 20):
+            communicator.all_to_all(torch.zeros(2, size, dtype=torch.uint8))
+        communicator.close()
+        return dict(communicator.plans_run)
+
+    runs = emulated_cluster(nodes=2, ranks_per_node=4).run(job)
+    assert all(run == runs[0] for run in runs)
+    assert runs[0].pop("flat") >= 1
+    assert sum(runs[0].values()) >= 1
+    assert all(name.startswith(("hierarchical", "pipelined")) for name in runs[0])
+
+
+def test_inter_and_intra_stages_overlap() -> None:
+    """On a slow wire the first chunk is gathered long before the last one has crossed."""
+
+    def job() -> tuple[float, float]:
+        communicator, _, _ = start()
+        x = tokens(communicator, (2, 2 << 20), torch.uint8)
+        plan = build(Traffic(x.numel(), 2, 2), Strategy.PIPELINED, 8)
+        dist.barrier()
+        timeline = communicator.trace(x, plan)
+        ends = {(step.op, step.chunk): end for step, (_, end) in zip(plan.steps, timeline.spans, strict=True)}
+        communicator.close()
+        return ends[Op.ALL_GATHER, 0], ends[Op.ALL_TO_ALL, 7]
+
+    with EmulatedCluster(2, 2, inter="100mbit") as cluster:
+        if not cluster.shaped:
+            pytest.skip("no rights to shape links here, so there is no slow wire to overlap with")
+        ends = cluster.run(job)
+    last_exchange = max(
+        exchanged for _, exchanged in ends
+    )  # flows share the wire unevenly: the last of all ranks counts
+    assert all(gathered < last_exchange for gathered, _ in ends)
+
+
+def test_on_loopback_with_a_declared_topology(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rights to make namespaces the same program runs, with COMMLAYER_TOPOLOGY set by the emulator."""
+
+    def job() -> str:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        from commlayer.profiles.topology import Topology
+
+        ep_group, tp_group = world_groups(Topology.parse(os.environ["COMMLAYER_TOPOLOGY"]))
+        communicator = Communicator(ep_group, tp_group, profile=synthetic_profile(nodes=2, ranks_per_node=2))
+        check_all_plans(communicator, ep_group, tokens(communicator, (4, 1000), torch.float32))
+        communicator.close()
+        return communicator.grid.topology.shape
+
+    with EmulatedCluster(2, 2, mode="loopback") as cluster:
+        assert cluster.run(job) == ["2x2"] * 4
+
+
+# Bad input: a clear error, on the rank that made it, and nothing hangs.
+
+
+def raised(task: Callable[[], object]) -> tuple[str, str]:
+    try:
+        task()
+    except Exception as error:  # noqa: BLE001  the tests ask which it was
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_bad_tensors_profiles_and_groups_are_named(emulated_cluster: ClusterFactory) -> None:
+    def job() -> dict[str, tuple[str, str]]:
+        communicator, ep_group, tp_group = start()
+        here = {
+            "odd": raised(lambda: communicator.all_to_all(torch.zeros(3, 4))),
+            "scalar": raised(lambda: communicator.all_to_all(torch.tensor(1.0))),
+            "meta": raised(lambda: communicator.all_to_all(torch.zeros(2, device="meta"))),
+            "unknown": raised(lambda: Communicator(ep_group, tp_group, profile="emulated-2x44")),
+            "none": raised(lambda: Communicator(ep_group, tp_group)),
+            "shape": raised(lambda: Communicator(ep_group, tp_group, profile="monta-a800-2x8")),
+            "swapped": raised(
+                lambda: Communicator(tp_group, ep_group, profile=synthetic_profile(nodes=2, ranks_per_node=2))
+            ),
+        }
+        first_half = dist.new_group([0, 1])
+        if dist.get_rank() > 1:
+            here["outside"] = raised(lambda: Communicator(first_half, profile="monta-a800-2x8"))
+        communicator.all_to_all(torch.zeros(2, 4))  # none of it has harmed it
+        communicator.close()
+        here["closed"] = raised(lambda: communicator.all_to_all(torch.zeros(2, 4)))
+        return here
+
+    for rank, here in enumerate(emulated_cluster(nodes=2, ranks_per_node=2).run(job)):
+        expected = {
+            "odd": (TensorError, "first dimension that 2 divides, got shape [3, 4]"),
+            "scalar": (TensorError, "got shape []"),
+            "meta": (TensorError, "moves cpu tensors, got one on meta"),
+            "unknown": (ProfileNotFoundError, "emulated-2x44"),
+            "none": (ProfileNotFoundError, "commlayer profile"),
+            "shape": (ProfileMismatchError, "2x8"),
+            "swapped": (GroupError, "crosses nodes"),
+            "closed": (ClusterError, "closed"),
+        }
+        if rank > 1:
+            expected["outside"] = (GroupError, f"rank {rank} is not a member of the ep group")
+        for case, (kind, words) in expected.items():
+            assert here[case][0] == kind.__name__, (case, here[case])
+            assert words in here[case][1], (case, here[case])
+
+
+def test_ranks_with_different_profiles_or_policies_disagree(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[tuple[str, str]]:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        ep_group, tp_group = world_groups(discover_topology())
+        odd = dist.get_rank() == 3
+        profiles = [synthetic_profile(ranks_per_node=2, name=name) for name in ("ours", "theirs")]
+        outcomes = [raised(lambda: Communicator(ep_group, tp_group, profile=profiles[odd]))]
+        policy = Policy(max_chunks=2 if odd else 32)
+        outcomes.append(raised(lambda: Communicator(ep_group, tp_group, profile=profiles[0], policy=policy)))
+        return outcomes
+
+    for about_profile, about_policy in emulated_cluster(nodes=2, ranks_per_node=2).run(job):
+        assert about_profile[0] == about_policy[0] == DisagreementError.__name__
+        assert "profile" in about_profile[1]
+        assert "rank 3 has theirs" in about_profile[1]
+        assert "policy" in about_policy[1]
+        assert "max_chunks=2" in about_policy[1]
+
+
+def test_detail_names_both_ranks_and_both_calls(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMLAYER_DEBUG", "detail")
+
+    def job() -> list[tuple[str, str]]:
+        communicator, ep_group, _ = start()
+        x = tokens(communicator, (2, 700), torch.float32)
+        assert torch.equal(as_bytes(communicator.all_to_all(x)), by_torch(x, ep_group))
+        rows = 4 if dist.get_rank() == 2 else 2
+        outcomes = [raised(lambda: communicator.all_to_all(torch.zeros(rows, 8)))]
+        dist.barrier()
+        different = torch.full((2, 8), float(dist.get_rank()))
+        outcomes.append(raised(lambda: communicator.all_to_all(different)))
+        return outcomes
+
+    outcomes = emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+    for about_shape, about_bytes in outcomes:
+        assert about_shape[0] == DisagreementError.__name__
+        for words in ("rank 0 calls", "rank 2 calls", "shape=(4, 8)", "shape=(2, 8)"):
+            assert words in about_shape[1]
+        assert about_bytes[0] == DisagreementError.__name__
+        assert "declared replicated" in about_bytes[1]
+        assert "replicated=False" in about_bytes[1]
+
+
+@pytest.mark.parametrize("size", [512, 4 << 20])
+def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: ClusterFactory, size: int) -> None:
+    """Rank 5 is killed when it has posted its first step: neighbours see it, ranks that never spoke to it are told."""
+
+    def job() -> tuple[str, str, float]:
+        communicator, _, _ = start(timeout_s=10.0)
+        x = torch.zeros(2, size // 2, dtype=torch.uint8)
+        communicator.all_to_all(x)
+        dist.barrier()
+        if dist.get_rank() == 5:
+            original = communicator._executor.transport.start
+
+            def start_and_die(*arguments: Any) -> Any:
+                original(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            communicator._executor.transport.start = start_and_die  # type: ignore[method-assign]
+        begin = time.monotonic()
+        name, text = raised(lambda: communicator.all_to_all(x))
+        waited = time.monotonic() - begin
+        if name != "nothing":
+            again = raised(lambda: communicator.all_to_all(x))
+            assert again[0] == "ClusterError"
+            assert "broken by an earlier failure" in again[1]
+        return name, text, waited
+
+    outcomes = emulated_cluster(nodes=2, ranks_per_node=4).run(job, check=False, grace_s=15.0)
+    assert outcomes[5].failure is not None
+    assert outcomes[5].failure.signal == signal.SIGKILL
+    involved = {1} if size == 512 else {0, 1, 2, 3, 4, 6, 7}  # flat pairs ranks 1 and 5 only
+    for outcome in outcomes:
+        if outcome.rank in involved:
+            assert outcome.failure is None, outcome.failure
+            name, text, waited = outcome.value
+            assert name in (PeerError.__name__, CollectiveTimeoutError.__name__), (outcome.rank, name, text)
+            assert "rank 5" in text, (outcome.rank, text)
+            assert "group " in text
+            assert "plan " in text
+            assert "chunk " in text
+            assert waited < 5.0  # long before the timeout: whoever sees it wakes the others
+
+
+def test_a_rank_that_never_calls_ends_in_a_timeout_that_names_it(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str]:
+        communicator, _, _ = start(timeout_s=1.5)
+        if dist.get_rank() == 2:
+            time.sleep(4.0)  # longer than everyone else's patience
+            return "absent", ""
+        return raised(lambda: communicator.all_to_all(torch.zeros(2, 1 << 20, dtype=torch.uint8)))
+
+    outcomes = emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+    for rank, (name, text) in enumerate(outcomes):
+        if rank != 2:
+            assert name in (CollectiveTimeoutError.__name__, PeerError.__name__), (rank, name, text)
+            assert "rank 2 did not answer within 1.5 s" in text, (rank, text)
+
+
+def test_a_misspelt_variable_is_an_error(emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLAYER_PROFIL", "x")
+
+    def job() -> None:
+        start()
+
+    with pytest.raises(RanksFailedError, match="did you mean COMMLAYER_PROFILE") as caught:
+        emulated_cluster(nodes=2, ranks_per_node=1).run(job)
+    assert isinstance(caught.value.__cause__, SettingsError)

@@ -1,0 +1,109 @@
+"""Public names: what `__all__` promises exists, the lazy packages keep their promises, the drawn error tree is the real one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import commlayer
+import commlayer.errors
+from commlayer.profiles import errors
+
+MODULES = ["commlayer", *sorted(found.name for found in pkgutil.walk_packages(commlayer.__path__, "commlayer."))]
+LAZY = ["commlayer", "commlayer.drawing", "commlayer.profiles"]
+
+
+def place(name: str) -> tuple[int, str]:
+    """The order of names that ruff keeps in `__all__`: CONSTANTS, Classes, functions."""
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2, name
+
+
+def test_every_floor_was_found() -> None:
+    assert {"commlayer.profiles.curve", "commlayer.scheduler.plan", "commlayer.integrations"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_is_importable_and_sorted(name: str) -> None:
+    module = importlib.import_module(name)
+    public: list[str] = getattr(module, "__all__", [])
+    assert public == sorted(set(public), key=place)
+    for promised in public:
+        assert getattr(module, promised, None) is not None, f"{name}.__all__ promises {promised}"
+
+
+# Lazy packages
+
+
+@pytest.fixture(params=LAZY)
+def lazy(request: pytest.FixtureRequest) -> ModuleType:
+    return importlib.import_module(request.param)
+
+
+def imported_for_type_checkers(module: ModuleType) -> set[str]:
+    """The names under ``if TYPE_CHECKING:``, which are what type checkers see of a lazy package."""
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+def test_a_lazy_package_shows_its_names_before_it_loads_them(lazy: ModuleType) -> None:
+    assert set(lazy.__all__) <= set(dir(lazy))
+    assert dir(lazy) == sorted(dir(lazy))
+
+
+def test_type_checkers_see_the_same_names(lazy: ModuleType) -> None:
+    assert imported_for_type_checkers(lazy) == {name for name in lazy.__all__ if not name.startswith("__")}
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it(lazy: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=rf"{lazy.__name__}.*'all_to_some'"):
+        _ = lazy.all_to_some
+    assert not hasattr(lazy, "all_to_some")
+
+
+def test_an_unknown_name_of_commlayer_lists_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match=", ".join(commlayer.__all__)):
+        _ = commlayer.Comunicator
+
+
+# Errors
+
+
+def drawn_tree(text: str) -> dict[str, set[str]]:
+    """Each class of a drawn tree with its bases: the one it hangs from, and those named as "(also …)"."""
+    tree: dict[str, set[str]] = {}
+    above: list[str] = []  # the path from the root to the last class
+    for line in text.splitlines():
+        found = re.match(r"    (?P<branch>[│├└─ ]*)(?P<name>[A-Z]\w+)(?: \(also (?P<also>\w+)\))?(?:  |$)", line)
+        if found is None:
+            continue
+        del above[len(found["branch"]) // 4 :]
+        tree[found["name"]] = {*above[-1:], *([found["also"]] if found["also"] else [])}
+        above.append(found["name"])
+    return tree
+
+
+def defined_tree(module: ModuleType) -> dict[str, set[str]]:
+    classes = [kind for _, kind in inspect.getmembers(module, inspect.isclass) if kind.__module__ == module.__name__]
+    return {kind.__name__: {base.__name__ for base in kind.__bases__} - {"Exception"} for kind in classes}
+
+
+def test_the_drawn_error_tree_is_the_real_one() -> None:
+    assert drawn_tree(errors.__doc__ or "") == defined_tree(errors)
+    assert sorted(defined_tree(errors)) == errors.__all__ == commlayer.errors.__all__
+
+
+def test_the_check_of_the_error_tree_can_fail() -> None:
+    text = errors.__doc__ or ""
+    assert drawn_tree(text.replace("(also ValueError)", "")) != defined_tree(errors)
+    assert drawn_tree(text.replace("│   ├── PlanError", "├── PlanError")) != defined_tree(errors)
+    assert drawn_tree(re.sub(r".*GroupError.*\n", "", text)) != defined_tree(errors)
