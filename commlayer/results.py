@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ``kind`` is "plan" for a candidate of ours, "torch" for torch.distributed's own all_to_all_single (what ``ratio`` is
     relative to), "baseline" for what other software does. Times are µs, each the largest over all ranks; ``ratio`` is the
     median over rounds of time / torch's time of the same round, so that slow drifts of a noisy machine cancel.
+    ``num_wrong``: bytes that differ from torch's result, the most on any rank.
     """
 
     name: str
@@ -45,16 +47,24 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chosen(self) -> Row:
-        return next(row for row in self.rows if row.is_chosen)
+        """The plan that the decision took. Raises LookupError in a result without one."""
+        return self._only("chosen", lambda row: row.is_chosen)
 
     @property
     def torch(self) -> Row:
-        return next(row for row in self.rows if row.kind == "torch")
+        """torch.distributed's own all_to_all. Raises LookupError in a result without it."""
+        return self._only("torch", lambda row: row.kind == "torch")
 
     @property
     def best(self) -> Row:
         """The fastest of our candidates, as measured."""
         return min((row for row in self.rows if row.kind == "plan"), key=lambda row: row.p50_us)
+
+    def _only(self, what: str, wanted: Callable[[Row], bool]) -> Row:
+        for row in self.rows:
+            if wanted(row):
+                return row
+        raise LookupError(f"no {what} row among the results of {self.logical_bytes} bytes")
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +78,11 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     intra: str | None
     environment: dict[str, str]
     points: tuple[Point, ...]
+
+    @property
+    def num_wrong(self) -> int:
+        """Wrong bytes of all rows of all sizes."""
+        return sum(row.num_wrong for point in self.points for row in point.rows)
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"

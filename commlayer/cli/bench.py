@@ -9,14 +9,16 @@ import click
 
 from commlayer.cli.launch import Place, check_place, place_of, place_options, run
 from commlayer.cli.parameters import BYTES, PROFILE, json_option
+from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
     from commlayer.bench import BenchOptions
+    from commlayer.profiler import SweepOptions
     from commlayer.profiles.profile import Profile
     from commlayer.results import BenchResult, Point
     from commlayer.scheduler.price import Timeline
 
-__all__ = ["bench", "bench_job", "print_result"]
+__all__ = ["bench", "bench_job", "print_result", "refuse_wrong"]
 
 Timelines = list[tuple[str, "Timeline", "Timeline"]]
 
@@ -85,9 +87,18 @@ def bench(
         click.echo(result.to_json(), nl=False)
     else:
         print_result(result)
+    refuse_wrong(result)
 
 
-def bench_job(profile: Profile | None, options: BenchOptions, place: Place) -> tuple[Profile, BenchResult, Timelines]:
+def refuse_wrong(result: BenchResult) -> None:
+    """Raises InternalError where any way delivered other bytes than torch.distributed."""
+    if result.num_wrong:
+        raise InternalError(f"{result.num_wrong} bytes differ from torch.distributed's result: see the column 'wrong'")
+
+
+def bench_job(
+    profile: Profile | None, options: BenchOptions, place: Place, sweep: SweepOptions | None = None
+) -> tuple[Profile, BenchResult, Timelines]:
     """On every rank: measure the cluster where no profile is given, then run everything."""
     from dataclasses import replace
 
@@ -104,7 +115,7 @@ def bench_job(profile: Profile | None, options: BenchOptions, place: Place) -> t
     declared = Settings.from_environment().topology
     topology = Topology.parse(declared) if declared else discover_topology()
     if profile is None:
-        sweep = replace(SweepOptions(), inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
+        sweep = replace(sweep or SweepOptions(), inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
         profile, _ = measure_job(sweep, place, None)
     check_shape(profile, topology)
     with progress("running every candidate", len(options.sizes)) as advance:

@@ -42,14 +42,17 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
     """
     place = place_of(shape, inter, intra, delay=0.0, timeout=10 * 60e6)
     from commlayer.bench import BenchOptions
-    from commlayer.cli.bench import bench_job
+    from commlayer.cli.bench import bench_job, refuse_wrong
+    from commlayer.profiler import SweepOptions
+    from commlayer.profiles.measure import Repeats
 
     output.mkdir(parents=True, exist_ok=True)
     if not as_json:
         click.echo(f"emulated cluster {shape}: inter {inter} a node, intra {intra or 'unshaped'}", err=True)
         click.echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
     options = BenchOptions(_SIZES, max_chunks=_MAX_CHUNKS, trace_bytes=_SIZES[1:])
-    found = run(place, bench_job, None, options, place)
+    sweep = SweepOptions(max_bytes=_SIZES[-1], repeats=Repeats(warmup=1, min_repeats=6, max_repeats=30, budget_us=1e6))
+    found = run(place, bench_job, None, options, place, sweep)
     if found is None:  # under torchrun, and not the first rank
         return
     profile, result, timelines = found
@@ -65,6 +68,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
         click.echo(result.to_json(), nl=False)
     else:
         _print(profile, result, output)
+    refuse_wrong(result)
 
 
 def _print(profile: Profile, result: BenchResult, output: Path) -> None:

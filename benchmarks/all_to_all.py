@@ -1,0 +1,193 @@
+"""``make bench``: the all_to_all of replicated tokens on emulated clusters, written up as a dated document and JSON.
+
+For each cluster: measure it, then run every candidate plan (in our form and in MoNTA's), torch.distributed's flat
+all_to_all, DeepSpeed's drop/gather and MoNTA's released fixed chunks, alternately in one run. About 12 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from commlayer.bench import BenchOptions
+from commlayer.cli.bench import bench_job
+from commlayer.cli.launch import Place, place_of, run
+from commlayer.profiles.profile import Profile
+from commlayer.results import BenchResult, Point
+from commlayer.units import format_bytes, format_us
+
+SIZES = tuple(2**k for k in range(16, 26))
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``key`` names its files. ``target``: chosen / flat at 16 MiB that was promised, where something was."""
+
+    key: str
+    shape: str
+    inter: str
+    intra: str | None
+    words: str
+    target: float | None = None
+
+
+CLUSTERS = (
+    Cluster("2x4", "2x4", "400mbit", None, "links inside a node as fast as loopback is", 0.24),
+    Cluster("2x4-8to1", "2x4", "400mbit", "3200mbit", "intra eight times inter, the ratio of MoNTA's A800 cluster"),
+    Cluster("2x8", "2x8", "400mbit", None, "links inside a node as fast as loopback is", 0.16),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--cluster", action="append", choices=[c.key for c in CLUSTERS], help="only these (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds a size, at least (default 5)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder to write to (default benchmarks/results)")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    wanted = [c for c in CLUSTERS if not options.cluster or c.key in options.cluster]
+    found = [(cluster, *measured(cluster, options.rounds)) for cluster in wanted]
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    stem = options.output / f"{date}-all-to-all"
+    for cluster, profile, result in found:
+        profile.save(options.output / f"{date}-{cluster.key}-profile.json")
+        draw(result, options.output / f"{date}-{cluster.key}.svg")
+    content = {cluster.key: msgspec.to_builtins(result) for cluster, _, result in found}
+    stem.with_suffix(".json").write_bytes(msgspec.json.encode(content) + b"\n")
+    stem.with_suffix(".md").write_text(document(date, found), encoding="utf-8")
+    print(stem.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def measured(cluster: Cluster, rounds: int) -> tuple[Profile, BenchResult]:
+    print(f"{cluster.key}: measuring, then running every way of {len(SIZES)} sizes", flush=True)
+    place = place_of(cluster.shape, cluster.inter, cluster.intra, delay=0.0, timeout=1800e6)
+    if place.inter is None:
+        raise SystemExit("this machine grants no network namespaces: there are no shaped links to benchmark")
+    options = BenchOptions(SIZES, rounds)
+    found = run(replace(place, timeout_s=1800.0), job, options, place, f"emulated-{cluster.key}")
+    if found is None:
+        raise SystemExit("run this once, not under torchrun: it starts its own ranks")
+    return found
+
+
+def job(options: BenchOptions, place: Place, name: str) -> tuple[Profile, BenchResult]:
+    profile, result, _ = bench_job(None, options, place)
+    return profile.replace(name=name), result
+
+
+def draw(result: BenchResult, path: Path) -> None:
+    from commlayer.drawing import bench_figure, save_figure
+
+    save_figure(bench_figure(result), path)
+
+
+def document(date: str, found: Sequence[tuple[Cluster, Profile, BenchResult]]) -> str:
+    """The write-up: set-up, targets, then a table for each cluster."""
+    import torch
+
+    environment = found[0][2].environment
+    rounds = [point.torch.rounds for _, _, result in found for point in result.points]
+    least, most = min(rounds), max(rounds)
+    lines = [
+        f"# all_to_all of replicated tokens, emulated, {date}",
+        "",
+        "Made by `make bench`. Emulated clusters on one machine: real processes and bytes, wires slowed to 400 Mbit/s a node and",
+        "direction. All ranks share the machine's cores, so quote the ratios, not the times.",
+        "",
+        f"- machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
+        f"- versions: commlayer {environment['commlayer']}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
+        "- tokens: bf16, replicated over the ranks of a node (TP = ranks per node, EP = nodes); sizes are bytes a rank",
+        "- each way is first compared with torch.distributed's result, byte for byte; then all run alternately, in a new order",
+        f"  each round; {least} to {most} rounds, more for small sizes",
+        "- times are medians over rounds of the slowest rank; a ratio is the median over rounds of time / torch's flat time of",
+        "  the same round, with the least and the largest in brackets",
+        "",
+        "## Targets",
+        "",
+        "| what | " + " | ".join(cluster.key for cluster, _, _ in found) + " | target |",
+        "|---" * (len(found) + 2) + "|",
+    ]
+    lines += [f"| {what} | " + " | ".join(values) + f" | {target} |" for what, values, target in targets(found)]
+    for cluster, profile, result in found:
+        lines += [
+            "",
+            f"## {cluster.key}: {cluster.words}",
+            "",
+            f"![time and ratio over size]({date}-{cluster.key}.svg)",
+            "",
+        ]
+        lines += [
+            f"Profile: [{profile.name}]({date}-{cluster.key}-profile.json), hold-out error {profile.error:.1%}.",
+            "",
+        ]
+        lines += table(result)
+    return "\n".join(lines) + "\n"
+
+
+def targets(found: Sequence[tuple[Cluster, Profile, BenchResult]]) -> list[tuple[str, list[str], str]]:
+    """The promises of the project's first part, as measured."""
+    points = [result.points for _, _, result in found]
+    large = [next(p for p in each if p.logical_bytes == 16 << 20) for each in points]
+    promised = [f"≤ {cluster.target} ({cluster.key})" for cluster, _, _ in found if cluster.target is not None]
+    overhead = [[p.chosen.p50_us / p.best.p50_us for p in each] for each in points]
+    errors = [[error(p) for p in each] for each in points]
+    return [
+        ("chosen / flat, 16 MiB", [f"{p.chosen.ratio:.3f} ({p.chosen.name})" for p in large], ", ".join(promised)),
+        ("wire limit / flat, 16 MiB", [f"{(p.wire_limit_us or 0) / p.torch.p50_us:.3f}" for p in large], ""),
+        ("chosen / flat, worst size", [f"{max(p.chosen.ratio for p in each):.3f}" for each in points], "≤ 1.05"),
+        ("chosen / best candidate, median", [f"{median(each):.3f}" for each in overhead], "≤ 1.05"),
+        ("chosen / best candidate, worst", [f"{max(each):.3f}" for each in overhead], "≤ 1.20"),
+        ("predicted against measured, chosen, median", [f"{median(each):.1%}" for each in errors], "≤ 15 %"),
+        ("predicted against measured, chosen, worst", [f"{max(each):.1%}" for each in errors], ""),
+        ("wrong bytes, all ways and sizes", [str(wrong(each)) for each in points], "0"),
+    ]
+
+
+def error(point: Point) -> float:
+    return abs((point.chosen.predicted_us or 0.0) / point.chosen.p50_us - 1.0)
+
+
+def wrong(points: Sequence[Point]) -> int:
+    return sum(row.num_wrong for point in points for row in point.rows)
+
+
+def table(result: BenchResult) -> list[str]:
+    """One line a size: what was chosen, how it did, and the other ways as ratios to torch's flat all_to_all."""
+    baselines = [row.name for row in result.points[-1].rows if row.kind == "baseline"]
+    lines = [
+        "| size | torch flat | wire limit | chosen | predicted | measured | chosen / flat | best candidate | "
+        + " | ".join(f"{name} / flat" for name in baselines)
+        + " |",
+        "|---" * (8 + len(baselines)) + "|",
+    ]
+    for point in result.points:
+        chosen, best = point.chosen, point.best
+        others = {row.name: row for row in point.rows}
+        cells = [
+            format_bytes(point.logical_bytes),
+            format_us(point.torch.p50_us),
+            format_us(point.wire_limit_us or 0.0),
+            chosen.name,
+            format_us(chosen.predicted_us or 0.0),
+            format_us(chosen.p50_us),
+            f"{chosen.ratio:.3f} [{chosen.ratio_low:.3f}, {chosen.ratio_high:.3f}]",
+            f"{best.name}, {best.ratio:.3f}",
+            *(f"{others[name].ratio:.3f}" if name in others else "" for name in baselines),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
