@@ -165,9 +165,7 @@ def test_forward_and_backward_equal_torchs(emulated_cluster: ClusterFactory) -> 
                 generator = torch.Generator().manual_seed(communicator.grid.ep_index)
                 x = torch.randn(6, 50, 7, generator=generator, requires_grad=True)
                 weight = torch.randn(6, 50, 7, generator=generator)
-                plan = plan_of and build(
-                    Traffic(x.numel() * 4, 2, 4), plan_of, 1 if plan_of.value in ("flat", "hierarchical") else 3
-                )
+                plan = build(Traffic(x.numel() * 4, 2, 4), strategy, 3) if strategy else None
                 if async_op:
                     y = communicator.all_to_all(x, plan=plan, async_op=True).wait()
                 else:
