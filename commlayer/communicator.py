@@ -166,7 +166,8 @@ class Communicator:
     def _exchange(
         self, x: torch.Tensor, replicated: bool, plan: Plan | None, futures: list[Future[None]] | None, direction: str
     ) -> torch.Tensor:
-        self._check_open()
+        if self.state is not State.OPEN:
+            raise self._unusable()
         x = x.detach().contiguous() if x.requires_grad else x.contiguous()
         output = torch.empty_like(x)
         source, target = _bytes(x), _bytes(output)
@@ -196,7 +197,8 @@ class Communicator:
         return plan
 
     def _run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._check_open()  # an earlier call of the queue may have failed meanwhile
+        if self.state is not State.OPEN:  # an earlier call of the queue may have failed meanwhile
+            raise self._unusable()
         if not source.numel():
             return
         try:
@@ -210,13 +212,12 @@ class Communicator:
         self.state = State.BROKEN
         self._executor.transport.abort()
 
-    def _check_open(self) -> None:
+    def _unusable(self) -> ClusterError:
         if self.state is State.CLOSED:
-            raise ClusterError("this Communicator is closed: make a new one on all ranks")
-        if self.state is State.BROKEN:
-            raise ClusterError(
-                f"this Communicator is broken by an earlier failure ({self._failure}): restart the job"
-            ) from self._failure
+            return ClusterError("this Communicator is closed: make a new one on all ranks")
+        error = ClusterError(f"this Communicator is broken by an earlier failure ({self._failure}): restart the job")
+        error.__cause__ = self._failure
+        return error
 
     def _check_tensor(self, x: torch.Tensor) -> None:
         size = self._ep_size

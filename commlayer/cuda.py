@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Moves, Region
 from commlayer.scheduler.plan import Op, Plan
-from commlayer.transport import Buffers, Call, Channel
+from commlayer.transport import Buffers, Call, Channel, Whole
 
 __all__ = ["NcclTransport"]
 
@@ -40,6 +40,10 @@ class NcclTransport:
     def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
         del timeout_s  # NCCL's watchdog has the group's own timeout; there is no host wait here to bound
         return _NcclCall(self, plan, steps, buffers)
+
+    def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
+        del plan, timeout_s  # posting a step does not wait for it here: there is nothing to save
+        return None
 
     def abort(self) -> None:
         for channel in self.channels.values():

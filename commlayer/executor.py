@@ -6,16 +6,29 @@ threads move what was posted; on CUDA it makes one stream wait for an event of a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from commlayer.scheduler.moves import Moves, moves, staging_bytes
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.price import Timeline
-from commlayer.transport import Call, Transport
+from commlayer.transport import Call, Transport, Whole
 
 __all__ = ["Executor"]
 
 _MAX_PREPARED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a plan means on this rank. The plan is kept, so that its id stays its own."""
+
+    plan: Plan
+    steps: tuple[Moves, ...]
+    staging_bytes: int
+    whole: Whole | None
 
 
 class Executor:
@@ -26,15 +39,19 @@ class Executor:
         self._place = ep_index, tp_index
         self._timeout_s = timeout_s
         self._staging: torch.Tensor | None = None
-        # By identity: hashing a plan of a hundred steps costs more than posting one. The plan is kept, so its id is its own.
-        self._prepared: dict[int, tuple[Plan, tuple[Moves, ...], int]] = {}
+        # By identity: hashing a plan of a hundred steps costs more than posting one.
+        self._prepared: dict[int, _Prepared] = {}
 
     def run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run ``plan`` from ``source`` to ``target``, both 1-D uint8 [logical bytes] on one device, not overlapping.
 
         Raises PeerError or CollectiveTimeoutError, naming rank, group, plan, step and chunk.
         """
-        call = self._start(plan, source, target)
+        prepared = self._prepared.get(id(plan)) or self._prepare(plan)
+        if prepared.whole is not None:
+            prepared.whole(source, target)
+            return
+        call = self._start(prepared, source, target)
         for index, step in enumerate(plan.steps):
             for earlier in step.after:
                 call.require(earlier, index)
@@ -46,21 +63,26 @@ class Executor:
 
         Costs a thread per resource and a wake-up per step, so it is for pictures and audits, not for timing.
         """
-        from commlayer.tracing import traced
+        from commlayer.tracing import traced, traced_whole
 
-        return traced(plan, self._start(plan, source, target))
+        prepared = self._prepared.get(id(plan)) or self._prepare(plan)
+        if prepared.whole is not None:
+            return traced_whole(plan, partial(prepared.whole, source, target))
+        return traced(plan, self._start(prepared, source, target))
 
-    def _start(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Call:
-        _, steps, staging = self._prepared.get(id(plan)) or self._prepare(plan)
+    def _start(self, prepared: _Prepared, source: torch.Tensor, target: torch.Tensor) -> Call:
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
-        if staging:
-            buffers[Buffer.STAGING] = self._stage(staging, source.device)
-        return self.transport.start(plan, steps, buffers, self._timeout_s)
+        if prepared.staging_bytes:
+            buffers[Buffer.STAGING] = self._stage(prepared.staging_bytes, source.device)
+        return self.transport.start(prepared.plan, prepared.steps, buffers, self._timeout_s)
 
-    def _prepare(self, plan: Plan) -> tuple[Plan, tuple[Moves, ...], int]:
+    def _prepare(self, plan: Plan) -> _Prepared:
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
-        prepared = self._prepared[id(plan)] = plan, moves(plan, *self._place), staging_bytes(plan)
+        prepared = _Prepared(
+            plan, moves(plan, *self._place), staging_bytes(plan), self.transport.whole(plan, self._timeout_s)
+        )
+        self._prepared[id(plan)] = prepared
         return prepared
 
     def _stage(self, needed: int, device: torch.device) -> torch.Tensor:

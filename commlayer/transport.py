@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -26,12 +26,14 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
-__all__ = ["Call", "Channel", "GlooTransport", "Transport"]
+__all__ = ["Call", "Channel", "GlooTransport", "Transport", "Whole"]
 
 Pending = tuple[dist.Work, int, int]
 """A work, the index of its step, and the peer's index in the channel."""
 Buffers = Mapping[Buffer, torch.Tensor]
 """Input, output and staging of one call: 1-D uint8 tensors [bytes]."""
+Whole = Callable[[torch.Tensor, torch.Tensor], None]
+"""Runs a plan from source to target, both 1-D uint8 [bytes]."""
 
 
 class Call(Protocol):
@@ -50,6 +52,9 @@ class Call(Protocol):
 class Transport(Protocol):
     def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
         """Begin a call. Calls of one transport must be started in the same order on all ranks, from one thread at a time."""
+
+    def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
+        """``plan`` as one call of the backend's own, where that is cheaper than its steps. The same on every rank."""
 
     def abort(self) -> None:
         """After a failure: wake up the ranks that wait for this one."""
@@ -96,13 +101,13 @@ class GlooTransport:
                 "use fewer chunks"
             )
         self.sequence += 1
-        if plan.strategy is Strategy.FLAT and self._is_one_call(plan):
-            return _GlooOneCall(self, plan, buffers, timeout_s)
         return _GlooCall(self, plan, steps, buffers, timeout_s)
 
-    def _is_one_call(self, plan: Plan) -> bool:
+    def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
-        return plan.traffic.logical_bytes <= _ONE_CALL_BYTES and channel is not None and channel.is_in_order
+        if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > _ONE_CALL_BYTES:
+            return None
+        return _GlooOneCall(self, plan, timeout_s) if channel is not None and channel.is_in_order else None
 
     def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
         """The error for a wait of step ``index`` that broke; reports it to the other ranks."""
@@ -202,37 +207,21 @@ class _GlooCall:
 
 
 class _GlooOneCall:
-    """A small flat exchange: its only step is one call of Gloo's own all_to_all."""
+    """A small flat exchange as one call of Gloo's own all_to_all. Made once for a plan, called each time: at these sizes
+    every line of Python shows."""
 
-    def __init__(self, transport: GlooTransport, plan: Plan, buffers: Buffers, timeout_s: float) -> None:
-        self._transport, self._plan, self._buffers = transport, plan, buffers
-        self._started, self._timeout_s = time.monotonic(), timeout_s
-        self._sequence = transport.sequence
-        self._work: dist.Work | None = None
+    def __init__(self, transport: GlooTransport, plan: Plan, timeout_s: float) -> None:
+        self._transport, self._plan, self._timeout_s = transport, plan, timeout_s
+        self._group = transport.channels[Op.ALL_TO_ALL].group
+        self._timeout = timedelta(seconds=timeout_s)
 
-    def require(self, earlier: int, index: int) -> None:
-        del earlier, index
-        self.finish()
-
-    def post(self, index: int) -> None:
-        del index
-        group = self._transport.channels[Op.ALL_TO_ALL].group
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._transport.sequence += 1
+        started = time.monotonic()
         try:
-            self._work = group.alltoall_base(self._buffers[Buffer.OUTPUT], self._buffers[Buffer.INPUT], [], [])
+            self._group.alltoall_base(target, source, [], []).wait(self._timeout)
         except RuntimeError as error:
-            raise self._explained(error) from error
-
-    def finish(self) -> None:
-        work, self._work = self._work, None
-        if work is None:
-            return
-        try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise self._explained(error) from error
-
-    def _explained(self, error: RuntimeError) -> Exception:
-        channel = self._transport.channels[Op.ALL_TO_ALL]
-        ranks = tuple(rank for rank, _ in channel.peers if rank != self._transport.rank)
-        failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
-        return self._transport.explain(self._plan, 0, self._sequence, ranks, failure)
+            transport = self._transport
+            ranks = tuple(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers if rank != transport.rank)
+            failure = Failure(error, time.monotonic() - started, self._timeout_s)
+            raise transport.explain(self._plan, 0, transport.sequence, ranks, failure) from error

@@ -172,6 +172,8 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @cached_property
     def _low_fit(self) -> tuple[float, float]:
+        if len(self.bytes) > 1 and self.time_us[0] == self.time_us[1]:
+            return self.time_us[0], 0.0  # a plateau at the small end is latency and nothing else
         return _fit(self.bytes[:_FIT_POINTS], self.time_us[:_FIT_POINTS])
 
     @cached_property

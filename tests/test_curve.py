@@ -124,6 +124,12 @@ def test_a_flat_end_does_not_promise_endless_bandwidth() -> None:
     assert curve.at(8000) == 6.0
 
 
+def test_a_flat_start_is_latency_and_not_bandwidth() -> None:
+    curve = make([1000, 2000, 4000], [3.0, 3.0, 5.0])
+    assert [curve.at(nbytes) for nbytes in (1, 100, 999)] == [3.0, 3.0, 3.0]
+    assert curve.latency_us == 3.0
+
+
 def test_efficiency_is_bus_bandwidth_over_peak() -> None:
     curve = Curve.from_efficiency("all_to_all", Resource.INTER, 2, [(256e6, 0.741)], 25)
     assert curve.at(256e6) == pytest.approx(6909.58, abs=0.01)

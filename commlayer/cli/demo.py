@@ -74,7 +74,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 def _print(profile: Profile, result: BenchResult, output: Path) -> None:
     from commlayer.cli.bench import print_result
     from commlayer.cli.tables import console, print_table
-    from commlayer.units import format_bytes
+    from commlayer.units import format_bytes, format_us
 
     out = console()
     rows = []
@@ -87,7 +87,7 @@ def _print(profile: Profile, result: BenchResult, output: Path) -> None:
                 curve.link.value,
                 str(curve.group_size),
                 f"{format_bytes(curve.bytes[0])} … {format_bytes(largest)}",
-                f"{curve.latency_us / 1e3:.2f} ms",
+                format_us(curve.latency_us),
                 f"{curve.busbw_gbps(largest) * 1e3:.1f} MB/s",
                 f"{curve.efficiency(largest, peak):.0%}",
                 f"{curve.holdout_error or 0:.1%}",
