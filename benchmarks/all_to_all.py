@@ -1,7 +1,7 @@
 """``make bench``: the all_to_all of replicated tokens on emulated clusters, written up as a dated document and JSON.
 
 For each cluster: measure it, then run every candidate plan (in our form and in MoNTA's), torch.distributed's flat
-all_to_all, DeepSpeed's drop/gather and MoNTA's released fixed chunks, alternately in one run. About 15 minutes on two cores.
+all_to_all, DeepSpeed's drop/gather and MoNTA's released fixed chunks, alternately in one run. About half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -58,15 +58,18 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     wanted = [c for c in CLUSTERS if not options.cluster or c.key in options.cluster]
-    found = [(cluster, *measured(cluster, options.rounds)) for cluster in wanted]
     date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     stem = options.output / f"{date}-all-to-all"
-    for cluster, profile, result in found:
+    found: list[tuple[Cluster, Profile, BenchResult]] = []
+    for cluster in wanted:
+        profile, result = measured(cluster, options.rounds)
+        found.append((cluster, profile, result))
+        # After each cluster: what has been measured must not be lost to what fails later.
         profile.save(options.output / f"{date}-{cluster.key}-profile.json")
         draw(result, options.output / f"{date}-{cluster.key}.svg")
-    content = {cluster.key: msgspec.to_builtins(result) for cluster, _, result in found}
-    stem.with_suffix(".json").write_bytes(msgspec.json.encode(content) + b"\n")
-    stem.with_suffix(".md").write_text(document(date, found), encoding="utf-8")
+        content = {each.key: msgspec.to_builtins(points) for each, _, points in found}
+        stem.with_suffix(".json").write_bytes(msgspec.json.encode(content) + b"\n")
+        stem.with_suffix(".md").write_text(document(date, found), encoding="utf-8")
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 

@@ -33,6 +33,8 @@ from commlayer.work import OrderedQueue, Work
 
 __all__ = ["Communicator", "State"]
 
+_MAX_PLANS = 1024
+"""Sizes whose plan is kept at hand."""
 _serial = itertools.count()
 
 
@@ -193,6 +195,8 @@ class Communicator:
         """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
         plan = self._plans.get((num_bytes, replicated))
         if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.pop(next(iter(self._plans)))
             plan = self._plans[num_bytes, replicated] = self.decide(num_bytes, replicated=replicated).plan
         return plan
 

@@ -18,6 +18,8 @@ from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["Decision", "Planner", "Policy", "choose"]
 
+_MAX_DECISIONS = 256
+"""A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 
@@ -103,7 +105,10 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
 
 
 class Planner:
-    """Decisions of one profile and policy, each made once: a repeated question costs a dictionary look-up."""
+    """Decisions of one profile and policy, each made once: a repeated question costs a dictionary look-up.
+
+    The latest 256 are kept.
+    """
 
     def __init__(self, profile: Profile, policy: Policy | None = None) -> None:
         self.profile = profile
@@ -114,5 +119,7 @@ class Planner:
         """The decision for this traffic; cached. Raises PlanError as :func:`choose` does."""
         decision = self._decisions.get(traffic)
         if decision is None:
+            if len(self._decisions) >= _MAX_DECISIONS:
+                self._decisions.pop(next(iter(self._decisions)))  # the oldest
             decision = self._decisions[traffic] = choose(traffic, self.profile, self.policy)
         return decision

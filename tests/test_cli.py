@@ -86,7 +86,7 @@ def test_errors_are_one_line_and_a_status(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_unwritable_file_is_no_traceback(tmp_path: Path) -> None:
     path = str(tmp_path / "missing" / "trace.json")
-    assert f"error: {path}: No such file or directory" in call(*MONTA, "--trace", path, status=1).stderr
+    assert f"the folder '{tmp_path / 'missing'}' does not exist" in call(*MONTA, "--trace", path, status=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,14 @@ def test_every_rank_decides_alike_and_once() -> None:
     assert other == planner.decide(Traffic(2**20, 2, 4))
 
 
+def test_decisions_of_ever_new_sizes_do_not_pile_up() -> None:
+    planner = Planner(synthetic_profile())
+    for size in range(2, 4096, 2):
+        planner.decide(Traffic(size, 2, 1))
+    assert len(planner._decisions) == 256
+    assert planner.decide(Traffic(4094, 2, 1)) is planner.decide(Traffic(4094, 2, 1))
+
+
 def test_bad_traffic_and_plans_are_refused() -> None:
     with pytest.raises(PlanError, match="pad the tensor"):
         Traffic(7, 2, 4)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commlayer.cli.launch import Place, check_place, place_of, place_options, run
-from commlayer.cli.parameters import BYTES, PROFILE, json_option
+from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, json_option
 from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ Timelines = list[tuple[str, "Timeline", "Timeline"]]
 @click.option("-n", "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, at least.")
 @click.option("--max-chunks", type=click.IntRange(1), default=16, show_default=True, help="No plan of more chunks.")
 @click.option("--all-forms", is_flag=True, help="Also run the plans that gather the whole tensor, as MoNTA does.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON here.")
-@click.option("--report", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML report here.")
+@click.option("-o", "--output", type=OUTPUT_FILE, help="Write the result as JSON here.")
+@click.option("--report", type=REPORT, help="Write an HTML report here.")
 @json_option
 def bench(
     emulate: str | None,
@@ -115,7 +115,11 @@ def bench_job(
     declared = Settings.from_environment().topology
     topology = Topology.parse(declared) if declared else discover_topology()
     if profile is None:
-        sweep = replace(sweep or SweepOptions(), inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
+        sweep = sweep or SweepOptions()
+        largest = max(
+            sweep.min_bytes, min(sweep.max_bytes, max(options.sizes))
+        )  # what no plan asks for is not measured
+        sweep = replace(sweep, max_bytes=largest, inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
         profile, _ = measure_job(sweep, place, None)
     check_shape(profile, topology)
     with progress("running every candidate", len(options.sizes)) as advance:

@@ -40,6 +40,9 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
     Nodes are network namespaces with slow wires, ranks are processes, the bytes are real. Every candidate runs against
     torch.distributed's own all_to_all, alternately; each result is compared with torch's, byte for byte.
     """
+    from commlayer.drawing.style import check_drawing
+
+    check_drawing()
     place = place_of(shape, inter, intra, delay=0.0, timeout=10 * 60e6)
     from commlayer.bench import BenchOptions
     from commlayer.cli.bench import bench_job, refuse_wrong

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,7 +13,7 @@ from click.shell_completion import CompletionItem
 from commlayer.profiles.errors import UsageError
 from commlayer.units import parse_bytes
 
-__all__ = ["BYTES", "DURATION_US", "PROFILE", "json_option"]
+__all__ = ["BYTES", "DURATION_US", "OUTPUT_FILE", "PICTURE", "PROFILE", "REPORT", "json_option"]
 
 _DURATION = re.compile(r"\s*(\d*\.?\d+)\s*(us|µs|ms|s|m|min|h)\s*", re.IGNORECASE)
 _DURATION_US = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6, "m": 6e7, "min": 6e7, "h": 3.6e9}
@@ -61,8 +63,53 @@ class _ProfileName(click.ParamType):  # type: ignore[type-arg]  # not generic be
         return files + [CompletionItem(name) for name in catalog.names() if name.startswith(incomplete)]
 
 
+class _OutputFile(click.Path):
+    """A file to write. Checked when the command starts: a measurement must not be lost to a misspelt folder."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"the folder {str(path.parent)!r} does not exist: make it first", param, ctx)
+        if not os.access(path.parent, os.W_OK):
+            self.fail(f"the folder {str(path.parent)!r} cannot be written to", param, ctx)
+        return path
+
+
+class _Picture(_OutputFile):
+    """A picture to write: .svg, .png or .pdf."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from commlayer.drawing.style import check_picture
+
+        path = super().convert(value, param, ctx)
+        try:
+            check_picture(path)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return path
+
+
+class _Report(_OutputFile):
+    """A page with figures to write."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from commlayer.drawing.style import check_drawing
+
+        try:
+            check_drawing()
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
 BYTES = _Bytes()
 DURATION_US = _Duration()
+OUTPUT_FILE = _OutputFile()
+PICTURE = _Picture()
 PROFILE = _ProfileName()
+REPORT = _Report()
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")

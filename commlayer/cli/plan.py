@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.parameters import BYTES, PROFILE, json_option
+from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.tables import print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
@@ -54,12 +54,8 @@ _STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
     "--tolerance", type=click.FloatRange(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every chunk count, not the best of each strategy.")
-@click.option(
-    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Write a Chrome/Perfetto trace of the best plans."
-)
-@click.option(
-    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw the best plans (.svg, .png, .pdf)."
-)
+@click.option("--trace", type=OUTPUT_FILE, help="Write a Chrome/Perfetto trace of the best plans.")
+@click.option("--picture", type=PICTURE, help="Draw the best plans (.svg, .png, .pdf).")
 @json_option
 def plan(
     profile_name: str,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.launch import Place, place_of, place_options, run
-from commlayer.cli.parameters import BYTES, json_option
+from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, json_option
 
 if TYPE_CHECKING:
     from commlayer.profiler import SweepOptions
@@ -30,14 +30,10 @@ Rows = list[tuple[str, str, int, "Row"]]
 @click.option("-n", "--iters", type=click.IntRange(2), default=60, show_default=True, help="Most repeats of one size.")
 @click.option("-w", "--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs that do not count.")
 @click.option("-c", "--check", type=click.IntRange(0, 1), default=1, show_default=True, help="Check every byte first.")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the profile here.")
-@click.option(
-    "-J", "--table-json", type=click.Path(path_type=Path, dir_okay=False), help="Write the table as JSON here."
-)
+@click.option("-o", "--output", type=OUTPUT_FILE, help="Write the profile here.")
+@click.option("-J", "--table-json", type=OUTPUT_FILE, help="Write the table as JSON here.")
 @click.option("--name", help="The profile's name.  [from the shape]")
-@click.option(
-    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw efficiency over bytes (.svg, .png)."
-)
+@click.option("--picture", type=PICTURE, help="Draw efficiency over bytes (.svg, .png, .pdf).")
 @json_option
 def profile(
     emulate: str | None,

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.parameters import PROFILE, json_option
+from commlayer.cli.parameters import PICTURE, PROFILE, json_option
 from commlayer.cli.tables import print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
@@ -50,9 +50,7 @@ def list_(as_json: bool) -> None:
 
 @profiles.command("show")
 @click.argument("profile_name", type=PROFILE, metavar="NAME|PATH")
-@click.option(
-    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw efficiency over bytes (.svg, .png, .pdf)."
-)
+@click.option("--picture", type=PICTURE, help="Draw efficiency over bytes (.svg, .png, .pdf).")
 @json_option
 def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
     """Show one profile: peaks, curves in nccl-tests' columns, interference, where it comes from."""

@@ -27,6 +27,8 @@ __all__ = [
     "MARKERS",
     "OPS",
     "PAPER",
+    "check_drawing",
+    "check_picture",
     "new_figure",
     "save_figure",
     "styled",
@@ -95,12 +97,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            from matplotlib import rc_context
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "figures need matplotlib, which is not installed: pip install 'commlayer[plots]'"
-            ) from error
+        check_drawing()
+        from matplotlib import rc_context
+
         with rc_context(_settings()):
             return draw(*args, **kwargs)
 
@@ -114,6 +113,28 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def check_picture(path: str | Path) -> None:
+    """Whether :func:`save_figure` could write ``path``: to be asked before the work that the figure shows.
+
+    Raises:
+        UsageError: an ending that no picture has, or matplotlib is not installed.
+    """
+    check_drawing()
+    ending = Path(path).suffix.lower()
+    if ending not in _FORMATS:
+        raise UsageError(
+            f"{path}: expected a picture's name to end with {', '.join(_FORMATS)}, got {ending or 'no ending'}"
+        )
+
+
+def check_drawing() -> None:
+    """Raises UsageError where matplotlib is not installed. Does not import it."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise UsageError("figures need matplotlib, which is not installed: pip install 'commlayer[plots]'")
+
+
 @styled
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write ``figure`` as .svg, .png or .pdf, by the ending of ``path``.
@@ -122,12 +143,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         UsageError: another ending.
         OSError: the file cannot be written.
     """
-    ending = Path(path).suffix.lower()
-    if ending not in _FORMATS:
-        raise UsageError(
-            f"{path}: expected a picture's name to end with {', '.join(_FORMATS)}, got {ending or 'no ending'}"
-        )
-    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(ending, {})
+    check_picture(path)
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(Path(path).suffix.lower(), {})
     figure.savefig(path, metadata=undated)
 
 
