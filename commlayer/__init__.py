@@ -1,6 +1,7 @@
 """commlayer: a communication runtime for Mixture-of-Experts training.
 
-It measures a cluster's links, chooses for every collective how to move the bytes, runs that choice and audits it.
+It measures a cluster's links, chooses from the curves how to move the bytes of a collective (so far: the all_to_all of
+tokens that are replicated inside nodes), and runs that choice.
 Names are loaded on first use (PEP 562), so that planning offline never imports torch.
 """
 

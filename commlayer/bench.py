@@ -6,18 +6,21 @@ run round after round, in a new order each round, so that what drifts on a noisy
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from commlayer.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.communicator import Communicator
-from commlayer.profiler import Prober
+from commlayer.profiler import Prober, environment
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.results import BenchResult, Point, Row
@@ -26,7 +29,7 @@ from commlayer.scheduler.plan import Gather, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.strategies import candidates
 
-__all__ = ["BenchOptions", "bench", "world_groups"]
+__all__ = ["BenchOptions", "bench", "check_sizes", "nearest_size", "world_groups"]
 
 _TORCH = "torch.distributed"
 _MAX_ROUNDS = 31
@@ -34,6 +37,7 @@ _SIZE_BUDGET_US = 4e6
 _MAX_PAIR_ROUNDS = 101
 _PAIR_BUDGET_US = 1e6
 _HIDDEN = 512  # of bf16: rows of 1 KiB
+_ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,22 @@ def world_groups(topology: Topology) -> tuple[dist.ProcessGroup, dist.ProcessGro
     return ep_groups[place], tp_groups[node]
 
 
+def nearest_size(size: int, blocks: int) -> int:
+    """The size in bytes nearest to ``size`` that tokens in bf16 for ``blocks`` ranks fill."""
+    unit = _ELEMENT_BYTES * blocks
+    return max(1, (size + unit // 2) // unit) * unit
+
+
+def check_sizes(sizes: Sequence[int], blocks: int) -> None:
+    """Raises UsageError for a size that bf16 tokens for ``blocks`` ranks cannot fill."""
+    for size in sizes:
+        if size != (near := nearest_size(size, blocks)):
+            raise UsageError(
+                f"a rank's {size} bytes are no [{blocks}, tokens, hidden] of bf16: expected multiples of "
+                f"{_ELEMENT_BYTES * blocks} bytes; the nearest is {near}"
+            )
+
+
 def bench(
     profile: Profile,
     topology: Topology,
@@ -67,24 +87,21 @@ def bench(
     is_emulated: bool,
     inter: str | None = None,
     intra: str | None = None,
-    on_point: Callable[[Point], None] | None = None,
+    inter_gbps: float | None = None,
+    links: Mapping[str, str] | None = None,
+    on_point: Callable[[BenchResult], None] | None = None,
 ) -> tuple[BenchResult, list[tuple[str, Timeline, Timeline]]]:
     """Measure on all ranks of the world; every rank gets the result, and (title, predicted, measured) timelines.
 
-    Raises what a Communicator raises. Bytes that differ from torch's are counted in the rows.
+    ``inter_gbps`` is the inter link's rate per rank, None where it is not known; ``links`` says more about the links in
+    the result's environment. ``on_point`` is called after each size with the result so far.
+
+    Raises UsageError for sizes that :func:`check_sizes` refuses, and what a Communicator raises. Bytes that differ from
+    torch's are counted in the rows.
     """
-    ep_group, tp_group = world_groups(topology)
-    prober = Prober(topology, options.timeout_s)
-    points: list[Point] = []
-    with Communicator(ep_group, tp_group, profile=profile, timeout_s=options.timeout_s) as communicator:
-        for size in options.sizes:
-            point = _measure_size(size, communicator, prober, ep_group, tp_group, options)
-            points.append(point)
-            if on_point is not None:
-                on_point(point)
-        timelines = [_traced(size, communicator) for size in options.trace_bytes]
-        dist.barrier()
-    prober.close()
+    check_sizes(options.sizes, topology.num_nodes)
+    agreed = [environment() | dict(links or {})]  # hosts and dates differ between ranks, and a result must not
+    dist.broadcast_object_list(agreed)
     result = BenchResult(
         topology=topology.shape,
         profile=profile.name,
@@ -92,9 +109,21 @@ def bench(
         is_emulated=is_emulated,
         inter=inter,
         intra=intra,
-        environment=dict(profile.environment),
-        points=tuple(points),
+        environment=agreed[0],
+        points=(),
     )
+    ep_group, tp_group = world_groups(topology)
+    with (
+        Prober(topology, options.timeout_s) as prober,
+        Communicator(ep_group, tp_group, profile=profile, timeout_s=options.timeout_s) as communicator,
+    ):
+        for size in options.sizes:
+            point = _measure_size(size, communicator, prober, ep_group, tp_group, options, inter_gbps)
+            result = structs.replace(result, points=(*result.points, point))
+            if on_point is not None:
+                on_point(result)
+        timelines = [_traced(size, communicator) for size in options.trace_bytes]
+        dist.barrier()
     return result, timelines
 
 
@@ -105,6 +134,7 @@ def _measure_size(
     ep_group: dist.ProcessGroup,
     tp_group: dist.ProcessGroup,
     options: BenchOptions,
+    inter_gbps: float | None,
 ) -> Point:
     x = _tokens(size, communicator)
     decision = communicator.decide(size)
@@ -118,23 +148,32 @@ def _measure_size(
     expected = ways[_TORCH]()
     wrong = {name: int(prober.agree(_wrong_bytes(way(), expected))) for name, way in ways.items()}
     times = _alternate(ways, prober, options.rounds, seed=size)
-    _alternate_pair(decision.plan.name, ways, times, prober)
-    rows = [_row(name, times, wrong[name], plans.get(name), decision, communicator.profile) for name in ways]
-    rate = communicator.profile.peaks.inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # bytes per µs and node
-    blocks = len(communicator.grid.ep_ranks)
+    more = {decision.plan.name: _alternate_pair(decision.plan.name, ways, prober, len(times[_TORCH]))}
+    rows = [
+        _row(name, times, more.get(name, []), wrong[name], plans.get(name), decision, communicator.profile)
+        for name in ways
+    ]
     return Point(
         logical_bytes=size,
-        wire_limit_us=size * (blocks - 1) / blocks / rate,
+        wire_limit_us=_wire_limit_us(size, communicator, inter_gbps),
         reason=decision.reason(),
         rows=tuple(rows),
     )
 
 
+def _wire_limit_us(size: int, communicator: Communicator, inter_gbps: float | None) -> float | None:
+    if inter_gbps is None:
+        return None
+    blocks = len(communicator.grid.ep_ranks)
+    rate = inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # bytes per µs and node
+    return size * (blocks - 1) / blocks / rate
+
+
 def _tokens(size: int, communicator: Communicator) -> torch.Tensor:
-    """bf16 [e, C, H], the same on all ranks of a node, different between nodes."""
+    """bf16 [e, C, H], the same on all ranks of a node, different between nodes; H is the largest that leaves no rest."""
     generator = torch.Generator().manual_seed(communicator.grid.ep_index)
     blocks = len(communicator.grid.ep_ranks)
-    hidden = min(_HIDDEN, size // (2 * blocks))
+    hidden = math.gcd(_HIDDEN, size // (_ELEMENT_BYTES * blocks))
     flat = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(torch.bfloat16)
     return flat.view(blocks, -1, hidden)
 
@@ -176,27 +215,34 @@ def _alternate(
 
 
 def _alternate_pair(
-    chosen: str, ways: Mapping[str, Callable[[], torch.Tensor]], times: dict[str, list[float]], prober: Prober
-) -> None:
-    """More rounds of the chosen plan and torch's own alone: theirs is the ratio that is promised for every size, and a
-    time of a few ms varies by half on a shared machine."""
+    chosen: str, ways: Mapping[str, Callable[[], torch.Tensor]], prober: Prober, rounds: int
+) -> list[float]:
+    """Ratios of more rounds, of the chosen plan and torch's own alone, after ``rounds`` common ones.
+
+    Theirs is the ratio that is promised for every size, and a time of a few ms varies by half on a shared machine. Only
+    the ratios are kept: beside times of other rounds these would flatter or harm the chosen plan against its rivals.
+    """
+    ratios: list[float] = []
     spent_us = 0.0
-    while len(times[_TORCH]) < _MAX_PAIR_ROUNDS and spent_us < _PAIR_BUDGET_US:
-        order = (chosen, _TORCH) if len(times[_TORCH]) % 2 else (_TORCH, chosen)
-        for name in order:
-            times[name].append(prober.timed(ways[name]))
-            spent_us += times[name][-1]
+    while rounds + len(ratios) < _MAX_PAIR_ROUNDS and spent_us < _PAIR_BUDGET_US:
+        order = (chosen, _TORCH) if len(ratios) % 2 else (_TORCH, chosen)
+        took = {name: prober.timed(ways[name]) for name in order}
+        spent_us += sum(took.values())
+        ratios.append(took[chosen] / took[_TORCH])
+    return ratios
 
 
 def _row(
     name: str,
     times: Mapping[str, Sequence[float]],
+    more_ratios: Sequence[float],
     wrong: int,
     plan: Plan | None,
     decision: Decision,
     profile: Profile,
 ) -> Row:
-    ratios = [mine / theirs for mine, theirs in zip(times[name], times[_TORCH], strict=False)]  # of the rounds of both
+    ratios = [mine / theirs for mine, theirs in zip(times[name], times[_TORCH], strict=True)] + [*more_ratios]
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Row(
         name=name,
         kind="plan" if plan else "torch" if name == _TORCH else "baseline",
@@ -204,10 +250,11 @@ def _row(
         min_us=min(times[name]),
         max_us=max(times[name]),
         ratio=median(ratios),
-        ratio_low=min(ratios),
-        ratio_high=max(ratios),
+        ratio_low=low,
+        ratio_high=high,
         num_wrong=wrong,
         rounds=len(times[name]),
+        ratio_rounds=len(ratios),
         strategy=plan.strategy.value if plan else None,
         chunks=plan.chunks if plan else None,
         gather=plan.gather.value if plan else None,

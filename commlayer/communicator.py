@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
@@ -19,9 +19,16 @@ from commlayer.connect import connect, device_type
 from commlayer.debug import check_signatures, signature
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard
-from commlayer.groups import Grid, describe_self, form_grid, versions
+from commlayer.groups import Grid, describe_self, form_grid, grid_key, versions
 from commlayer.profiles.catalog import resolve
-from commlayer.profiles.errors import ClusterError, ProfileNotFoundError, TensorError
+from commlayer.profiles.errors import (
+    ClusterError,
+    CommlayerError,
+    PlanError,
+    ProfileNotFoundError,
+    TensorError,
+    UsageError,
+)
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Decision, Planner, Policy
@@ -29,13 +36,14 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
-from commlayer.work import OrderedQueue, Work
+from commlayer.work import Join, OrderedQueue, Work
 
 __all__ = ["Communicator", "State"]
 
 _MAX_PLANS = 1024
 """Sizes whose plan is kept at hand."""
-_serial = itertools.count()
+Futures = list[Future[Join]]
+"""Where an asynchronous call leaves its future: what :class:`Work` waits for."""
 
 
 class State(Enum):
@@ -66,31 +74,31 @@ class Communicator:
         policy: Policy | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        settings = Settings.from_environment()
+        settings, failure = Settings(), None
+        try:
+            settings = Settings.from_environment()
+            self.profile = _find_profile(profile, settings)
+            self._planner = Planner(self.profile, policy)
+        except CommlayerError as error:  # the others must hear of it before it is raised, or they wait for this rank
+            failure = error
         self._timeout_s = timeout_s if timeout_s is not None else settings.timeout_s
-        self.profile = _find_profile(profile, settings)
-        self._planner = Planner(self.profile, policy)
-        agreed = {
-            "profile": f"{self.profile.name} ({self.profile.fingerprint})",
-            "policy": str(self._planner.policy),
-            "settings": str(replace(settings, profile=None)),
-            **versions(),
-        }
-        members = describe_self(ep_group, tp_group, agreed)
+        agreed = {} if failure else self._must_agree(settings)
+        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        members = describe_self(ep_group, tp_group, agreed, self._timeout_s, reason)
+        if failure is not None:
+            raise failure
         declared = Topology.parse(settings.topology) if settings.topology else None
         self.grid: Grid = form_grid(members, dist.get_rank(), declared)
         self._ep_size, self._tp_size = len(self.grid.ep_ranks), len(self.grid.tp_ranks)
         check_shape(self.profile, self.grid.topology)
         self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
         self._device_type = device_type(ep_group)
-        key = f"commlayer/failure/{next(_serial)}/{self.grid.ranks}"
-        transport = connect(
-            self.grid, self._device_type, FailureBoard(_get_default_store(), key, dist.get_rank()), self._timeout_s
-        )
+        board = FailureBoard(_get_default_store(), grid_key(members), dist.get_rank())
+        transport = connect(self.grid, self._device_type, board, self._timeout_s)
         self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
         self._queue = OrderedQueue("commlayer")
         self._calls = 0
-        self._failure: ClusterError | None = None
+        self._failure: BaseException | None = None
         self.state = State.OPEN
         self._plans: dict[tuple[int, bool], Plan] = {}
         self.plans_run: Counter[str] = Counter()
@@ -125,14 +133,13 @@ class Communicator:
             if not needs_grad:  # autograd's bookkeeping costs more than a small message
                 return self._exchange(x, replicated, plan, None, "forward")
             return _move(x, self, replicated, plan, None, "forward")
-        futures: list[Future[None]] = []
+        futures: Futures = []
         output = _move(x, self, replicated, plan, futures, "forward")
         return Work(futures[0], output)
 
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
         """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives, reason. Talks to nobody."""
-        replication = self._tp_size if replicated else 1
-        return self._planner.decide(Traffic(num_bytes, self._ep_size, replication, self.grid.link))
+        return self._planner.decide(self._traffic(num_bytes, replicated))
 
     def trace(self, x: torch.Tensor, plan: Plan | None = None) -> Timeline:
         """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU only, for audits."""
@@ -141,8 +148,9 @@ class Communicator:
             raise TensorError("trace() watches host waits, which a CUDA plan has none of: use torch.profiler there")
         chosen = plan or self.decide(x.numel() * x.element_size()).plan
         source = _bytes(x.contiguous())
-        timelines: list[Timeline] = []
-        self._queue.run(lambda: timelines.append(self._executor.trace(chosen, source, torch.empty_like(source))))
+        self._check_plan(chosen, source.numel(), replicated=True)
+        target, timelines = torch.empty_like(source), list[Timeline]()
+        self._queue.run(self._guarded, lambda: timelines.append(self._executor.trace(chosen, source, target)))
         return timelines[0]
 
     @property
@@ -151,45 +159,58 @@ class Communicator:
         return self._planner.policy
 
     def close(self) -> None:
-        """Finish what is queued and let go of threads and connections. Collective; closing twice is allowed."""
+        """Finish what is queued and let go of threads and connections. Collective; closing twice is allowed.
+
+        Raises ClusterError where a rank does not come to close its own.
+        """
         if self.state is State.CLOSED:
             return
         self._queue.close()
-        if self.state is State.OPEN and dist.is_initialized():
+        was_open, self.state = self.state is State.OPEN, State.CLOSED
+        if was_open and dist.is_initialized():
             self._executor.transport.close()
-        self.state = State.CLOSED
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.state is State.OPEN:
+            self._break(error)  # the others are told now: closing would wait for them, and they for this rank
         self.close()
 
     def _exchange(
-        self, x: torch.Tensor, replicated: bool, plan: Plan | None, futures: list[Future[None]] | None, direction: str
+        self, x: torch.Tensor, replicated: bool, plan: Plan | None, futures: Futures | None, direction: str
     ) -> torch.Tensor:
         if self.state is not State.OPEN:
             raise self._unusable()
-        x = x.detach().contiguous() if x.requires_grad else x.contiguous()
+        x = x.detach() if x.requires_grad else x
+        if x.is_conj() or x.is_neg():
+            x = x.resolve_conj().resolve_neg()
+        x = x.contiguous()
         output = torch.empty_like(x)
         source, target = _bytes(x), _bytes(output)
         if plan is None:
             plan = self._planned(source.numel(), replicated)
+        else:
+            self._check_plan(plan, source.numel(), replicated)
         self._calls += 1
         if self._debug_groups is not None:
             ep_group, tp_group = self._debug_groups
             mine = signature(self._calls, direction, plan.name, x, source)
-            check_signatures(mine, ep_group, tp_group, replicated=replicated)
+            check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s)
         self.plans_run[plan.name] += 1
         if futures is None:
             self._queue.run(self._run, plan, source, target)
         elif self._device_type == "cpu":
             futures.append(self._queue.submit(self._run, plan, source, target))
-        else:  # on CUDA a run only enqueues on streams, so it is asynchronous as it is
-            self._queue.run(self._run, plan, source, target)
-            futures.append(Future())
-            futures[0].set_result(None)
+        else:  # on CUDA issuing is enqueueing on streams, so it is asynchronous as it is
+            self._queue.run(self._guarded, partial(self._issue, plan, source, target, futures))
         return output
+
+    def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, futures: Futures) -> None:
+        future: Future[Join] = Future()
+        future.set_result(self._executor.issue(plan, source, target) if source.numel() else None)
+        futures.append(future)
 
     def _planned(self, num_bytes: int, replicated: bool) -> Plan:
         """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
@@ -207,14 +228,47 @@ class Communicator:
             return
         try:
             self._executor.run(plan, source, target)
-        except ClusterError as error:
-            self._fail(error)
+        except BaseException as error:
+            self._break(error)
             raise
 
-    def _fail(self, error: ClusterError) -> None:
+    def _guarded(self, task: Callable[[], None]) -> None:
+        """What :meth:`_run` does around a plan, around anything."""
+        if self.state is not State.OPEN:
+            raise self._unusable()
+        try:
+            task()
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        """This rank cannot go on: wake the others, and say why where they cannot know."""
+        if isinstance(error, UsageError):
+            return  # found before a byte moved, and on all ranks alike
         self._failure = error
         self.state = State.BROKEN
-        self._executor.transport.abort()
+        is_known = isinstance(error, ClusterError)
+        self._executor.transport.abort(None if is_known else f"left with {type(error).__name__}: {error}")
+
+    def _check_plan(self, plan: Plan, num_bytes: int, replicated: bool) -> None:
+        expected = self._traffic(num_bytes, replicated)
+        if plan.traffic != expected:
+            raise PlanError(
+                f"rank {dist.get_rank()}: {plan.name} was built for {plan.traffic}, but this call moves {expected}: build it "
+                "with that traffic, or leave plan out"
+            )
+
+    def _traffic(self, num_bytes: int, replicated: bool) -> Traffic:
+        return Traffic(num_bytes, self._ep_size, self._tp_size if replicated else 1, self.grid.link)
+
+    def _must_agree(self, settings: Settings) -> dict[str, str]:
+        return {
+            "profile": f"{self.profile.name} ({self.profile.fingerprint})",
+            "policy": str(self._planner.policy),
+            "settings": str(replace(settings, profile=None)),
+            **versions(),
+        }
 
     def _unusable(self) -> ClusterError:
         if self.state is State.CLOSED:
@@ -232,7 +286,8 @@ class Communicator:
             )
         if x.device.type != self._device_type:
             raise TensorError(
-                f"rank {dist.get_rank()}: the ep group's backend moves {self._device_type} tensors, got one on {x.device}"
+                f"rank {dist.get_rank()}: the ep group's backend moves {self._device_type} tensors, got one on {x.device}: "
+                "move it there first"
             )
 
 
@@ -246,7 +301,7 @@ class _AllToAll(torch.autograd.Function):
         communicator: Communicator,
         replicated: bool,
         plan: Plan | None,
-        futures: list[Future[None]] | None,
+        futures: Futures | None,
         direction: str,
     ) -> torch.Tensor:
         ctx.call = communicator, replicated, plan  # type: ignore[attr-defined]

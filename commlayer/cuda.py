@@ -31,6 +31,7 @@ class NcclTransport:
     def __init__(self, channels: Mapping[Op, Channel], device: torch.device) -> None:
         self.channels = channels
         self.device = device
+        self.ended: list[torch.cuda.Event] = []  # of the steps of the latest call
         self.streams = {
             Resource.INTER: torch.cuda.Stream(device, priority=-1),
             Resource.INTRA: torch.cuda.Stream(device),
@@ -45,7 +46,8 @@ class NcclTransport:
         del plan, timeout_s  # posting a step does not wait for it here: there is nothing to save
         return None
 
-    def abort(self) -> None:
+    def abort(self, why: str | None = None) -> None:
+        del why  # a torn communicator tells its peers that, and nothing else
         for channel in self.channels.values():
             channel.group.abort()
 
@@ -60,12 +62,14 @@ class _NcclCall:
     def __init__(self, transport: NcclTransport, plan: Plan, steps: Sequence[Moves], buffers: Buffers) -> None:
         self._transport, self._plan, self._steps, self._buffers = transport, plan, steps, buffers
         self._ended = [torch.cuda.Event() for _ in steps]
-        self._caller = torch.cuda.current_stream(transport.device)
-        ready = self._caller.record_event()
+        ready = torch.cuda.current_stream(transport.device).record_event()
         for stream in transport.streams.values():
             stream.wait_event(ready)
+            for event in transport.ended:  # all calls share the staging memory, whichever stream they come from
+                stream.wait_event(event)
             for buffer in buffers.values():
                 buffer.record_stream(stream)  # the allocator must not hand the memory on while a stage still uses it
+        transport.ended = self._ended
 
     def require(self, earlier: int, index: int) -> None:
         self._stream(index).wait_event(self._ended[earlier])
@@ -81,8 +85,9 @@ class _NcclCall:
             self._ended[index].record(stream)
 
     def finish(self) -> None:
+        current = torch.cuda.current_stream(self._transport.device)
         for event in self._ended:
-            self._caller.wait_event(event)
+            current.wait_event(event)
 
     def _communicate(self, index: int, step: Moves) -> list[dist.Work]:
         if not step.sends and not step.receives:
@@ -110,14 +115,10 @@ class _NcclCall:
             first, last = min(r.start for r in regions), max(r.stop for r in regions)
             if len(regions) != size or any(r.size != regions[0].size for r in regions):
                 return None
-            if last - first != regions[0].size * size or not self._in_rank_order(channel, mine[tag], first):
+            if last - first != regions[0].size * size or not channel.is_in_order:
                 return None
             spans.append((mine[tag], Region(mine[tag].buffer, first, last)))
         return spans
-
-    @staticmethod
-    def _in_rank_order(channel: Channel, mine: Region, first: int) -> bool:
-        return (mine.start - first) == channel.group.rank() * mine.size
 
     def _gather(self, channel: Channel, spans: list[tuple[Region, Region]]) -> list[dist.Work]:
         works = []

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from commlayer.groups import gather_objects
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Signature", "check_signatures", "signature"]
@@ -45,14 +45,18 @@ def check_signatures(
     tp_group: dist.ProcessGroup | None,
     *,
     replicated: bool,
+    timeout_s: float,
 ) -> None:
     """Compare the calls of all ranks of the grid; every one of them raises the same DisagreementError, or none.
 
     Two exchanges, along the row and then along the column: a rank that compared after the first would raise while others
     still wait for it in the second.
     """
-    row = _gather((dist.get_rank(), mine), tp_group) if tp_group is not None else [(dist.get_rank(), mine)]
-    rows: list[list[tuple[int, Signature]]] = _gather(row, ep_group)
+    purpose = f"to compare their call #{mine.sequence}"
+    row = [(dist.get_rank(), mine)]
+    if tp_group is not None:
+        row = gather_objects(row[0], tp_group, timeout_s, purpose)
+    rows: list[list[tuple[int, Signature]]] = gather_objects(row, ep_group, timeout_s, purpose)
     first_rank, first = rows[0][0]
     for rank, theirs in itertools.chain.from_iterable(rows):
         if theirs.without_checksum() != first.without_checksum():
@@ -69,9 +73,3 @@ def check_signatures(
                     f"ranks {first_rank} and {rank} hold different bytes (checksums {first.checksum} and "
                     f"{theirs.checksum}): reduce it over the tp group first, or call with replicated=False"
                 )
-
-
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered

@@ -6,6 +6,7 @@ threads move what was posted; on CUDA it makes one stream wait for an event of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,12 +52,20 @@ class Executor:
         if prepared.whole is not None:
             prepared.whole(source, target)
             return
+        self.issue(plan, source, target)()
+
+    def issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """Start every step of ``plan``; call what is returned before the output is used or the input changed.
+
+        On the CPU that waits on the host; on a device it makes the stream that is current *then* wait.
+        """
+        prepared = self._prepared.get(id(plan)) or self._prepare(plan)
         call = self._start(prepared, source, target)
         for index, step in enumerate(plan.steps):
             for earlier in step.after:
                 call.require(earlier, index)
             call.post(index)
-        call.finish()
+        return call.finish
 
     def trace(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Timeline:
         """Run ``plan`` like :meth:`run` and return when each step really started and ended, as seen by this rank.

@@ -1,16 +1,20 @@
-"""Who failed: turns a broken wait into an error that names the rank that died, also on ranks that never spoke to it.
+"""Who failed: turns a broken wait into an error that names the rank that failed first, also on ranks that never spoke to it.
 
 A rank that dies is seen at once only by those who wait for it; the others wait for *those*, and would blame the wrong
-rank. So the first to see a failure writes it to the group's store before it raises, closes its connections (which wakes
-whoever waits for it), and the next ones read the store first.
+rank. So a rank whose wait breaks writes for whom it waited to the job's store, then closes its connections (which wakes
+whoever waits for it), then follows what the others wrote: from the rank it waited for to the rank that one waited for,
+to one that wrote nothing (it is dead, stuck, or never came) or that wrote why it left.
+Rejected: the first to see a failure names its neighbour for all. Where ranks did not start together, the first to run
+out of patience is often one that waits for an innocent rank.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
@@ -18,6 +22,12 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = ["Failure", "FailureBoard", "Wait"]
+
+_SETTLE_BROKEN_S = 0.3
+"""Whoever closes a connection in good order has written before; a dead rank never will."""
+_SETTLE_TIMEOUT_S = 5.0
+"""Ranks that started later run out of patience later."""
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +46,8 @@ class Wait:
     def __str__(self) -> str:
         return (
             f"rank {self.rank}, group {self.group}, collective {self.collective} #{self.sequence}, plan {self.plan}, "
-            f"step {self.step} of chunk {self.chunk}, waiting for {self.awaited}"
+            f"step {self.step} of chunk {self.chunk}, waiting for {_named(self.peers)}"
         )
-
-    @property
-    def awaited(self) -> str:
-        """The rank, or the ranks one of which has failed (a collective call of the backend does not say which)."""
-        ranks = ", ".join(map(str, self.peers))
-        return f"rank {ranks}" if len(self.peers) == 1 else f"one of ranks {ranks}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,55 +62,92 @@ class Failure:
     def is_timeout(self) -> bool:
         return self.waited_s >= self.timeout_s or "timed out" in str(self.cause).lower()
 
+    @property
+    def what(self) -> str:
+        return f"did not answer within {self.timeout_s:g} s" if self.is_timeout else "died or closed its connection"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    ranks: tuple[int, ...]
+    what: str
+    seen_by: int
+
 
 class FailureBoard:
-    """The place where ranks of one Communicator write and read who failed first."""
+    """The place where the ranks of one grid write and read what broke. ``key`` is theirs alone in the job's store."""
 
     def __init__(self, store: Store, key: str, rank: int) -> None:
-        self._store = store
-        self._key = key
+        self.store = store
+        self.key = key
         self._rank = rank
 
+    def report(self, wait: Wait, failure: Failure) -> None:
+        """Write for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
+        self._write({"peers": wait.peers, "what": failure.what})
+
+    def leave(self, why: str) -> None:
+        """Write that this rank leaves on its own account, and why."""
+        self._write({"peers": [], "what": why})
+
     def explain(self, wait: Wait, failure: Failure) -> ClusterError:
-        """The error to raise for a broken wait. Never raises itself; reports to the others what this rank saw."""
-        known = self._read(settle_s=0.2)
-        if isinstance(known, dict) and known["culprit"] != self._rank:
-            return PeerError(
-                f"rank {known['culprit']} {known['what']} (seen by rank {known['seen_by']}); here: {wait}. "
-                f"This Communicator cannot be used any more: look at the log of rank {known['culprit']}, restart the job"
-            )
-        what = (
-            f"did not answer within {failure.timeout_s:g} s" if failure.is_timeout else "died or closed its connection"
-        )
-        if known is None and len(wait.peers) == 1:
-            self._write({"culprit": wait.peers[0], "what": what, "seen_by": self._rank})
-        note = (
-            ""
-            if known != "gone"
-            else " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
-        )
-        text = f"{wait.awaited} {what}; here: {wait}.{note} Look at the log of {wait.awaited}, then restart the job"
-        return CollectiveTimeoutError(text) if failure.is_timeout else PeerError(text)
-
-    def _read(self, settle_s: float) -> dict[str, object] | str | None:
-        """What is written: a report, None, or "gone" when the store does not answer.
-
-        A short wait lets the rank next to the dead one write first.
-        """
-        until = time.monotonic() + settle_s
+        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most."""
+        settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
+        note = ""
         try:
-            while True:
-                if self._store.check([self._key]):
-                    report: dict[str, object] = json.loads(self._store.get(self._key))
-                    return report
-                if time.monotonic() > until:
-                    return None
-                time.sleep(0.02)
+            verdict = self._follow(wait, failure, time.monotonic() + settle_s)
         except Exception:  # noqa: BLE001  any failure of the store means the same here, and the first error matters more
-            return "gone"
+            verdict = _Verdict(wait.peers, failure.what, wait.rank)
+            note = " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
+        culprit = _named(verdict.ranks)
+        seen = "" if verdict.seen_by == wait.rank else f" (seen by rank {verdict.seen_by})"
+        kind = CollectiveTimeoutError if verdict.what.startswith("did not answer") else PeerError
+        return kind(
+            f"{culprit} {verdict.what}{seen}; here: {wait}.{note} This Communicator cannot be used any more: look at the "
+            f"log of {culprit}, then restart the job"
+        )
 
-    def _write(self, report: dict[str, object]) -> None:
+    def _follow(self, wait: Wait, failure: Failure, until: float) -> _Verdict:
+        """From rank to rank along what they wait for, to those who wait for nobody."""
+        seen = {wait.rank}
+        sources = dict.fromkeys(wait.peers, (failure.what, wait.rank))
+        while True:
+            following: dict[int, tuple[str, int]] = {}
+            reports = {peer: self._read(peer, until) for peer in sources}
+            silent = tuple(peer for peer, report in reports.items() if report is None)
+            for peer, report in reports.items():
+                if report is None:
+                    continue
+                if not report["peers"]:
+                    return _Verdict((peer,), report["what"], peer)
+                following |= dict.fromkeys(report["peers"], (report["what"], peer))
+            if silent:
+                what, seen_by = sources[silent[0]]
+                return _Verdict(silent, what, seen_by)
+            seen |= set(sources)
+            sources = {rank: source for rank, source in following.items() if rank not in seen}
+            if not sources:  # they wait for each other, as ranks do that called different things
+                what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
+                return _Verdict(wait.peers, what, wait.rank)
+
+    def _read(self, rank: int, until: float) -> dict[str, Any] | None:
+        """What ``rank`` wrote, or None when it has not until then. The clock runs once for all reads of one verdict."""
+        key = f"{self.key}/{rank}"
+        while not self.store.check([key]):
+            if time.monotonic() > until:
+                return None
+            time.sleep(_POLL_S)
+        report: dict[str, Any] = json.loads(self.store.get(key))
+        return report
+
+    def _write(self, report: dict[str, Any]) -> None:
         try:
-            self._store.compare_set(self._key, "", json.dumps(report))
-        except Exception:  # noqa: BLE001  see _read
+            self.store.compare_set(f"{self.key}/{self._rank}", "", json.dumps(report))  # the first one counts
+        except Exception:  # noqa: BLE001  see explain
             return
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """The rank, or the ranks one of which it is (a collective call of the backend does not say which)."""
+    names = ", ".join(map(str, ranks))
+    return f"one of ranks {names}" if "," in names else f"rank {names}"

@@ -7,21 +7,33 @@ made; all checks are made on the gathered descriptions, so that every rank raise
 
 from __future__ import annotations
 
+import itertools
 import os
+import pickle
 import platform
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commlayer.profiles.errors import DisagreementError, GroupError
+from commlayer.profiles.errors import (
+    ClusterError,
+    CollectiveTimeoutError,
+    DisagreementError,
+    GroupError,
+    PeerError,
+    TopologyError,
+)
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
+from commlayer.settings import Settings
 
-__all__ = ["Grid", "Member", "describe_self", "discover_topology", "form_grid"]
+__all__ = ["Grid", "Member", "describe_self", "discover_topology", "form_grid", "gather_objects", "grid_key"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +45,8 @@ class Member:
     ep_ranks: tuple[int, ...]
     tp_ranks: tuple[int, ...]
     agreed: dict[str, str] = field(default_factory=dict)
+    serial: int = 0  # how many this process has described before: no two grids of a job share (rank, serial)
+    failure: str | None = None  # why it cannot take part
 
 
 @dataclass(frozen=True)
@@ -63,18 +77,73 @@ def node_identity() -> str:
     return f"{socket.gethostname()}/{namespace}"
 
 
-def discover_topology(group: dist.ProcessGroup | None = None) -> Topology:
-    """Which rank of ``group`` (default: the world) sits on which node. Collective: every rank of the group calls it."""
-    identities: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(identities, node_identity(), group=group)
-    return Topology.from_identities(identities)
+def discover_topology(timeout_s: float | None = None) -> Topology:
+    """Which rank of the world sits on which node: as ``COMMLAYER_TOPOLOGY`` declares, else by host and network namespace.
+
+    Collective: every rank calls it. Raises TopologyError for a declaration of another number of ranks.
+    """
+    settings = Settings.from_environment()
+    identities = gather_objects(node_identity(), None, timeout_s or settings.timeout_s, "to discover the topology")
+    if settings.topology is None:
+        return Topology.from_identities(identities)
+    declared = Topology.parse(settings.topology)
+    if declared.world_size != len(identities):
+        raise TopologyError(
+            f"COMMLAYER_TOPOLOGY declares {declared.shape}, {declared.world_size} ranks, but the job has "
+            f"{len(identities)}: correct it, or unset it to discover the topology"
+        )
+    return declared
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None, timeout_s: float, purpose: str) -> list[Any]:
+    """``value`` of every rank of ``group`` (None: the world), in rank order. Collective.
+
+    Like torch's all_gather_object, which waits for as long as the group's creator allowed: half an hour by default.
+    Raises CollectiveTimeoutError where not all ranks come within ``timeout_s``, PeerError where one is gone.
+    """
+    started = time.monotonic()
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend(group)) else "cpu"
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    num_ranks = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
+
+    def exchange(parts: list[torch.Tensor], part: torch.Tensor) -> None:
+        work = dist.all_gather(parts, part, group=group, async_op=True)
+        assert work is not None  # this rank is a member
+        work.wait(timedelta(seconds=max(0.001, timeout_s - (time.monotonic() - started))))
+
+    try:
+        exchange(lengths, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
+        sizes = [int(length) for length in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        padded[: mine.numel()] = mine
+        parts = [torch.empty_like(padded) for _ in sizes]
+        exchange(parts, padded)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        who = f"rank {dist.get_rank()}: ranks {ranks} did not all come {purpose}"
+        if time.monotonic() - started >= timeout_s or "timed out" in str(error).lower():
+            raise CollectiveTimeoutError(
+                f"{who} within {timeout_s:g} s: every one of them must call this, at the same time; look at the log of "
+                "the one that did not"
+            ) from error
+        raise PeerError(f"{who}: one of them died or closed its connection; look at their logs") from error
+    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+_serials = itertools.count()
 
 
 def describe_self(
-    ep_group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None, agreed: dict[str, str]
+    ep_group: dist.ProcessGroup,
+    tp_group: dist.ProcessGroup | None,
+    agreed: dict[str, str],
+    timeout_s: float,
+    failure: str | None = None,
 ) -> list[Member]:
     """Exchange descriptions over the grid and return all of them. Collective over both groups.
 
+    ``failure``: why this rank cannot take part. It comes all the same and says so, or the others would wait for it.
     Raises GroupError where this rank is in neither group.
     """
     rank = dist.get_rank()
@@ -84,29 +153,36 @@ def describe_self(
             raise GroupError(f"rank {rank} is not a member of the {name} group: pass the group that holds this rank")
     ep_ranks = tuple(dist.get_process_group_ranks(ep_group))
     tp_ranks = tuple(dist.get_process_group_ranks(tp_group)) if tp_group is not None else (rank,)
-    me = Member(rank, node_identity(), ep_ranks, tp_ranks, agreed)
-    row: list[Any] = [me]
-    if tp_group is not None:
-        row = [None] * len(tp_ranks)
-        dist.all_gather_object(row, me, group=tp_group)
-    rows: list[Any] = [None] * len(ep_ranks)
-    dist.all_gather_object(rows, row, group=ep_group)
+    me = Member(rank, node_identity(), ep_ranks, tp_ranks, agreed, next(_serials), failure)
+    purpose = "to make a Communicator"
+    row = gather_objects(me, tp_group, timeout_s, purpose) if tp_group is not None else [me]
+    rows = gather_objects(row, ep_group, timeout_s, purpose)
     return [member for each in rows for member in each]
+
+
+def grid_key(members: Sequence[Member]) -> str:
+    """A name for what is made of ``members``: the same on all of them, and another one each time."""
+    first = min(members, key=lambda member: member.rank)
+    return f"commlayer/{first.rank}/{first.serial}"
 
 
 def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = None) -> Grid:
     """Check the descriptions and lay out the grid. Pure, and the same on every rank.
 
-    Raises GroupError where the groups do not form a grid of nodes × holders; DisagreementError where ranks differ in
-    what they must agree on (profile, policy, versions).
+    Raises ClusterError where a member could not take part; GroupError where the groups do not form a grid of nodes ×
+    holders; DisagreementError where ranks differ in what they must agree on (profile, policy, versions).
     """
     by_rank = {member.rank: member for member in members}
     me = by_rank[rank]
+    for member in members:
+        if member.failure is not None:
+            raise ClusterError(f"rank {member.rank} could not make its Communicator: {member.failure}")
     _check_agreed(members)
     for peer in me.ep_ranks:
         if peer not in by_rank or by_rank[peer].ep_ranks.index(peer) != me.ep_ranks.index(peer):
             raise GroupError(
-                f"rank {rank}: its ep group {list(me.ep_ranks)} lists rank {peer}, which describes another group"
+                f"rank {rank}: its ep group {list(me.ep_ranks)} lists rank {peer}, which describes another group: pass the "
+                "same group on all its ranks"
             )
     rows = tuple(by_rank[peer].tp_ranks for peer in me.ep_ranks)
     column = me.tp_ranks.index(rank)
@@ -123,17 +199,26 @@ def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = 
                 f"the ep group of rank {holder} is {list(by_rank[holder].ep_ranks)}, but its place in the tp groups asks "
                 f"for {list(expected)}: build ep groups from ranks at the same place of each tp group"
             )
-    topology = declared or Topology.from_identities([by_rank[r].identity for r in sorted(by_rank)])
-    place = {r: i for i, r in enumerate(sorted(by_rank))} if declared is None else {r: r for r in by_rank}
+    ranks = sorted(by_rank)
+    topology = Topology.from_identities(
+        [by_rank[r].identity for r in ranks] if declared is None else _declared_nodes(declared, ranks)
+    )
+    place = {r: i for i, r in enumerate(ranks)}
     return Grid(rows, me.ep_ranks.index(rank), column, _link(rows, topology, place), topology)
+
+
+def _declared_nodes(declared: Topology, ranks: Sequence[int]) -> list[str]:
+    """The node of each rank: a grid may be a part of the cluster that was declared."""
+    if ranks[-1] >= declared.world_size:
+        raise GroupError(
+            f"the declared topology {declared.shape} has {declared.world_size} ranks, but rank {ranks[-1]} takes part: "
+            "correct COMMLAYER_TOPOLOGY"
+        )
+    return [f"node {declared.node_of(rank)}" for rank in ranks]
 
 
 def _link(rows: Sequence[Sequence[int]], topology: Topology, place: dict[int, int]) -> Resource:
     """The link class of the ep group; the tp groups must lie inside nodes."""
-    if max(place.values()) >= topology.world_size:
-        raise GroupError(
-            f"the declared topology {topology.shape} has {topology.world_size} ranks, but rank {max(place)} takes part"
-        )
     for row in rows:
         if topology.spans([place[r] for r in row]) > 1:
             raise GroupError(

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from itertools import count
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,11 +32,14 @@ from commlayer.profiles.profile import Interference, Profile, parse_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.moves import moves
 from commlayer.scheduler.plan import Buffer, Plan
-from commlayer.scheduler.probes import copy_probe, exchange_probe, gather_probe, side_by_side
+from commlayer.scheduler.probes import copy_probe, exchange_probe, gather_probe, one_call_probe, side_by_side
+from commlayer.transport import ONE_CALL_BYTES
 
-__all__ = ["Prober", "SweepOptions", "measure_cluster"]
+__all__ = ["Prober", "SweepOptions", "environment", "measure_cluster", "num_points"]
 
 _INTERFERENCE_BYTES = 4 << 20
+_serial = count()
+"""Numbers the Probers of a job, each with a failure board of its own. Making one is collective: ranks count alike."""
 _PAIRS = (
     (Resource.INTER, Resource.INTRA),
     (Resource.INTER, Resource.DEVICE),
@@ -63,7 +68,11 @@ class SweepOptions:
 
 
 class Prober:
-    """Runs plans on all ranks of the world in step, and times them."""
+    """Runs plans on all ranks of the world in step, and times them. Making and closing one is collective.
+
+    As a context manager it is closed at the end of the block, or aborted where the block raises: closing waits for the
+    other ranks, and would hide the error behind its own.
+    """
 
     def __init__(self, topology: Topology, timeout_s: float) -> None:
         self.grid = world_grid(topology)
@@ -71,9 +80,22 @@ class Prober:
         self._where = (
             torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
         )
-        board = FailureBoard(_get_default_store(), "commlayer/failure/profiler", dist.get_rank())
+        board = FailureBoard(_get_default_store(), f"commlayer/failure/profiler/{next(_serial)}", dist.get_rank())
         transport = connect(self.grid, self.device, board, timeout_s)
         self.executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> Prober:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
+            self.executor.transport.abort(why)  # wakes up the ranks that wait for this one
 
     def runner(self, plan: Plan) -> Callable[[], float]:
         """A callable that runs ``plan`` once and returns the agreed time, µs."""
@@ -134,7 +156,12 @@ class Prober:
         dist.all_reduce(total)
         return int(total)
 
+    def is_one_call(self, plan: Plan) -> bool:
+        """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""
+        return self.agree(float(self.executor.transport.whole(plan, self._timeout_s) is None)) == 0.0
+
     def close(self) -> None:
+        """Let go of connections. Collective."""
         self.executor.transport.close()
 
     def _buffers(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,13 +201,13 @@ def measure_cluster(
     """
     topology = topology or discover_topology()
     if topology.world_size < 2:
-        raise TopologyError("a cluster of one rank has no links to measure: start at least two, for example torchrun")
-    prober = Prober(topology, options.timeout_s)
-    try:
+        raise TopologyError(
+            "expected a cluster of two ranks or more, got one, which has no links to measure: start more, for example "
+            "`torchrun --nproc-per-node 2 --no-python commlayer profile`, or `commlayer profile --emulate 2x4`"
+        )
+    with Prober(topology, options.timeout_s) as prober:
         curves = _curves(prober, options, on_point)
         pairs = _interference(prober, curves, options.interference_rounds)
-    finally:
-        prober.close()
     profile = Profile.create(
         name=name,
         kind=kind,
@@ -190,43 +217,70 @@ def measure_cluster(
         gather="remote",
         curves=curves,
         interference=pairs,
-        environment=_environment() | (environment or {}),
+        environment=_environment(environment),
     )
     agreed = [profile.to_json()]  # hosts and dates differ between ranks, and a profile must not
     dist.broadcast_object_list(agreed)
     return parse_profile(agreed[0], "rank 0's profile")
 
 
-def num_points(options: SweepOptions) -> int:
-    """How many sizes a sweep has in total, for progress bars."""
-    return 3 * len(sizes_between(options.min_bytes, options.max_bytes, options.factor))
+def num_points(options: SweepOptions, topology: Topology) -> int:
+    """How many sizes a sweep of that cluster has in total, for progress bars.
+
+    Exact, unless Gloo's ranks stand in an order in which it has no call of its own for small exchanges: then fewer.
+    """
+    num_nodes, num_ranks = topology.num_nodes, topology.ranks_per_node
+    e, t, link = (num_ranks, 1, Resource.INTRA) if num_nodes == 1 else (num_nodes, num_ranks, Resource.INTER)
+    has_one_call = not dist.is_initialized() or device_type(None) == "cpu"
+    return sum(len(entry.sizes) for entry in _entries(options, e, t, link, has_one_call=has_one_call))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One curve to measure: its key, the sizes, and the plan that stands for a size."""
+
+    collective: str
+    link: Resource
+    group_size: int
+    sizes: tuple[int, ...]
+    make: Callable[[int], Plan]
+
+
+def _entries(options: SweepOptions, e: int, t: int, link: Resource, *, has_one_call: bool) -> list[_Entry]:
+    """What is measured on ep groups of ``e`` ranks and tp groups of ``t``."""
+
+    def sizes(share: float) -> tuple[int, ...]:
+        largest = max(options.min_bytes, int(options.max_bytes * share))
+        return sizes_between(options.min_bytes, largest, options.factor)
+
+    # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time.
+    exchange = partial(exchange_probe, group_size=e, link=link)
+    entries = [_Entry("all_to_all", link, e, sizes(1.0), exchange)]
+    one_call = partial(one_call_probe, group_size=e, link=link)
+    small = tuple(size for size in sizes(1.0) if one_call(size).traffic.logical_bytes <= ONE_CALL_BYTES)
+    if small and has_one_call:
+        entries.append(_Entry("all_to_all_single", link, e, small, one_call))
+    if t > 1:
+        gather = partial(gather_probe, group_size=e, replication=t, link=link)
+        entries.append(_Entry("all_gather", Resource.INTRA, t, sizes((e - 1) / e), gather))
+    copy = partial(copy_probe, group_size=e, link=link)
+    entries.append(_Entry("copy", Resource.DEVICE, 1, sizes(1 / e), copy))
+    return entries
 
 
 def _curves(prober: Prober, options: SweepOptions, on_point: Callable[[Point, int], None] | None) -> list[Curve]:
     e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    probes: list[tuple[str, Resource, int, Callable[[int], Plan]]] = [
-        ("all_to_all", link, e, lambda size: exchange_probe(size, e, link)),
-        ("copy", Resource.DEVICE, 1, lambda size: copy_probe(size, e, link)),
-    ]
-    if t > 1:
-        probes.insert(1, ("all_gather", Resource.INTRA, t, lambda size: gather_probe(size, e, t, link)))
-    # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time.
-    largest = {"all_to_all": 1.0, "all_gather": (e - 1) / e, "copy": 1 / e}
-
-    def sizes(collective: str) -> tuple[int, ...]:
-        return sizes_between(
-            options.min_bytes, max(options.min_bytes, int(options.max_bytes * largest[collective])), options.factor
-        )
-
+    has_one_call = prober.is_one_call(one_call_probe(1, e, link))
     wrong = 0
 
-    def prepare(make: Callable[[int], Plan], size: int) -> Callable[[], float]:
+    def prepare(collective: str, make: Callable[[int], Plan], size: int) -> Callable[[], float]:
         nonlocal wrong
         plan = make(size)
         wrong = prober.check(plan) if options.check else 0
         if wrong:
             raise ClusterError(
-                f"{plan.steps[0].op.value} of {size} bytes delivered {wrong} wrong bytes: do not trust this link"
+                f"{collective} of {size} bytes delivered {wrong} wrong bytes, all ranks together: do not trust this "
+                "link. Look for a faulty card, cable or driver, then measure again"
             )
         return prober.runner(plan)
 
@@ -235,8 +289,16 @@ def _curves(prober: Prober, options: SweepOptions, on_point: Callable[[Point, in
             on_point(point, wrong)
 
     return [
-        sweep(collective, kind, n, sizes(collective), partial(prepare, make), options.repeats, report)
-        for collective, kind, n, make in probes
+        sweep(
+            entry.collective,
+            entry.link,
+            entry.group_size,
+            entry.sizes,
+            partial(prepare, entry.collective, entry.make),
+            options.repeats,
+            report,
+        )
+        for entry in _entries(options, e, t, link, has_one_call=has_one_call)
     ]
 
 
@@ -246,8 +308,8 @@ def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Inte
     if t == 1 or prober.device == "cuda":  # a device's steps are not seen by the host: see SweepOptions and docs
         return []
     unit = side_by_side(_INTERFERENCE_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
-    by_resource = {curve.link: curve for curve in curves}
-    alone = {step.resource: by_resource[step.resource].at(step.bytes) for step in unit.steps}
+    by_key = {(curve.collective, curve.link): curve for curve in curves}
+    alone = {step.resource: by_key[step.op.value, step.resource].at(step.bytes) for step in unit.steps}
     found = []
     for a, b in _PAIRS:
         longest = max(alone[a], alone[b])
@@ -260,14 +322,18 @@ def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Inte
 
 
 def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:
-    best = {curve.link: max(curve.busbw_gbps(size) for size in curve.bytes) for curve in curves}
+    best: dict[Resource, float] = {}
+    for curve in curves:
+        fastest = max(curve.busbw_gbps(size) for size in curve.bytes)
+        best[curve.link] = max(fastest, best.get(curve.link, 0.0))
     known = {Resource.INTER: options.inter_gbps, Resource.INTRA: options.intra_gbps, Resource.DEVICE: None}
     rates = {link: known[link] or best.get(link) for link in known}
     fallback = best.get(Resource.INTRA) or max(best.values())
     return Peaks(*(rates[link] or fallback for link in (Resource.INTER, Resource.INTRA, Resource.DEVICE)))
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Versions, backend, host and date, for a profile or a result: where the numbers come from."""
     from commlayer import __version__
 
     return {
@@ -280,6 +346,10 @@ def _environment() -> dict[str, str]:
         "backend": str(dist.get_backend()),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def _environment(more: dict[str, str] | None) -> dict[str, str]:
+    return environment() | (more or {})
 
 
 def _pattern(size: int, row: int) -> torch.Tensor:

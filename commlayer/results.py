@@ -14,8 +14,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One way of moving one size.
 
     ``kind`` is "plan" for a candidate of ours, "torch" for torch.distributed's own all_to_all_single (what ``ratio`` is
-    relative to), "baseline" for what other software does. Times are µs, each the largest over all ranks; ``ratio`` is the
-    median over rounds of time / torch's time of the same round, so that slow drifts of a noisy machine cancel.
+    relative to), "baseline" for what other software does. Times are µs, each the largest over all ranks, over the
+    ``rounds`` in which every way ran, so that rows of one point compare; ``ratio`` is the median over rounds of time /
+    torch's time of the same round, so that slow drifts of a noisy machine cancel; ``ratio_low`` and ``ratio_high`` are the
+    quartiles of those. The chosen plan's ratio rests on more rounds, of it and torch's own alone: ``ratio_rounds`` in all.
     ``num_wrong``: bytes that differ from torch's result, the most on any rank.
     """
 
@@ -29,6 +31,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ratio_high: float
     num_wrong: int
     rounds: int
+    ratio_rounds: int
     strategy: str | None = None
     chunks: int | None = None
     gather: str | None = None
@@ -38,7 +41,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """All rows of one size. ``wire_limit_us``: the inter link's peak alone, nothing else; None where it is not known."""
+    """All rows of one size. ``wire_limit_us``: the bytes that cross between nodes at the inter link's rate, nothing else;
+    None where that rate is not known."""
 
     logical_bytes: int
     wire_limit_us: float | None
@@ -68,7 +72,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One run on one cluster. ``inter`` and ``intra`` are the shaped rates of a node ("400mbit"), None where unshaped."""
+    """One run on one cluster. ``inter`` and ``intra`` are the shaped rates of a node ("400mbit"), None where unshaped or not
+    known; ``environment`` is the run's, not the profile's."""
 
     topology: str
     profile: str
@@ -78,6 +83,12 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     intra: str | None
     environment: dict[str, str]
     points: tuple[Point, ...]
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether times may be shown beside each other. Emulation without a shaped wire is only loopback: what its times
+        say holds for no cluster."""
+        return not self.is_emulated or self.inter is not None
 
     @property
     def num_wrong(self) -> int:

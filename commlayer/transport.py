@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures import Failure, FailureBoard, Wait
-from commlayer.profiles.errors import PlanError
+from commlayer.profiles.errors import ClusterError, PlanError
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
-__all__ = ["Call", "Channel", "GlooTransport", "Transport", "Whole"]
+__all__ = ["ONE_CALL_BYTES", "Call", "Channel", "GlooTransport", "Transport", "Whole"]
 
 Pending = tuple[dist.Work, int, int]
 """A work, the index of its step, and the peer's index in the channel."""
@@ -56,11 +56,11 @@ class Transport(Protocol):
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         """``plan`` as one call of the backend's own, where that is cheaper than its steps. The same on every rank."""
 
-    def abort(self) -> None:
-        """After a failure: wake up the ranks that wait for this one."""
+    def abort(self, why: str | None = None) -> None:
+        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
 
     def close(self) -> None:
-        """Let go of connections. Collective."""
+        """Let go of connections. Collective. Raises ClusterError where a rank does not come."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Channel:
         return all(index == place for index, (_, place) in enumerate(self.peers))
 
 
-_ONE_CALL_BYTES = 128 << 10
+ONE_CALL_BYTES = 128 << 10
 """Up to this send buffer a flat exchange is one Gloo call. Measured on the emulated cluster: at 64 KiB the call takes two
 thirds of the messages' time, at 256 KiB and above the messages are as fast or faster. The same number on every rank."""
 _TAGS_PER_CALL = 1 << 14
@@ -93,6 +93,7 @@ class GlooTransport:
         self.board = board
         self.rank = dist.get_rank()
         self.sequence = 0
+        self._is_aborted = False
 
     def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
         if len(steps) * plan.traffic.group_size > _TAGS_PER_CALL:
@@ -105,12 +106,12 @@ class GlooTransport:
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
-        if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > _ONE_CALL_BYTES:
+        if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > ONE_CALL_BYTES:
             return None
         return _GlooOneCall(self, plan, timeout_s) if channel is not None and channel.is_in_order else None
 
     def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
-        """The error for a wait of step ``index`` that broke; reports it to the other ranks."""
+        """The error for a wait of step ``index`` that broke; reports it to the other ranks and wakes them first."""
         step = plan.steps[index]
         wait = Wait(
             rank=self.rank,
@@ -122,14 +123,21 @@ class GlooTransport:
             chunk=step.chunk,
             sequence=sequence,
         )
+        self.board.report(wait, failure)
+        self.abort()
         return self.board.explain(wait, failure)
 
-    def abort(self) -> None:
+    def abort(self, why: str | None = None) -> None:
         """Break our connections, so that ranks that wait for this one wake up now instead of at their timeout.
 
         Gloo's own abort() leaves them open. A receive that times out makes Gloo close every connection of its group, so
         one that nobody will ever answer is posted, and timed out.
         """
+        if why is not None:
+            self.board.leave(why)
+        if self._is_aborted:
+            return
+        self._is_aborted = True
         for channel in self.channels.values():
             peer = next(place for rank, place in channel.peers if rank != self.rank)
             with contextlib.suppress(RuntimeError):  # it times out, or the connection is already gone
@@ -139,9 +147,19 @@ class GlooTransport:
 
     def close(self) -> None:
         for channel in self.channels.values():
-            channel.group.barrier().wait()  # a peer may still be reading what we sent; bounded by the group's timeout
-            dist.destroy_process_group(channel.group)
+            self._part(channel)
         self.channels = {}
+
+    def _part(self, channel: Channel) -> None:
+        """Wait for the others: a peer may still be reading what we sent. Bounded by the group's timeout."""
+        try:
+            channel.group.barrier().wait()
+        except RuntimeError as error:
+            ranks = [rank for rank, _ in channel.peers]
+            raise ClusterError(
+                f"rank {self.rank}: not all of ranks {ranks} (group {channel.name}) came to close their Communicator: "
+                "every rank of the grid must close it; look at the log of the one that did not"
+            ) from error
 
 
 class _GlooCall:

@@ -8,30 +8,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import Generic, ParamSpec, TypeVar
 
-__all__ = ["OrderedQueue", "Work"]
+__all__ = ["Join", "OrderedQueue", "Work"]
 
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
+Join = Callable[[], None] | None
+"""Makes the current CUDA stream wait for a call; None where nothing is left to wait for."""
 
 
 class Work(Generic[Result]):
     """A call under way. ``wait()`` returns its result, or raises what the call raised."""
 
-    def __init__(self, future: Future[None], result: Result) -> None:
+    def __init__(self, future: Future[Join], result: Result) -> None:
         self._future = future
         self._result = result
 
     def wait(self) -> Result:
-        """Block until the call has ended and return its output. Bounded by the Communicator's timeout."""
-        self._future.result()
+        """Return the call's output when it may be used, bounded by the Communicator's timeout.
+
+        On the CPU that is when the call has ended. On CUDA the host does not wait: what the current stream does from now
+        on comes after the call.
+        """
+        join_stream = self._future.result()
+        if join_stream is not None:
+            join_stream()
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, well or not."""
+        """Whether the call has ended, well or not (on CUDA: whether it has been issued)."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
@@ -45,9 +54,10 @@ class OrderedQueue:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()  # held while a task runs
-        self._count = threading.Lock()  # guards the counter
+        self._count = threading.Lock()  # guards the counter, and the order of the queue
         self._queued = 0
-        self._worker: ThreadPoolExecutor | None = None
+        self._tasks: SimpleQueue[tuple[Future[Join], Callable[[], None]] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
 
     def run(self, task: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""
@@ -59,23 +69,39 @@ class OrderedQueue:
 
     def submit(
         self, task: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs
-    ) -> Future[None]:
+    ) -> Future[Join]:
         """Queue ``task`` behind everything submitted before."""
+        future: Future[Join] = Future()
         with self._count:
             self._queued += 1
             if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
-            return self._worker.submit(self._guarded, partial(task, *args, **kwargs))
+                # A daemon, unlike a ThreadPoolExecutor's: a rank whose main thread dies must end at once, so that its
+                # peers see it, not after the timeout of the call that it left behind.
+                self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._worker.start()
+            self._tasks.put((future, partial(task, *args, **kwargs)))
+        return future
 
     def close(self) -> None:
         """Wait for what is queued and stop the worker."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
+        with self._count:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            self._tasks.put(None)
+            worker.join()
 
-    def _guarded(self, task: Callable[[], None]) -> None:
-        try:
-            with self._lock:
-                task()
-        finally:
+    def _work(self) -> None:
+        while (item := self._tasks.get()) is not None:
+            future, task = item
+            failure: BaseException | None = None
+            try:
+                with self._lock:
+                    task()
+            except BaseException as error:  # noqa: BLE001  carried to whoever waits
+                failure = error
             with self._count:
                 self._queued -= 1
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)

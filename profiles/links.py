@@ -62,17 +62,20 @@ class Peaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return float(getattr(self, f"{Resource(link).value}_gbps"))
 
 
-_SHARED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "gather", "reduce_scatter", "scatter"})
+_SHARED = frozenset(
+    {"all_gather", "all_to_all", "all_to_all_single", "all_to_all_v", "gather", "reduce_scatter", "scatter"}
+)
 _WHOLE = frozenset({"broadcast", "copy", "decode", "encode", "recv", "reduce", "send", "send_recv"})
 
-#: The operations that a curve can describe.
+#: The operations that a curve can describe. ``all_to_all`` is an exchange step by messages, as most plans run it;
+#: ``all_to_all_single`` the backend's own single call, which a transport may prefer for a small flat exchange.
 COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
 
 
 def bus_factor(collective: str, group_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests' PERFORMANCE.md defines it.
 
-    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all, all_to_all_v, gather and scatter (n-1)/n
+    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all (_single, _v), gather and scatter (n-1)/n
     with S the gathered (whole) buffer; send, recv, broadcast, reduce and the local operations 1.
 
     Raises:

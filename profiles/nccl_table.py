@@ -1,4 +1,4 @@
-"""The profiler's table: nccl-tests' columns, so that its users can read ours, then two percentiles."""
+"""The profiler's table: nccl-tests' columns, so that its users can read ours, then percentiles and how well they are known."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ COLUMNS = (
     "#wrong",
     "p50(us)",
     "p99(us)",
+    "±%",
+    "out",
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line. ``time_us`` is the mean, as in nccl-tests; ``num_wrong`` is None where nothing was checked."""
+    """One line. ``time_us`` is the mean, as in nccl-tests; ``num_wrong`` is None where nothing was checked.
+
+    ``half_width_percent`` is half the confidence interval of the median, in % of it: infinite (null in JSON) where too few
+    times were taken to have one. ``num_outliers`` times were left out of the mean and the percentiles.
+    """
 
     size_bytes: int
     count: int
@@ -39,6 +45,8 @@ class Row:
     num_wrong: int | None
     p50_us: float
     p99_us: float
+    half_width_percent: float
+    num_outliers: int
 
     @classmethod
     def of(cls, point: Point, *, dtype: str = "uint8", element_bytes: int = 1, num_wrong: int | None = None) -> Row:
@@ -55,6 +63,8 @@ class Row:
             num_wrong=num_wrong,
             p50_us=samples.p50_us,
             p99_us=samples.p99_us,
+            half_width_percent=100 * samples.half_width,
+            num_outliers=samples.num_outliers,
         )
 
     def cells(self) -> tuple[str, ...]:
@@ -69,6 +79,8 @@ class Row:
             "N/A" if self.num_wrong is None else str(self.num_wrong),
             _digits(self.p50_us),
             _digits(self.p99_us),
+            f"{self.half_width_percent:.1f}",
+            str(self.num_outliers),
         )
 
 

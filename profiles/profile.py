@@ -172,12 +172,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The curve of ``collective`` on ``link`` in a group of ``group_size`` ranks (1 for a copy).
 
         Raises:
-            PlanError: the profile has none; the message says which group sizes it has and how to measure this one.
+            PlanError: the profile has none; the message says what it has and what can be measured.
         """
-        try:
-            return self._by_key[collective, link, group_size]
-        except KeyError:
-            raise PlanError(self._missing(collective, link, group_size)) from None
+        curve = self.find(collective, link, group_size)
+        if curve is None:
+            raise PlanError(self._missing(collective, link, group_size))
+        return curve
+
+    def find(self, collective: str, link: Resource, group_size: int) -> Curve | None:
+        """As :meth:`curve`, but None where the profile has none."""
+        return self._by_key.get((collective, link, group_size))
 
     def _missing(self, collective: str, link: str, group_size: int) -> str:
         sizes = sorted(
@@ -188,10 +192,28 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         else:
             kinds = sorted({f"{curve.collective} on {curve.link}" for curve in self.curves})
             there = f"it has {', '.join(kinds) or 'no curves at all'}"
+        if (collective, link, group_size) in self._measurable():
+            advice = "Measure it on that cluster with `commlayer profile`, or plan with those"
+        else:
+            advice = (
+                "Plan with those: `commlayer profile` of this version measures groups of one rank on every node, and "
+                "whole nodes, only"
+            )
         return (
             f"profile {self.name!r} ({self.topology}): expected a curve of {collective} on {link} for group size "
-            f"{group_size}, got none; {there}. Measure it on that cluster with `commlayer profile`, or plan with those"
+            f"{group_size}, got none; {there}. {advice}"
         )
+
+    def _measurable(self) -> set[tuple[str, str, int]]:
+        """The curves that ``commlayer profile`` makes on a cluster of this shape."""
+        topology = Topology.parse(self.topology)
+        if not topology.is_uniform or topology.world_size == 1:
+            return set()  # it refuses those
+        nodes, ranks = topology.num_nodes, topology.ranks_per_node
+        if nodes == 1:
+            return {("all_to_all", "intra", ranks), ("copy", "device", 1)}
+        gather = {("all_gather", "intra", ranks)} if ranks > 1 else set()
+        return {("all_to_all", "inter", nodes), ("copy", "device", 1)} | gather
 
     def slowdown(self, resource: Resource, other: Resource) -> float:
         """How many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""

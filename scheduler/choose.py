@@ -6,14 +6,15 @@ decides alike without talking.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from commlayer.profiles.errors import PlanError
+from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, price
-from commlayer.scheduler.strategies import candidates
+from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["Decision", "Planner", "Policy", "choose"]
@@ -28,7 +29,10 @@ class Policy:
     """What the chooser may do.
 
     ``gather`` None follows the profile. ``tolerance`` None takes the profile's own error: a simpler plan is preferred
-    when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal.
+    when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal. Where there is
+    nothing to move the plan is flat, also if ``strategies`` lacks it.
+
+    Raises UsageError for a value out of its range.
     """
 
     strategies: tuple[Strategy, ...] = tuple(Strategy)
@@ -37,6 +41,27 @@ class Policy:
     gather: Gather | None = None
     interference: bool = True
     tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            "strategies": (
+                len(self.strategies) > 0 and all(isinstance(strategy, Strategy) for strategy in self.strategies),
+                f"one or more of Strategy's {', '.join(strategy.value for strategy in Strategy)}",
+            ),
+            "max_chunks": (self.max_chunks >= 1, "at least 1"),
+            "min_slice_bytes": (self.min_slice_bytes >= 0, "at least 0"),
+            "gather": (
+                self.gather is None or isinstance(self.gather, Gather),
+                "Gather.WHOLE, Gather.REMOTE, or None for the profile's",
+            ),
+            "tolerance": (
+                self.tolerance is None or 0 <= self.tolerance < math.inf,
+                "a fraction of at least 0, or None for the profile's error",
+            ),
+        }
+        for name, (sound, expected) in rules.items():
+            if not sound:
+                raise UsageError(f"Policy.{name}: expected {expected}, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +78,7 @@ class Decision:
     margin: float
     tolerance: float
     profile_name: str
+    policy: Policy
 
     @property
     def plan(self) -> Plan:
@@ -68,20 +94,31 @@ class Decision:
 
     def reason(self) -> str:
         """One sentence: why this plan."""
-        chosen = self.plan.name
+        return f"{self.plan.name}: {self._because()}"
+
+    def _because(self) -> str:
+        traffic = self.traffic
+        if len(self.candidates) == 1:
+            if traffic.logical_bytes == 0:
+                return "the only plan for this traffic (nothing to move)"
+            if can_drop(traffic):
+                return "the only plan that the policy allows"
+            crossing = f"group size {traffic.group_size} over {traffic.link.value}"
+            return f"the only plan for this traffic (replication {traffic.replication}, {crossing})"
+        where = f"bottleneck {self.bottleneck.value}"
         rivals = [rival for rival in self.candidates if rival.plan.strategy is not self.plan.strategy]
-        if not rivals:
-            return f"{chosen}: the only plan for this traffic (replication {self.traffic.replication})"
-        best = min(rivals, key=lambda rival: rival.total_us)
-        if self.margin < 0:
+        best = min(rivals or self.candidates, key=lambda rival: rival.total_us)
+        if best.total_us < self.predicted_us:
+            gain = 1.0 - best.total_us / self.predicted_us
+            limit = "the profile's own error" if self.policy.tolerance is None else "the policy's tolerance"
+            kind = "simpler plan" if rivals else "plan of fewer chunks"
             return (
-                f"{chosen}: {best.plan.name} is predicted {-self.margin:.1%} faster, which is less than the profile's "
-                f"own error of {self.tolerance:.1%}, so the simpler plan stays; bottleneck {self.bottleneck.value}"
+                f"{best.plan.name} is predicted {gain:.1%} faster, which is less than {limit} of {self.tolerance:.1%}, "
+                f"so the {kind} stays; {where}"
             )
-        return (
-            f"{chosen}: the next best, {best.plan.name}, is predicted {self.margin:.1%} slower; "
-            f"bottleneck {self.bottleneck.value}"
-        )
+        if not rivals:
+            return f"the fastest of {len(self.candidates)} plans that the policy allows; {where}"
+        return f"the best of another strategy, {best.plan.name}, is predicted {self.margin:.1%} slower; {where}"
 
 
 def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> Decision:
@@ -89,19 +126,20 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     policy = policy or Policy()
     gather = policy.gather or Gather(profile.gather)
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks)
-    priced = tuple(
-        price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in policy.strategies
-    )
+    allowed = policy.strategies if traffic.logical_bytes else (Strategy.FLAT,)
+    priced = tuple(price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in allowed)
     if not priced:
-        allowed = ", ".join(strategy.value for strategy in policy.strategies)
-        raise PlanError(f"no plan: the policy allows only {allowed}, and none of them applies to {traffic}")
+        names = ", ".join(strategy.value for strategy in allowed)
+        raise PlanError(
+            f"no plan: the policy allows only {names}, and none of them applies to {traffic}: allow flat too"
+        )
     tolerance = profile.error if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
     chosen = min(near, key=lambda timeline: (_SIMPLICITY[timeline.plan.strategy], timeline.plan.chunks))
     rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
-    return Decision(traffic, chosen, priced, margin, tolerance, profile.name)
+    return Decision(traffic, chosen, priced, margin, tolerance, profile.name, policy)
 
 
 class Planner:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
+from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step
 
 __all__ = ["ALIGN", "Copy", "Message", "Moves", "Region", "moves", "staging_bytes"]
 
@@ -113,7 +113,7 @@ class _Geometry:
         return Region(Buffer.STAGING, start + nth * size, start + (nth + 1) * size)
 
     def _exchange(self, tag: int, step: Step) -> Moves:
-        mine = 0 if self.plan.strategy is Strategy.FLAT else self.tp
+        mine = self.tp if self.t > 1 else 0  # with one slice nothing is dropped: every holder exchanges all of it
         landing: dict[int, Region] = {}
         for nth, block in enumerate(self.gathered):
             if step.target is Buffer.STAGING:

@@ -10,15 +10,20 @@ MoNTA's equations 8 to 11 and the closed forms of its algorithms follow from thi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.plan import Op, Plan
+from commlayer.scheduler.plan import Op, Plan, Strategy
 
 __all__ = ["Timeline", "price"]
+
+_NEVER = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +58,53 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
 
     Every step is looked up at its own (chunk's) size, copies included. Raises PlanError where the profile has no curve
     for an operation. ``interference=False`` prices resources as independent, which is what MoNTA's closed forms do.
+    A flat plan that a transport runs as one call of its own is timed by the curve ``all_to_all_single``, where there is
+    one; every other exchange by ``all_to_all``.
     """
     durations, is_extrapolated = _durations(plan, profile)
-    resources = {step.resource for step in plan.steps}
-    slow = {(a, b): profile.slowdown(a, b) for a in resources for b in resources if a is not b} if interference else {}
-    is_slowed = any(factor > 1.0 for factor in slow.values())
-    spans = _fluid(plan, durations, slow) if is_slowed else _independent(plan, durations)
+    kinds = tuple(dict.fromkeys([step.resource for step in plan.steps]))
+    companies = _companies(kinds, profile) if interference else None
+    spans = _fluid(plan, durations, companies) if companies else _independent(plan, durations)
     return Timeline(plan, tuple(spans), is_extrapolated)
 
 
 def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
     """Each step's time alone, µs, and whether one of them lies outside the measured sizes."""
-    known: dict[tuple[Op, float], float] = {}
+    sizes: dict[Op, float] = {}  # of the latest step of each operation: those of a plan are nearly all of one size
+    times: dict[Op, float] = {}
     is_extrapolated = False
     durations = []
     for step in plan.steps:
-        key = (step.op, step.bytes)
-        duration = known.get(key)
-        if duration is None:
-            link, size = _LINKS.get(step.op, plan.traffic.link), _group_size(step.op, plan)
-            curve = profile.curve(step.op.value, link, size)
-            duration = curve.at(step.bytes)
-            if plan.chunks > 1:
-                duration = max(duration, step.bytes * bus_factor(step.op.value, size) / (profile.peaks.of(link) * 1e3))
-            known[key] = duration
-            is_extrapolated = is_extrapolated or curve.is_extrapolated(step.bytes)
-        durations.append(duration)
+        op, size = step.op, step.bytes
+        if sizes.get(op) != size:
+            curve = _curve(op, size, plan, profile)
+            time_us = 0.0 if curve is None else curve.at(size)
+            if curve is not None:
+                is_extrapolated = is_extrapolated or curve.is_extrapolated(size)
+                if plan.chunks > 1:
+                    factor = bus_factor(curve.collective, curve.group_size)
+                    time_us = max(time_us, size * factor / (profile.peaks.of(curve.link) * 1e3))
+            sizes[op], times[op] = size, time_us
+        durations.append(times[op])
     return durations, is_extrapolated
 
 
-_LINKS = {Op.COPY: Resource.DEVICE, Op.ALL_GATHER: Resource.INTRA}
-
-
-def _group_size(op: Op, plan: Plan) -> int:
-    return {Op.COPY: 1, Op.ALL_GATHER: plan.traffic.replication}.get(op, plan.traffic.group_size)
+def _curve(op: Op, size: float, plan: Plan, profile: Profile) -> Curve | None:
+    """The curve that times an operation of ``size`` bytes; None for one that takes no time."""
+    traffic = plan.traffic
+    if size == 0:
+        return None
+    if op is Op.COPY:
+        return profile.curve("copy", Resource.DEVICE, 1)
+    if op is Op.ALL_GATHER:
+        return profile.curve("all_gather", Resource.INTRA, traffic.replication)
+    if traffic.group_size == 1:  # a rank alone copies its input, on whatever profile
+        return profile.find("all_to_all", traffic.link, 1) or profile.find("copy", Resource.DEVICE, 1)
+    if plan.strategy is Strategy.FLAT:
+        single = profile.find("all_to_all_single", traffic.link, traffic.group_size)
+        if single is not None and size <= single.bytes[-1]:  # above, the transport sends messages too
+            return single
+    return profile.curve("all_to_all", traffic.link, traffic.group_size)
 
 
 def _independent(plan: Plan, durations: Sequence[float]) -> list[tuple[float, float]]:
@@ -104,67 +122,92 @@ def _independent(plan: Plan, durations: Sequence[float]) -> list[tuple[float, fl
 
 
 def _fluid(  # noqa: C901  one flat loop: a call for each of its parts would be paid at every step
-    plan: Plan, durations: Sequence[float], slow: dict[tuple[Resource, Resource], float]
+    plan: Plan, durations: Sequence[float], companies: _Companies
 ) -> list[tuple[float, float]]:
     """List-schedule with interference. Written for speed (a plan is priced for every candidate of a decision):
 
-    resources are small integers, and the work left on each is scaled by how fast it shrinks in the present company.
+    resources are small integers, and for each is kept when its step will end. That changes only when the set of busy
+    resources does, and an idle resource is looked at only when the step that its next one waits for has ended.
     """
-    steps = plan.steps
-    kinds = list({step.resource: None for step in steps})
-    place = {resource: i for i, resource in enumerate(kinds)}
-    queues: list[list[int]] = [[] for _ in kinds]
-    for index in range(len(steps) - 1, -1, -1):
-        queues[place[steps[index].resource]].append(index)  # the head is popped from the end
-    stretches = _stretches(kinds, slow)
-    start, end = [0.0] * len(steps), [-1.0] * len(steps)
-    running = [-1] * len(kinds)  # the step that each resource works on
-    left = [0.0] * len(kinds)  # µs of undisturbed work left
-    everyone = range(len(kinds))
+    afters = [step.after for step in plan.steps]
+    heads, following = _queues(plan)
+    stretches, members = companies.stretches, companies.members
+    start, end = [0.0] * len(afters), [_NEVER] * len(afters)
+    running = heads.copy()  # the step that each busy resource works on
+    finish = [_NEVER] * len(heads)  # when that ends, if the company (``mask``) stays
+    sleepers: dict[int, tuple[int, ...]] = {}  # by step: the idle resources whose next one waits for it
+    woken = tuple(range(len(heads)))
+    mask = staying = 0  # sets of resources: those busy, and those of them whose step goes on
+    stretch = stretches[0]
     now = 0.0
     while True:
-        mask = 0
-        for k in everyone:
-            if running[k] < 0 and queues[k]:
-                index = queues[k][-1]
-                for earlier in steps[index].after:
-                    if end[earlier] < 0.0:
-                        break
-                else:
-                    running[k] = index
-                    left[k] = durations[index]
-                    start[index] = now
-                    queues[k].pop()
-            if running[k] >= 0:
-                mask |= 1 << k
-        if not mask:
+        busy = staying
+        begun = []
+        for k in woken:
+            index = heads[k]
+            if index < 0:
+                continue
+            for earlier in afters[index]:
+                if end[earlier] == _NEVER:
+                    sleepers[earlier] = (*sleepers.get(earlier, ()), k)
+                    break
+            else:
+                start[index] = now
+                running[k] = index
+                heads[k] = following[index]
+                busy |= 1 << k
+                begun.append(k)
+        if not busy:
             break
-        stretch = stretches[mask]
-        passed = min([left[k] * stretch[k] for k in everyone if running[k] >= 0])
-        now += passed
-        for k in everyone:
-            index = running[k]
-            if index >= 0:
-                left[k] -= passed / stretch[k]
-                if left[k] <= 1e-12 * durations[index]:
-                    end[index] = now
-                    running[k] = -1
-    if min(end, default=0.0) < 0.0:
+        if busy != mask:
+            changed = stretches[busy]
+            for k in members[staying]:
+                finish[k] = now + (finish[k] - now) / stretch[k] * changed[k]
+            mask, stretch = busy, changed
+        for k in begun:
+            finish[k] = now + durations[running[k]] * stretch[k]
+        now = min(finish)
+        k = finish.index(now)
+        end[running[k]] = now
+        finish[k] = _NEVER
+        staying = mask ^ 1 << k
+        woken = (*sleepers.pop(running[k], ()), k)
+    if sleepers:
         raise InternalError(f"the steps of {plan.name} wait for each other in a circle")
     return list(zip(start, end, strict=True))
 
 
-def _stretches(kinds: Sequence[Resource], slow: dict[tuple[Resource, Resource], float]) -> list[list[float]]:
-    """By the set of busy resources (a bit mask): how many times as long each of them takes."""
-    table = []
-    for mask in range(1 << len(kinds)):
-        busy = [resource for k, resource in enumerate(kinds) if mask >> k & 1]
-        row = []
-        for resource in kinds:
-            factor = 1.0
-            for other in busy:
-                if other is not resource:
-                    factor *= slow.get((resource, other), 1.0)
-            row.append(factor)
-        table.append(row)
-    return table
+def _queues(plan: Plan) -> tuple[list[int], list[int]]:
+    """The first step of each resource, and for each step the next one of its resource (or -1)."""
+    latest: dict[Resource, int] = {}
+    heads: list[int] = []
+    following = [-1] * len(plan.steps)
+    for index, step in enumerate(plan.steps):
+        if step.resource in latest:
+            following[latest[step.resource]] = index
+        else:
+            heads.append(index)
+        latest[step.resource] = index
+    return heads, following
+
+
+@dataclass(frozen=True, slots=True)
+class _Companies:
+    """By the set of busy resources, a bit mask: how many times as long each of them takes, and which they are."""
+
+    stretches: list[list[float]]
+    members: list[tuple[int, ...]]
+
+
+@lru_cache(maxsize=64)
+def _companies(kinds: tuple[Resource, ...], profile: Profile) -> _Companies | None:
+    """None where no resource slows another one down. Kept, because every candidate of a decision asks for the same."""
+    if all(profile.slowdown(a, b) == 1.0 for a in kinds for b in kinds):
+        return None
+    stretches: list[list[float]] = [[1.0] * len(kinds)]
+    members: list[tuple[int, ...]] = [()]
+    for k, other in enumerate(kinds):  # each set without k, and then the same with k
+        factors = [1.0 if resource is other else profile.slowdown(resource, other) for resource in kinds]
+        stretches += [[before * factor for before, factor in zip(row, factors, strict=True)] for row in stretches]
+        members += [(*busy, k) for busy in members]
+    return _Companies(stretches, members)

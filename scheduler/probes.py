@@ -7,11 +7,21 @@ from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.strategies import flat
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["copy_probe", "exchange_probe", "gather_probe", "side_by_side"]
+__all__ = ["copy_probe", "exchange_probe", "gather_probe", "one_call_probe", "side_by_side"]
 
 
 def exchange_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
-    """One all_to_all whose send buffer is about ``num_bytes`` (rounded up to what the group divides)."""
+    """One all_to_all by messages, whose send buffer is about ``num_bytes`` (rounded up to what the group divides).
+
+    Not a flat plan: a transport may run a small one of those as a call of the backend's own (see one_call_probe), which
+    no step of another plan is.
+    """
+    exchange = one_call_probe(num_bytes, group_size, link)
+    return _plan(exchange.traffic, exchange.steps, Gather.WHOLE)
+
+
+def one_call_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
+    """The flat plan of the same bytes: one call of the backend's own, where the transport has one for that size."""
     block = max(1, -(-num_bytes // group_size))
     return flat(Traffic(block * group_size, group_size, 1, link))
 
@@ -58,5 +68,5 @@ def _enclosing(num_bytes: int, group_size: int, replication: int, link: Resource
     return Traffic(block * group_size, group_size, replication, link)
 
 
-def _plan(traffic: Traffic, steps: tuple[Step, ...]) -> Plan:
-    return Plan(traffic, Strategy.HIERARCHICAL, 1, Gather.REMOTE, steps)
+def _plan(traffic: Traffic, steps: tuple[Step, ...], gather: Gather = Gather.REMOTE) -> Plan:
+    return Plan(traffic, Strategy.HIERARCHICAL, 1, gather, steps)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,26 @@ def test_doctor_without_a_profile_says_how_to_get_one() -> None:
     assert "commlayer profile -o" in found["What would be chosen", "profile"]["advice"]
     output = call("doctor").output
     assert "✓" in output
+
+
+def test_doctor_asks_for_the_versions_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["click>=999.1", "msgspec>=0.1", 'numpy>=999; extra == "dev"']
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: wanted)
+    status, found = findings()
+    assert status == 1
+    assert found["Versions", "click"]["advice"] == "too old: pip install 'click>=999.1'"
+    assert found["Versions", "msgspec"]["mark"] == "ok"
+    assert found["Versions", "numpy"]["mark"] == "ok"
+
+
+def test_doctor_without_metadata_knows_no_minimums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    status, found = findings()
+    assert status == 0
+    assert found["Versions", "click"]["mark"] == "ok"
 
 
 # emulate

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
+from commlayer.cli.launch import Place, emulation
 from commlayer.cli.main import main
-from commlayer.profiles.nccl_table import COLUMNS
+from commlayer.cli.profile import link_rates
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.measure import Point, summarize
+from commlayer.profiles.nccl_table import COLUMNS, Row
 from commlayer.profiles.profile import load_profile, parse_profile
+from commlayer.results import BenchResult
 from commlayer.testing.synthetic import synthetic_profile
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")
+PROGRAM = (sys.executable, "-c", "from commlayer.cli.main import main; main(prog_name='commlayer')")
 WAYS = {"torch.distributed", "flat", "hierarchical", "DeepSpeed drop/gather", "MoNTA released, 4 chunks"}
 
 
@@ -30,9 +39,8 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shell(*arguments: object, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: it forks ranks, and its stdout must hold nothing but its result."""
-    command = [sys.executable, "-c", "from commlayer.cli.main import main; main(prog_name='commlayer')"]
     result = subprocess.run(
-        [*command, *map(str, arguments)],
+        [*PROGRAM, *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -74,10 +82,15 @@ def test_profile_measures_and_writes_what_it_measured(tmp_path: Path) -> None:
     assert profile.peaks.inter_gbps == pytest.approx(0.25)  # 4 Gbit/s are 0.5 GB/s, shared by two ranks
     assert {(c.collective, c.link.value, c.group_size) for c in profile.curves} == {
         ("all_to_all", "inter", 2),
+        ("all_to_all_single", "inter", 2),
         ("all_gather", "intra", 2),
         ("copy", "device", 1),
     }
+    assert profile.environment["emulated"] == "netns"
+    assert "on an emulated cluster: 2x2, inter 4gbit a node, intra unshaped. " in profile.source
     table = json.loads(files["t.json"].read_text())
+    assert all(row["half_width_percent"] is None for row in table)  # three times have no interval, JSON no infinity
+    assert all(row["num_outliers"] in (0, 1) for row in table)
     assert [row["size_bytes"] for row in table if row["collective"] == "all_to_all"] == [16384, 65536]
     assert all(row["num_wrong"] == 0 for row in table)
     assert "<svg" in files["p.svg"].read_text()
@@ -93,15 +106,20 @@ def test_profile_prints_nccl_tests_columns() -> None:
 
 
 @pytest.mark.usefixtures("_quick")
-def test_bench_compares_every_way_with_torch(tmp_path: Path) -> None:
+def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     outputs = ("-o", tmp_path / "r.json", "--report", tmp_path / "r.html")
     common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1")
+    monkeypatch.setattr("commlayer.bench.environment", lambda: {"date": "the run's"})
     result = json.loads(here(*common, *SMALL, "--all-forms", *outputs, "--json"))
     assert result == json.loads((tmp_path / "r.json").read_text())
     assert (result["topology"], result["is_emulated"], result["inter"]) == ("2x2", True, "4gbit")
     assert [point["logical_bytes"] for point in result["points"]] == [16384, 65536]
+    rates = {"emulated": "netns", "inter": "4gbit", "intra": "unshaped", "delay_us": "0"}
+    assert result["environment"] == {"date": "the run's", **rates}
     for point in result["points"]:
+        # half of the buffer over 0.5 GB/s, which is not the rate of the made-up profile
+        assert point["wire_limit_us"] == pytest.approx(point["logical_bytes"] / 2 / 500)
         names = {row["name"] for row in point["rows"]}
         assert names >= WAYS | {"hierarchical whole"}
         assert sum(row["is_chosen"] for row in point["rows"]) == 1
@@ -113,17 +131,65 @@ def test_bench_without_namespaces_claims_no_speed(tmp_path: Path) -> None:
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     common = ("bench", "--emulate", "2x2", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
     result = shell(*common, COMMLAYER_EMULATION="loopback")
-    assert "no shaped links here" in result.stdout
+    assert "no links known to be shaped here" in result.stdout
+    assert "ratio" not in result.stdout
+    assert "inter" not in result.stdout.split("4 KiB a rank on 2x2")[1].splitlines()[0]
     assert "warning" in result.stderr or "loopback" in result.stderr
 
 
+def test_bench_runs_sizes_that_are_no_power_of_two(tmp_path: Path) -> None:
+    synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
+    common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1", "--json")
+    result = json.loads(shell(*common, "-b", "99999", "-e", "99999").stdout)
+    (point,) = result["points"]
+    assert point["logical_bytes"] == 100_000  # the nearest that two nodes divide
+    assert all(row["num_wrong"] == 0 for row in point["rows"])
+    assert {row["kind"] for row in point["rows"]} == {"torch", "plan"}  # 3125 tokens do not divide for the baselines
+
+
+def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> None:
+    synthetic_profile(nodes=2, ranks_per_node=1).save(tmp_path / "p.json")
+    cluster = ("emulate", "--nodes", "2", "--ranks-per-node", "1", "--inter", "4gbit", "--timeout", "60s", "--")
+    bench = ("bench", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
+    output = shell(*cluster, *PROGRAM, *bench, "-o", tmp_path / "r.json").stdout
+    assert "ratio" not in output
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (result["is_emulated"], result["inter"]) == (True, None)
+    assert result["environment"]["emulated"] == "netns"
+    assert [point["wire_limit_us"] for point in result["points"]] == [None]
+
+
 def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
-    program = [sys.executable, "-c", "from commlayer.cli.main import main; main(prog_name='commlayer')"]
     profile = ("profile", "-b", "4KiB", "-e", "4KiB", "-n", "2", "-o", tmp_path / "p.json", "--json")
     cluster = ("emulate", "--nodes", "2", "--ranks-per-node", "2", "--inter", "4gbit", "--timeout", "60s", "--")
-    measured = parse_profile(shell(*cluster, *program, *profile).stdout.encode(), "stdout")
-    assert (measured.topology, measured.kind) == ("2x2", "measured")
+    measured = parse_profile(shell(*cluster, *PROGRAM, *profile).stdout.encode(), "stdout")
+    assert (measured.name, measured.topology, measured.kind) == ("emulated-2x2", "2x2", "emulated")
+    assert "at rates not known here" in measured.source
     assert measured == load_profile(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("by", ["--emulate", "emulate"])
+def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str) -> None:
+    profile = ("-b", "4KiB", "-e", "4KiB", "-n", "2", "--json")
+    cluster = ("emulate", "--mode", "loopback", "--nodes", "2", "--ranks-per-node", "1", "--", *PROGRAM, "profile")
+    command = ("profile", "--emulate", "2x1", "--inter", "4gbit") if by == "--emulate" else cluster
+    measured = parse_profile(shell(*command, *profile, COMMLAYER_EMULATION="loopback").stdout.encode(), "stdout")
+    assert measured.kind == "emulated"
+    assert "on loopback, unshaped" in measured.source
+    assert "its times mean nothing" in measured.source
+    assert "None" not in measured.source
+    rates = {"emulated": "loopback", "inter": "unshaped", "intra": "unshaped", "delay_us": "0"}
+    assert rates.items() <= measured.environment.items()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, None), ("netns", "netns"), ("loopback", "loopback")])
+def test_the_ranks_say_what_is_emulated(
+    value: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("COMMLAYER_EMULATED", value)
+    assert emulation() == expected
+    assert link_rates(Place(None)) == ({} if value is None else link_rates(Place(None)) | {"emulated": value})
 
 
 @pytest.mark.usefixtures("_quick")
@@ -141,6 +207,81 @@ def test_demo_measures_proves_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     assert written["report.html"].count("<svg") >= 3
 
 
+@pytest.mark.usefixtures("_quick")
+def test_demo_on_loopback_compares_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlayer.cli.demo._SIZES", (4 << 10, 16 << 10))
+    monkeypatch.setattr("commlayer.cli.demo._MAX_CHUNKS", 2)
+    monkeypatch.setenv("COMMLAYER_EMULATION", "loopback")
+    # three nodes: the sizes are rounded to what they divide
+    result = CliRunner().invoke(main, ["demo", "--shape", "3x1", "-o", str(tmp_path)], prog_name="commlayer")
+    assert result.exit_code == 0, result.output
+    assert "3x1 on loopback" in result.stderr
+    assert "inter 400mbit" not in result.output
+    assert "ratio" not in result.stdout
+    assert "of torch.distributed's time" not in " ".join(result.stdout.split())
+    assert "quote no times, but every result is bit-equal" in result.stdout
+
+
+# What the numbers rest on
+
+
+class _Clock:
+    """A prober whose calls take the times that they return."""
+
+    def timed(self, way: Any) -> float:
+        return cast(float, way())
+
+
+def test_only_the_ratio_rests_on_the_rounds_of_the_pair_alone() -> None:
+    from commlayer import bench
+    from commlayer.scheduler import Traffic, choose
+
+    profile = synthetic_profile(nodes=2, ranks_per_node=4)
+    decision = choose(Traffic(1 << 20, 2, 4), profile)
+    name = decision.plan.name
+    clock = cast(Any, _Clock())
+    ways = {name: lambda: 1e3, bench._TORCH: lambda: 1e4}
+    more = bench._alternate_pair(name, cast(Any, ways), clock, rounds=3)
+    assert more == [0.1] * len(more)
+    assert len(more) == min(bench._MAX_PAIR_ROUNDS - 3, math.ceil(bench._PAIR_BUDGET_US / 1.1e4))
+    common = {name: [4e3, 6e3, 5e3], bench._TORCH: [1e4, 1e4, 1e4]}
+    row = bench._row(name, common, more, 0, decision.plan, decision, profile)
+    assert (row.p50_us, row.min_us, row.max_us, row.rounds) == (5e3, 4e3, 6e3, 3)
+    assert row.ratio == pytest.approx(0.1)
+    assert row.ratio_rounds == 3 + len(more)
+    torch_row = bench._row(bench._TORCH, common, [], 0, None, decision, profile)
+    assert (torch_row.ratio, torch_row.rounds, torch_row.ratio_rounds) == (1.0, 3, 3)
+
+
+def test_progress_compares_only_what_compares() -> None:
+    from commlayer.cli.bench import _latest
+
+    row = {"kind": "plan", "p50_us": 1.0, "min_us": 1.0, "max_us": 1.0, "ratio": 0.5, "ratio_low": 0.5}
+    row |= {"name": "flat", "ratio_high": 0.5, "num_wrong": 0, "rounds": 1, "ratio_rounds": 1, "is_chosen": True}
+    content = {
+        "topology": "2x2",
+        "profile": "p",
+        "fingerprint": "f",
+        "is_emulated": True,
+        "inter": "1gbit",
+        "intra": None,
+    }
+    points = [{"logical_bytes": 4096, "wire_limit_us": None, "reason": "", "rows": [row]}]
+    result = msgspec.convert({**content, "environment": {}, "points": points}, BenchResult)
+    assert _latest(result) == "4 KiB: flat takes 0.50 of torch's time"
+    assert "torch" not in _latest(msgspec.structs.replace(result, inter=None))
+
+
+def test_the_table_says_how_well_the_median_is_known() -> None:
+    def cells(*times_us: float) -> dict[str, str]:
+        point = Point("all_to_all", Resource.INTER, 2, 4096, summarize(times_us))
+        return dict(zip(COLUMNS, Row.of(point).cells(), strict=True))
+
+    assert (cells(100, 101, 99)["±%"], cells(100, 101, 99)["out"]) == ("inf", "0")
+    many = cells(*(100.0 + k / 2 for k in range(10)), 1000.0)
+    assert (many["±%"], many["out"]) == ("2.0", "1")
+
+
 # What is refused, before anything runs
 
 
@@ -149,6 +290,21 @@ def test_a_cluster_command_without_a_cluster_says_how_to_get_one() -> None:
         words = refused(command)
         assert "torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer" in words
         assert "--emulate 2x4" in words
+
+
+def test_the_library_refuses_sizes_that_do_not_divide() -> None:
+    from commlayer.bench import check_sizes
+
+    check_sizes([4, 100_000], 2)
+    with pytest.raises(UsageError, match="multiples of 4 bytes; the nearest is 100000"):
+        check_sizes([4, 99_999], 2)
+
+
+@pytest.mark.parametrize(("size", "near"), [(1, 4), (3, 4), (5, 4), (100_002, 100_004), (4, 4)])
+def test_the_nearest_size_that_divides(size: int, near: int) -> None:
+    from commlayer.bench import nearest_size
+
+    assert nearest_size(size, 2) == near
 
 
 def test_rates_without_an_emulated_cluster_are_refused() -> None:

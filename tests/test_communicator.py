@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from commlayer.profiles.errors import (
     DisagreementError,
     GroupError,
     PeerError,
+    PlanError,
     ProfileMismatchError,
     ProfileNotFoundError,
     SettingsError,
@@ -459,12 +462,191 @@ def test_a_rank_that_never_calls_ends_in_a_timeout_that_names_it(emulated_cluste
             assert "rank 2 did not answer within 1.5 s" in text, (rank, text)
 
 
-def test_a_misspelt_variable_is_an_error(emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COMMLAYER_PROFIL", "x")
-
+def test_a_misspelt_variable_is_an_error(emulated_cluster: ClusterFactory) -> None:
     def job() -> None:
+        os.environ["COMMLAYER_PROFIL"] = "x"
         start()
 
     with pytest.raises(RanksFailedError, match="did you mean COMMLAYER_PROFILE") as caught:
         emulated_cluster(nodes=2, ranks_per_node=1).run(job)
     assert isinstance(caught.value.__cause__, SettingsError)
+
+
+def test_ranks_in_unequal_numbers_of_groups_find_each_other(emulated_cluster: ClusterFactory) -> None:
+    """As in any trainer: here node leaders have a group that the others are not in."""
+
+    def job() -> None:
+        dist.init_process_group("gloo")
+        dist.new_group([0, 2])
+        ep_group, tp_group = world_groups(discover_topology())
+        for _ in range(2):
+            with Communicator(ep_group, tp_group, profile=synthetic_profile(ranks_per_node=2), timeout_s=10.0) as it:
+                check_all_plans(it, ep_group, tokens(it, (4, 1000), torch.float32))
+
+    emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
+def test_a_plan_for_other_traffic_is_refused(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        communicator, ep_group, _ = start()
+        x = torch.arange(4096, dtype=torch.int16).view(4, -1)
+        half = build(Traffic(4096, 2, 2), Strategy.HIERARCHICAL)
+        whole = build(Traffic(8192, 2, 2), Strategy.HIERARCHICAL)
+        for call in (
+            lambda: communicator.all_to_all(x, plan=half),
+            lambda: communicator.all_to_all(x, plan=whole, replicated=False),
+            lambda: communicator.trace(x, half),
+        ):
+            name, text = raised(call)
+            assert name == PlanError.__name__, text
+            assert "was built for" in text
+        assert torch.equal(communicator.all_to_all(x, plan=whole), by_torch(x, ep_group).view(x.dtype).view_as(x))
+        communicator.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
+def test_conjugate_and_negative_views_are_resolved(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        communicator, ep_group, _ = start()
+        x = torch.randn(4, 10, dtype=torch.complex64, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+        for view in (x.conj(), x.conj().imag):
+            got = communicator.all_to_all(view)
+            expected = torch.empty(view.shape, dtype=view.dtype)
+            dist.all_to_all_single(expected, view.resolve_conj().resolve_neg().contiguous(), group=ep_group)
+            assert torch.equal(got, expected)
+        communicator.close()
+
+    emulated_cluster(nodes=2, ranks_per_node=2).run(job)
+
+
+def test_a_rank_without_a_profile_is_named_by_the_others_at_once(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str, float]:
+        dist.init_process_group("gloo")
+        ep_group, tp_group = world_groups(discover_topology())
+        mine = "missing.json" if dist.get_rank() == 3 else synthetic_profile(ranks_per_node=2)
+        begin = time.monotonic()
+        outcome = raised(lambda: Communicator(ep_group, tp_group, profile=mine, timeout_s=30.0))
+        dist.barrier()  # nobody left early
+        return *outcome, time.monotonic() - begin
+
+    for rank, (name, text, waited) in enumerate(emulated_cluster(nodes=2, ranks_per_node=2).run(job)):
+        assert name == ("ProfileNotFoundError" if rank == 3 else "ClusterError"), text
+        assert "missing.json" in text
+        assert rank == 3 or "rank 3" in text
+        assert waited < 15.0  # not the timeout
+
+
+def test_a_rank_that_does_not_come_to_make_one_is_missed_within_the_timeout(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str]:
+        dist.init_process_group("gloo")
+        ep_group, tp_group = world_groups(discover_topology())
+        if dist.get_rank() == 1:
+            time.sleep(3.0)
+            return "absent", ""
+        return raised(
+            lambda: Communicator(ep_group, tp_group, profile=synthetic_profile(ranks_per_node=1), timeout_s=1.0)
+        )
+
+    name, text = emulated_cluster(nodes=2, ranks_per_node=1).run(job)[0]
+    assert name == CollectiveTimeoutError.__name__
+    assert "ranks [0, 1] did not all come to make a Communicator within 1 s" in text
+
+
+@pytest.mark.parametrize("where", ["in the body", "in the call"])
+def test_a_rank_that_raises_tells_the_others_why(emulated_cluster: ClusterFactory, where: str) -> None:
+    def job() -> tuple[str, str, float]:
+        communicator, _, _ = start(timeout_s=30.0)
+        x = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+        begin = time.monotonic()
+
+        def body() -> None:
+            with communicator:
+                if dist.get_rank() == 1:
+                    if where == "in the body":
+                        raise ValueError("boom")
+                    communicator._executor._stage = fail  # type: ignore[method-assign, assignment]
+                    communicator._executor._start = fail  # type: ignore[method-assign, assignment]
+                communicator.all_to_all(x)
+
+        def fail(*_: object) -> None:
+            raise ValueError("boom")
+
+        outcome = raised(body)
+        waited = time.monotonic() - begin
+        time.sleep(1.0)  # the process stays: nobody learns of it by a closed socket
+        return *outcome, waited
+
+    for rank, (name, text, waited) in enumerate(emulated_cluster(nodes=2, ranks_per_node=2).run(job)):
+        assert waited < 15.0, (rank, waited)
+        if rank == 1:
+            assert (name, text) == ("ValueError", "boom")
+        else:
+            assert name == PeerError.__name__, (rank, text)
+            assert "rank 1 left with ValueError: boom" in text, (rank, text)
+
+
+def test_whoever_calls_first_does_not_blame_an_innocent_rank(emulated_cluster: ClusterFactory) -> None:
+    """Rank 2 is absent. Rank 1 starts first and waits for ranks 0 and 3, which start later and wait for rank 2."""
+
+    def job() -> tuple[str, str]:
+        communicator, _, _ = start(timeout_s=1.5)
+        if dist.get_rank() == 2:
+            time.sleep(6.0)
+            return "absent", ""
+        time.sleep(0.0 if dist.get_rank() == 1 else 0.4)
+        return raised(lambda: communicator.all_to_all(torch.zeros(2, 1 << 20, dtype=torch.uint8)))
+
+    for rank, (name, text) in enumerate(emulated_cluster(nodes=2, ranks_per_node=2).run(job)):
+        if rank != 2:
+            assert name in (CollectiveTimeoutError.__name__, PeerError.__name__), (rank, name, text)
+            assert text.startswith("rank 2 "), (rank, text)
+
+
+def test_of_more_than_two_ranks_in_one_call_the_dead_one_is_named(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str]:
+        communicator, _, _ = start(timeout_s=10.0)
+        x = torch.zeros(4, 100, dtype=torch.uint8)
+        communicator.all_to_all(x)
+        dist.barrier()
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return raised(lambda: communicator.all_to_all(x))
+
+    outcomes = emulated_cluster(nodes=4, ranks_per_node=1).run(job, check=False, grace_s=15.0)
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            name, text = outcome.value
+            assert name == PeerError.__name__, text
+            assert text.startswith("rank 2 died"), (outcome.rank, text)
+
+
+def test_a_failed_trace_breaks_the_communicator(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[tuple[str, str]]:
+        communicator, _, _ = start(timeout_s=1.0)
+        if dist.get_rank() == 1:
+            time.sleep(3.0)
+            return []
+        x = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+        outcomes = [raised(lambda: communicator.trace(x))]
+        outcomes += [raised(call) for call in (lambda: communicator.trace(x), lambda: communicator.all_to_all(x))]
+        communicator.close()
+        return [*outcomes, raised(lambda: communicator.trace(x))]
+
+    first, *broken, closed = emulated_cluster(nodes=2, ranks_per_node=1).run(job)[0]
+    assert first[0] == CollectiveTimeoutError.__name__
+    assert "rank 1 did not answer" in first[1]
+    for name, text in broken:
+        assert name == "ClusterError"
+        assert "broken by an earlier failure" in text
+    assert "closed" in closed[1]
+
+
+def test_a_pending_call_does_not_keep_a_dead_program_alive() -> None:
+    code = """
+import time
+from commlayer.work import OrderedQueue
+OrderedQueue("test").submit(time.sleep, 60)
+raise SystemExit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 7

@@ -54,6 +54,7 @@ def fake_row(name: str, kind: str, p50_us: float, torch_us: float, **fields: obj
         ratio_high=ratio * 1.05,
         num_wrong=0,
         rounds=7,
+        ratio_rounds=7,
         **fields,  # type: ignore[arg-type]
     )
 
@@ -279,6 +280,16 @@ def test_report_of_loopback_compares_nothing(tmp_path: Path) -> None:
     assert "bit-equal" in text
 
 
+@pytest.mark.parametrize(
+    ("is_emulated", "inter", "compares"),
+    [(True, "400mbit", True), (True, None, False), (False, None, True)],
+)
+def test_only_emulation_without_a_known_wire_is_not_comparable(
+    is_emulated: bool, inter: str | None, compares: bool
+) -> None:
+    assert fake_result(is_emulated=is_emulated, inter=inter).is_comparable is compares
+
+
 def test_report_of_an_empty_run(tmp_path: Path) -> None:
     page = _Page(report(tmp_path, points=()))
     assert page.open == []
@@ -290,7 +301,10 @@ def test_report_shouts_about_wrong_bits(tmp_path: Path) -> None:
     point = fake_point(2**20)
     rows = tuple(msgspec.structs.replace(row, num_wrong=3) if row.is_chosen else row for row in point.rows)
     text = report(tmp_path, points=(msgspec.structs.replace(point, rows=rows),))
-    assert "not equal" in "".join(_Page(text).text)
+    words = "".join(_Page(text).text)
+    assert "3bytes not equal to torch's, the most on any rank" in words
+    assert "3 bytes not equal" in words
+    assert "elements" not in words
 
 
 def test_report_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

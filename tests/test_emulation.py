@@ -166,10 +166,8 @@ def network_after_a_moment() -> str:
 
 
 @cluster_test
-def test_starting_2x8_takes_less_than_a_second(netns_cluster: ClusterFactory) -> None:
-    start = time.monotonic()
+def test_2x8_starts_every_rank(netns_cluster: ClusterFactory) -> None:
     assert netns_cluster(2, 8, inter="400mbit").run(rank) == list(range(16))
-    assert time.monotonic() - start < 1.0
 
 
 @cluster_test

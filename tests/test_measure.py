@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.profiles.errors import UsageError
+from commlayer import profiler
+from commlayer.executor import Executor
+from commlayer.groups import discover_topology
+from commlayer.profiler import Prober, SweepOptions, measure_cluster, num_points
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import ClusterError, CommlayerError, TopologyError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import (
     COLUMNS,
@@ -21,6 +31,11 @@ from commlayer.profiles.measure import (
     summarize,
     sweep,
 )
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.probes import exchange_probe, one_call_probe
+from commlayer.testing.plugin import ClusterFactory
 
 UNHURRIED = settings(deadline=None)  # a busy machine is no failure
 
@@ -179,7 +194,8 @@ def test_a_row_has_nccl_tests_columns() -> None:
     row = Row.of(point, dtype="bfloat16", element_bytes=2, num_wrong=0)
     assert row.algbw_gbps == pytest.approx(160)
     assert row.busbw_gbps == pytest.approx(140)
-    assert row.cells() == ("64000000", "32000000", "bfloat16", "400.0", "160.0", "140.0", "0", "400.0", "400.0")
+    rates, times, quality = ("400.0", "160.0", "140.0"), ("400.0", "400.0"), ("0.0", "0")
+    assert row.cells() == ("64000000", "32000000", "bfloat16", *rates, "0", *times, *quality)
     assert len(row.cells()) == len(COLUMNS)
     assert Row.of(point).cells()[6] == "N/A"
 
@@ -222,3 +238,163 @@ def test_interference_by_example() -> None:
     assert interference(10, 20, 15, 25) == (1.5, 1.5)
     # one after the other: b stood still while a ran
     assert interference(10, 10, 10, 20) == (1.0, MAX_SLOWDOWN)
+
+
+# The profiler, on the ranks of emulated clusters
+
+
+_QUICK = {"max_bytes": 1 << 20, "factor": 4.0, "interference_rounds": 1, "timeout_s": 20.0}
+
+
+def options(**changes: Any) -> SweepOptions:
+    repeats = Repeats(warmup=0, min_repeats=2, max_repeats=2)
+    return SweepOptions(**{**_QUICK, "repeats": repeats, **changes})
+
+
+def join() -> Topology:
+    """On a rank: enter the world."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return discover_topology()
+
+
+def profiled() -> tuple[Profile, int, list[tuple[str, int, int]]]:
+    profiler._INTERFERENCE_BYTES = 1 << 16  # what comes of it is not looked at
+    topology = join()
+    seen: list[tuple[str, int, int]] = []
+
+    def on_point(point: Point, wrong: int) -> None:
+        seen.append((point.collective, point.nbytes, wrong))
+
+    profile = measure_cluster(
+        options(), name="p", kind="emulated", source="a test", topology=topology, on_point=on_point
+    )
+    return profile, num_points(options(), topology), seen
+
+
+@pytest.mark.cluster
+def test_messages_and_the_one_call_have_curves_of_their_own(emulated_cluster: ClusterFactory) -> None:
+    for profile, announced, seen in emulated_cluster(2, 2).run(profiled):
+        sizes = {curve.key: curve.bytes for curve in profile.curves}
+        assert sizes == {
+            ("all_to_all", Resource.INTER, 2): (4096, 16384, 65536, 262144, 1 << 20),
+            ("all_to_all_single", Resource.INTER, 2): (4096, 16384, 65536),  # above, a flat exchange is messages too
+            ("all_gather", Resource.INTRA, 2): (4096, 16384, 65536, 262144),
+            ("copy", Resource.DEVICE, 1): (4096, 16384, 65536, 262144),
+        }
+        assert len(profile.interference) == 6
+        assert announced == len(seen) == sum(map(len, sizes.values()))
+        assert all(wrong == 0 for _, _, wrong in seen)
+
+
+def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
+    curves = [
+        Curve("all_to_all", Resource.INTER, 2, (1 << 20, 1 << 22), (1000.0, 4000.0)),
+        Curve("all_to_all_single", Resource.INTER, 2, (1024,), (1000.0,)),  # slow, and last of its link
+        Curve("all_gather", Resource.INTRA, 4, (1 << 20, 1 << 22), (1000.0, 4000.0)),
+        Curve("copy", Resource.DEVICE, 1, (1 << 20, 1 << 22), (1000.0, 4000.0)),
+    ]
+    assert profiler._peaks(curves, options()).inter_gbps == pytest.approx((1 << 20) / 2 / 1000 / 1e3)
+    probed: list[tuple[int, ...]] = []
+
+    def ends(plan: Plan, rounds: int) -> dict[Resource, float]:
+        assert rounds == 7
+        probed.append(tuple(sum(step.resource is resource for step in plan.steps) for resource in Resource))
+        return dict.fromkeys(Resource, 1.0)
+
+    grid = SimpleNamespace(ep_ranks=(0, 4), tp_ranks=(0, 1, 2, 3), link=Resource.INTER)
+    prober: Any = SimpleNamespace(grid=grid, device="cpu", ends=ends)
+    profiler._interference(prober, curves, 7)
+    # 4 MiB gathered and copied take 4 ms each, the exchange of a slice of 2 MiB takes 2 ms: twice as many keep up
+    assert (2, 1, 0, 0) in probed
+    assert (2, 0, 1, 0) in probed
+    assert (0, 1, 1, 0) in probed
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "expected"),
+    [
+        ("2x4", {}, 5 + 3 + 4 + 4),
+        ("2x1", {}, 5 + 3 + 4),
+        ("1x4", {}, 5 + 3 + 4),
+        ("3x2", {}, 5 + 3 + 4 + 4),
+        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1),  # too large for the one call
+        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1),
+        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1),  # rounded up to a multiple of 3
+    ],
+)
+def test_the_number_of_points_is_known_before(shape: str, changes: dict[str, int], expected: int) -> None:
+    assert num_points(options(**changes), Topology.parse(shape)) == expected
+
+
+def moved_by_hand(size: int) -> tuple[list[bool], int, int]:
+    """Which probe is one call; the wrong bytes of a sound exchange of messages, and of one that moves nothing."""
+    with Prober(join(), 20.0) as prober:
+        plans = [make(size, 2, Resource.INTER) for make in (exchange_probe, one_call_probe)]
+        calls = [prober.is_one_call(plan) for plan in plans]
+        sound = prober.check(plans[0])
+        prober.executor.run = lambda *_: None  # type: ignore[method-assign]
+        return calls, sound, prober.check(plans[0])
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("size", [2, 4096])
+def test_small_exchanges_by_messages_are_checked(emulated_cluster: ClusterFactory, size: int) -> None:
+    for calls, sound, broken in emulated_cluster(2, 2).run(moved_by_hand, size):
+        assert calls == [False, True]
+        assert sound == 0
+        assert broken > 0
+
+
+def measured_on_a_broken_link() -> str:
+    topology = join()
+    Executor.run = lambda *_: None  # type: ignore[method-assign]
+    try:
+        measure_cluster(options(), name="p", kind="emulated", source="a test", topology=topology)
+    except ClusterError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.cluster
+def test_wrong_bytes_end_the_sweep_with_advice(emulated_cluster: ClusterFactory) -> None:
+    began = time.monotonic()
+    for message in emulated_cluster(2, 1).run(measured_on_a_broken_link):
+        assert "all_to_all of 4096 bytes delivered" in message
+        assert "Look for a faulty card, cable or driver" in message
+    assert time.monotonic() - began < 20  # closing would have waited for the timeout
+
+
+def failing_probe() -> tuple[str, float, set[str]]:
+    """Rank 0 fails between two calls, the others wait for it in the second."""
+    topology = join()
+    probers = [Prober(topology, 20.0) for _ in range(2)]  # kept: to drop one would tear what its peers still connect
+    keys = {prober.executor.transport.board.key for prober in probers}  # type: ignore[attr-defined]
+    plan = exchange_probe(4096, 2, Resource.INTER)
+    try:
+        with Prober(topology, 20.0) as prober:
+            buffers = prober._buffers(plan)
+            prober.executor.run(plan, *buffers)
+            dist.barrier()
+            began = time.monotonic()
+            if dist.get_rank() == 0:
+                raise ZeroDivisionError("mine")
+            prober.executor.run(plan, *buffers)
+    except (ZeroDivisionError, CommlayerError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began, keys
+    return "no error", 0.0, keys
+
+
+@pytest.mark.cluster
+def test_a_failing_probe_keeps_its_error_and_wakes_the_others(emulated_cluster: ClusterFactory) -> None:
+    (first, own_s, keys), (second, woken_s, _) = emulated_cluster(2, 1).run(failing_probe)
+    assert first == "ZeroDivisionError: mine"
+    assert second.startswith("PeerError: rank 0 left with ZeroDivisionError: mine")
+    assert own_s < 5
+    assert woken_s < 5  # of 20 s timeout
+    assert len(keys) == 2  # a board each: what one Prober reports is not read by the next
+
+
+def test_a_cluster_of_one_rank_is_told_how_to_be_larger() -> None:
+    with pytest.raises(TopologyError, match=r"two ranks or more, got one.*start more, for example `torchrun"):
+        measure_cluster(options(), name="p", kind="measured", source="", topology=Topology.parse("1x1"))

@@ -146,10 +146,35 @@ def test_curves_are_found_by_collective_link_and_group() -> None:
 def test_a_missing_curve_says_what_there_is_and_how_to_get_it() -> None:
     with pytest.raises(PlanError, match=r"'test' \(2x4\).*group size 8.*group size 2, 4\b.*`commlayer profile`"):
         make().curve("all_to_all", INTER, 8)
+    assert make().find("all_to_all", INTER, 8) is None
     with pytest.raises(PlanError, match=r"all_gather on intra.*it has all_to_all on inter, copy on device"):
         make().curve("all_gather", INTRA, 4)
     with pytest.raises(PlanError, match="no curves at all"):
         make(curves=[]).curve("all_gather", INTRA, 4)
+
+
+@pytest.mark.parametrize(
+    ("topology", "collective", "link", "group_size", "is_measured"),
+    [
+        ("2x4", "all_to_all", INTER, 2, True),
+        ("2x4", "all_gather", INTRA, 4, True),
+        ("2x4", "copy", DEVICE, 1, True),
+        ("1x4", "all_to_all", INTRA, 4, True),
+        ("2x4", "all_to_all", INTRA, 4, False),
+        ("4x4", "all_to_all", INTER, 2, False),
+        ("2x4", "all_gather", INTRA, 2, False),
+        ("1x4", "all_gather", INTRA, 4, False),
+        ("2x1", "all_gather", INTRA, 1, False),
+        ("3+4", "copy", DEVICE, 1, False),
+    ],
+)
+def test_a_missing_curve_advises_to_measure_only_what_the_profiler_measures(
+    topology: str, collective: str, link: Resource, group_size: int, is_measured: bool
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        make(topology=topology, curves=[]).curve(collective, link, group_size)
+    assert ("Measure it on that cluster" in str(caught.value)) == is_measured
+    assert ("groups of one rank on every node, and whole nodes, only" in str(caught.value)) != is_measured
 
 
 def test_slowdowns_are_directed_and_one_by_default() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.profiles.errors import InternalError, PlanError
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import InternalError, PlanError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.profile import Interference
+from commlayer.profiles.profile import Interference, Profile
 from commlayer.scheduler import (
     Gather,
     Op,
@@ -23,7 +27,9 @@ from commlayer.scheduler import (
     moe_bytes,
     price,
 )
+from commlayer.scheduler.moves import moves
 from commlayer.scheduler.plan import Buffer
+from commlayer.scheduler.probes import exchange_probe, one_call_probe
 from commlayer.testing.synthetic import synthetic_profile
 
 positive = st.floats(0.1, 1e4)
@@ -90,6 +96,143 @@ def test_interference_of_one_is_none_and_more_is_slower() -> None:
     assert price(plan, profile, interference=False).total_us == pytest.approx(alone, rel=1e-12)
 
 
+def reference_fluid(
+    plan: Plan, durations: list[float], slow: dict[tuple[Resource, Resource], float]
+) -> list[tuple[float, float]]:
+    """What ``price`` does where resources interfere, in its plainest form: at every event look at everything anew."""
+    waiting: dict[Resource, list[int]] = {}
+    for index, step in enumerate(plan.steps):
+        waiting.setdefault(step.resource, []).append(index)
+    start, end = [0.0] * len(plan.steps), [-1.0] * len(plan.steps)
+    running: dict[Resource, int] = {}
+    left: dict[Resource, float] = {}  # µs of undisturbed work
+    now = 0.0
+    while True:
+        for resource, queue in waiting.items():
+            if resource not in running and queue and all(end[earlier] >= 0 for earlier in plan.steps[queue[0]].after):
+                index = running[resource] = queue.pop(0)
+                left[resource], start[index] = durations[index], now
+        if not running:
+            return list(zip(start, end, strict=True))
+        stretch = {a: math.prod(slow.get((a, b), 1.0) for b in running if b is not a) for a in running}
+        passed = min(left[resource] * stretch[resource] for resource in running)
+        now += passed
+        for resource, index in list(running.items()):
+            left[resource] -= passed / stretch[resource]
+            if left[resource] <= 1e-12 * durations[index]:
+                end[index] = now
+                del running[resource]
+
+
+LINKS = (Resource.INTER, Resource.INTRA, Resource.DEVICE)
+SLOWDOWNS = st.one_of(st.just(1.0), st.floats(1.0, 5.0))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    block=st.integers(1, 10**8),
+    e=st.integers(2, 8),
+    t=st.integers(2, 8),
+    strategy=st.sampled_from(Strategy),
+    chunks=st.integers(1, 40),
+    gather=st.sampled_from(Gather),
+    alphas=st.tuples(positive, positive, positive),
+    betas=st.tuples(positive, positive, positive),
+    factors=st.lists(SLOWDOWNS, min_size=6, max_size=6),
+)
+def test_price_with_interference_agrees_with_the_plain_loop(
+    block: int,
+    e: int,
+    t: int,
+    strategy: Strategy,
+    chunks: int,
+    gather: Gather,
+    alphas: tuple[float, ...],
+    betas: tuple[float, ...],
+    factors: list[float],
+) -> None:
+    slow = dict(zip([(a, b) for a in LINKS for b in LINKS if a is not b], factors, strict=True))
+    profile = synthetic_profile(
+        dict(zip(LINKS, alphas, strict=True)),
+        dict(zip(LINKS, betas, strict=True)),
+        nodes=e,
+        ranks_per_node=t,
+        interference=[Interference(a, b, factor) for (a, b), factor in slow.items()],
+    )
+    plan = build(Traffic(e * block, e, t), strategy, chunks, gather)
+    alone = price(plan, profile, interference=False).spans
+    expected = reference_fluid(plan, [end - start for start, end in alone], slow)
+    total = max(end for _, end in expected)
+    for got, wanted in zip(price(plan, profile).spans, expected, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-9, abs=1e-9 * total)
+
+
+def test_steps_that_end_together_and_steps_of_no_length_are_priced_as_by_the_plain_loop() -> None:
+    ops = {Resource.INTER: Op.ALL_TO_ALL, Resource.INTRA: Op.ALL_GATHER, Resource.DEVICE: Op.COPY}
+    graph = [("inter", ()), ("intra", ()), ("device", (0, 1)), ("inter", (1,)), ("intra", (2,)), ("device", (3, 4))]
+    slow = {(a, b): 1.5 for a in LINKS for b in LINKS if a is not b}
+    profile = synthetic_profile(
+        dict.fromkeys(LINKS, 1.0),
+        dict.fromkeys(LINKS, 1.0),
+        interference=[Interference(a, b, factor) for (a, b), factor in slow.items()],
+    )
+    for sizes in ([64] * 6, [64, 64, 0, 0, 64, 64], [0] * 6, [64, 256, 0, 1024, 64, 4096]):
+        steps = tuple(
+            Step(ops[Resource(link)], Resource(link), 0, float(size), after, Buffer.OUTPUT, Buffer.OUTPUT)
+            for (link, after), size in zip(graph, sizes, strict=True)
+        )
+        plan = Plan(Traffic(8, 2, 4), Strategy.HIERARCHICAL, 1, Gather.REMOTE, steps)
+        durations = [1.0 + size if size else 0.0 for size in sizes]
+        for got, wanted in zip(price(plan, profile).spans, reference_fluid(plan, durations, slow), strict=True):
+            assert got == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def with_one_call(profile: Profile, *, bytes_: tuple[int, ...], time_us: tuple[float, ...]) -> Profile:
+    return profile.replace(curves=(*profile.curves, Curve("all_to_all_single", Resource.INTER, 2, bytes_, time_us)))
+
+
+def test_a_small_flat_plan_is_priced_as_the_one_call_that_it_is() -> None:
+    messages = synthetic_profile()
+    both = with_one_call(messages, bytes_=(1024, 4096), time_us=(20.0, 30.0))
+
+    def us(plan: Plan, profile: Profile) -> float:
+        return price(plan, profile).total_us
+
+    for size, expected in ((1024, 20.0), (4096, 30.0)):
+        flat = build(Traffic(size, 2, 4), Strategy.FLAT)
+        assert us(flat, both) == expected
+        assert us(flat, messages) == pytest.approx(100 + size / 50)
+    assert not price(build(Traffic(4096, 2, 4), Strategy.FLAT), both).is_extrapolated
+    for size in (4098, 2**20):  # above the largest that was measured, a flat plan runs as messages
+        flat = build(Traffic(size, 2, 4), Strategy.FLAT)
+        assert us(flat, both) == us(flat, messages) > 100
+    for strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED, Strategy.PIPELINED_COPY):  # steps are messages
+        plan = build(Traffic(4096, 2, 4), strategy, 2)
+        assert us(plan, both) == us(plan, messages)
+    wider = both.replace(topology="4x4", curves=synthetic_profile(nodes=4).curves + both.curves[3:])
+    assert us(build(Traffic(4096, 4, 4), Strategy.FLAT), wider) > 100  # the curve of another group size does not count
+
+
+def test_a_cheaper_one_call_can_turn_the_choice() -> None:
+    traffic = Traffic(2**15, 2, 4)
+    profile = synthetic_profile()
+    assert choose(traffic, profile).plan.strategy is not Strategy.FLAT
+    cheap = with_one_call(profile, bytes_=(2**10, 2**17), time_us=(20.0, 80.0))
+    assert choose(traffic, cheap).plan.strategy is Strategy.FLAT
+
+
+@pytest.mark.parametrize("group_size", [2, 3, 8])
+def test_probes_of_an_exchange_move_the_same_bytes_in_two_ways(group_size: int) -> None:
+    messages, single = (make(1000, group_size, Resource.INTER) for make in (exchange_probe, one_call_probe))
+    assert messages.traffic == single.traffic
+    assert 1000 <= messages.traffic.logical_bytes < 1000 + group_size
+    assert single.strategy is Strategy.FLAT
+    assert messages.strategy is not Strategy.FLAT  # no transport runs it as one call
+    for ep in range(group_size):
+        for tp in range(3):  # whatever a rank's place on its node: with nothing replicated it moves all of its buffer
+            assert moves(messages, ep, tp) == moves(single, ep, tp) != ()
+
+
 def test_contention_of_gather_and_copy_turns_o3_into_o2() -> None:
     """What the paper observes at middle sizes, and what no model without contention can say (design rule 5)."""
     traffic = Traffic(2**22, 2, 4)
@@ -149,6 +292,65 @@ def test_nothing_replicated_means_flat() -> None:
         build(Traffic(2**20, 2, 1), Strategy.HIERARCHICAL)
 
 
+def test_a_reason_says_what_was_compared_and_by_which_limit() -> None:
+    traffic = Traffic(2**24, 2, 4)
+    profile = synthetic_profile(error=0.0)
+    only = choose(traffic, profile, Policy(strategies=(Strategy.PIPELINED,)))
+    assert len(only.candidates) == 9
+    assert "the fastest of 9 plans that the policy allows; bottleneck inter" in only.reason()
+    near = choose(traffic, profile, Policy(strategies=(Strategy.PIPELINED,), tolerance=0.5))
+    assert near.plan.chunks < only.plan.chunks
+    assert f"{only.plan.name} is predicted" in near.reason()
+    assert "less than the policy's tolerance of 50.0%, so the plan of fewer chunks stays" in near.reason()
+    assert "the only plan that the policy allows" in choose(traffic, profile, Policy((Strategy.FLAT,))).reason()
+    assert "replication 1, group size 2 over inter" in choose(Traffic(2**20, 2, 1), profile).reason()
+    assert "nothing to move" in choose(Traffic(0, 2, 4), profile).reason()
+    free = choose(traffic, profile)
+    assert f"is predicted {free.margin:.1%} slower" in free.reason()
+    lenient = choose(traffic, profile, Policy(tolerance=5.0))
+    assert "less than the policy's tolerance of 500.0%, so the simpler plan stays" in lenient.reason()
+    own = choose(traffic, synthetic_profile(error=5.0))
+    assert "less than the profile's own error of 500.0%" in own.reason()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"strategies": ()},
+        {"strategies": ("flat",)},
+        {"max_chunks": 0},
+        {"min_slice_bytes": -1},
+        {"gather": "remote"},
+        {"tolerance": -0.1},
+        {"tolerance": math.nan},
+        {"tolerance": math.inf},
+    ],
+)
+def test_a_policy_out_of_range_is_refused_by_name(fields: dict[str, Any]) -> None:
+    (name, value), *_ = fields.items()
+    with pytest.raises(UsageError, match=rf"Policy\.{name}: expected .*, got ") as caught:
+        Policy(**fields)
+    assert str(caught.value).endswith(repr(value))
+
+
+def test_nothing_to_move_is_flat_whatever_the_policy_and_the_profile() -> None:
+    nothing = synthetic_profile().replace(curves=())
+    for policy in (Policy(), Policy(strategies=(Strategy.PIPELINED,), max_chunks=1)):
+        for profile in (synthetic_profile(), nothing):
+            decision = choose(Traffic(0, 2, 4), profile, policy)
+            assert (decision.plan.strategy, decision.predicted_us) == (Strategy.FLAT, 0.0)
+
+
+def test_a_rank_alone_copies_on_any_profile() -> None:
+    profile = synthetic_profile()
+    alone = choose(Traffic(2**20, 1, 4), profile)
+    assert alone.plan.strategy is Strategy.FLAT
+    assert alone.predicted_us == profile.curve("copy", Resource.DEVICE, 1).at(2**20) > 0
+    assert choose(Traffic(2**20, 1, 1, Resource.INTRA), profile.replace(curves=())).predicted_us == 0.0
+    measured = profile.replace(curves=(Curve("all_to_all", Resource.INTER, 1, (2**20,), (7.0,)),))
+    assert choose(Traffic(2**20, 1, 4), measured).predicted_us == 7.0
+
+
 def test_every_rank_decides_alike_and_once() -> None:
     planner = Planner(synthetic_profile())
     assert planner.decide(Traffic(2**20, 2, 4)) is planner.decide(Traffic(2**20, 2, 4))
@@ -173,7 +375,7 @@ def test_bad_traffic_and_plans_are_refused() -> None:
         build(Traffic(8, 2, 4), Strategy.PIPELINED, 0)
     with pytest.raises(PlanError, match=r"all_gather.*8"):
         choose(Traffic(2**20, 2, 8), synthetic_profile())
-    with pytest.raises(PlanError, match="policy allows only"):
+    with pytest.raises(PlanError, match=r"policy allows only hierarchical.*: allow flat too"):
         choose(Traffic(8, 2, 1), synthetic_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
     step = Step(Op.COPY, Resource.DEVICE, 0, 8.0, (0,), Buffer.INPUT, Buffer.OUTPUT)
     with pytest.raises(InternalError, match="only earlier steps"):

@@ -112,6 +112,7 @@ def test_other_misuse_is_refused() -> None:
         ("all_gather", 0.75),
         ("reduce_scatter", 0.75),
         ("all_to_all", 0.75),
+        ("all_to_all_single", 0.75),
         ("send", 1),
         ("copy", 1),
     ],

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from commlayer.cli.launch import Place, check_place, place_of, place_options, run
+from commlayer.cli.launch import Place, check_place, emulation, place_of, place_options, run
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, json_option
 from commlayer.profiles.errors import InternalError
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from commlayer.bench import BenchOptions
     from commlayer.profiler import SweepOptions
     from commlayer.profiles.profile import Profile
-    from commlayer.results import BenchResult, Point
+    from commlayer.results import BenchResult
     from commlayer.scheduler.price import Timeline
 
 __all__ = ["bench", "bench_job", "print_result", "refuse_wrong"]
@@ -103,57 +104,68 @@ def bench_job(
     from dataclasses import replace
 
     from commlayer.bench import bench as run_bench
-    from commlayer.cli.profile import measure_job
+    from commlayer.bench import nearest_size
+    from commlayer.cli.profile import link_rates, measure_job
     from commlayer.cli.progress import progress
     from commlayer.groups import discover_topology
     from commlayer.profiler import SweepOptions
     from commlayer.profiles.profile import check_shape
-    from commlayer.profiles.topology import Topology
-    from commlayer.settings import Settings
-    from commlayer.units import format_bytes
 
-    declared = Settings.from_environment().topology
-    topology = Topology.parse(declared) if declared else discover_topology()
+    topology = discover_topology()
+
+    def rounded(sizes: Sequence[int]) -> tuple[int, ...]:
+        """Three nodes do not divide a power of two: the sizes asked for are a range, so the nearest one serves."""
+        return tuple(dict.fromkeys(nearest_size(size, topology.num_nodes) for size in sizes))
+
+    options = replace(options, sizes=rounded(options.sizes), trace_bytes=rounded(options.trace_bytes))
     if profile is None:
         sweep = sweep or SweepOptions()
-        largest = max(
-            sweep.min_bytes, min(sweep.max_bytes, max(options.sizes))
-        )  # what no plan asks for is not measured
+        # What no plan asks for is not measured.
+        largest = max(sweep.min_bytes, min(sweep.max_bytes, max(options.sizes)))
         sweep = replace(sweep, max_bytes=largest, inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
         profile, _ = measure_job(sweep, place, None)
     check_shape(profile, topology)
     with progress("running every candidate", len(options.sizes)) as advance:
-
-        def on_point(point: Point) -> None:
-            advance(
-                f"{format_bytes(point.logical_bytes)}: {point.chosen.name} takes {point.chosen.ratio:.2f} of torch's time"
-            )
-
         result, timelines = run_bench(
             profile,
             topology,
             options,
-            is_emulated=place.emulate is not None,
+            is_emulated=emulation() is not None,
             inter=place.inter,
             intra=place.intra,
-            on_point=on_point,
+            inter_gbps=place.inter_gbps,
+            links=link_rates(place),
+            on_point=lambda so_far: advance(_latest(so_far)),
         )
     return profile, result, timelines
 
 
+def _latest(result: BenchResult) -> str:
+    """What was just measured, in a few words."""
+    from commlayer.units import format_bytes
+
+    point = result.points[-1]
+    found = f"{point.chosen.name} takes {point.chosen.ratio:.2f} of torch's time" if result.is_comparable else "ran"
+    return f"{format_bytes(point.logical_bytes)}: {found}"
+
+
 def print_result(result: BenchResult) -> None:
-    """One table for each size: what was predicted, what was measured, and torch's time beside it."""
+    """One table for each size: what was predicted and measured, and, where times compare, the ratios to torch's."""
     from commlayer.cli.tables import console, print_table
     from commlayer.units import format_bytes, format_us
 
     out = console()
-    place = f"{result.topology}, inter {result.inter or 'unshaped'}, intra {result.intra or 'unshaped'}"
-    if result.is_emulated and result.inter is None:
-        out.print("no shaped links here: these times say that the plans run, not which is faster")
+    compares = result.is_comparable
+    place = result.topology
+    if result.is_emulated and compares:
+        place += f", inter {result.inter}, intra {result.intra or 'unshaped'}"
+    if not compares:
+        out.print("no links known to be shaped here: these times say that the plans run, not which is faster")
+    columns = ("", "strategy", ">chunks", ">predicted", ">measured", ">spread", ">ratio to flat", ">wrong")
     for point in result.points:
-        limit = f", wire limit {format_us(point.wire_limit_us)}" if point.wire_limit_us and result.inter else ""
+        limit = f", wire limit {format_us(point.wire_limit_us)}" if point.wire_limit_us is not None and compares else ""
         print_table(
-            ("", "strategy", ">chunks", ">predicted", ">measured", ">spread", ">ratio to flat", ">wrong"),
+            [column for column in columns if compares or "ratio" not in column],
             [
                 (
                     "→" if row.is_chosen else "",
@@ -162,7 +174,7 @@ def print_result(result: BenchResult) -> None:
                     format_us(row.predicted_us) if row.predicted_us is not None else "",
                     format_us(row.p50_us),
                     f"{format_us(row.min_us)} … {format_us(row.max_us)}",
-                    f"{row.ratio:.3f}",
+                    *([f"{row.ratio:.3f}"] if compares else []),
                     str(row.num_wrong),
                 )
                 for row in point.rows

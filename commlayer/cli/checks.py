@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -45,7 +46,8 @@ def all_findings() -> list[Finding]:
     return [finding for check in checks for finding in check()]
 
 
-_CORE = {"torch": (2, 6), "numpy": (1, 26), "scipy": (1, 12), "click": (8, 1), "rich": (13, 7), "msgspec": (0, 18)}
+_CORE = ("torch", "numpy", "scipy", "click", "rich", "msgspec")
+_MINIMUM = re.compile(r"\s*([\w.-]+)\s*>=\s*([\w.]+)\s*")
 _EXTRAS = {
     "pyroute2": (("pyroute2",), "the emulated cluster needs it: pip install 'commlayer[emulation]'"),
     "matplotlib": (("matplotlib",), "figures need it: pip install 'commlayer[plots]'"),
@@ -68,13 +70,14 @@ def _versions() -> list[Finding]:
         Finding(section, "ok" if sys.version_info >= (3, 10) else "bad", "python", platform.python_version()),
         Finding(section, "ok", "kernel", kernel),
     ]
-    for name, least in _CORE.items():
-        version = _installed(name)
-        wanted = ".".join(map(str, least))
+    minimums = _minimums()
+    for name in _CORE:
+        version, least = _installed(name), minimums.get(name)
+        wanted = f"{name}>={least}" if least else name
         if version is None:
-            found.append(Finding(section, "bad", name, "not installed", f"pip install '{name}>={wanted}'"))
-        elif _numbers(version) < least:
-            found.append(Finding(section, "bad", name, version, f"too old: pip install '{name}>={wanted}'"))
+            found.append(Finding(section, "bad", name, "not installed", f"pip install '{wanted}'"))
+        elif least is not None and _numbers(version) < _numbers(least):
+            found.append(Finding(section, "bad", name, version, f"too old: pip install '{wanted}'"))
         else:
             found.append(Finding(section, "ok", name, version))
     for name, (packages, advice) in _EXTRAS.items():
@@ -82,6 +85,16 @@ def _versions() -> list[Finding]:
         mark: Literal["ok", "warn"] = "ok" if version or name == "cupy" else "warn"
         found.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
     return found
+
+
+def _minimums() -> dict[str, str]:
+    """The least versions that this installation asks for, by package, extras aside; empty where it has no metadata."""
+    try:
+        requirements = metadata.requires("commlayer") or []
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        return {}
+    found = [_MINIMUM.fullmatch(requirement) for requirement in requirements]
+    return {match[1].lower(): match[2] for match in found if match is not None}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

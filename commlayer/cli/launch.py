@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -16,10 +16,12 @@ from commlayer.cli.parameters import DURATION_US
 from commlayer.profiles.errors import ProfileMismatchError, UsageError
 from commlayer.profiles.topology import Topology
 
-__all__ = ["Place", "is_first", "place_options", "run"]
+__all__ = ["Emulation", "Place", "emulation", "is_first", "place_options", "run"]
 
 Result = TypeVar("Result")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+Emulation = Literal["netns", "loopback"]
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
@@ -106,6 +108,16 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def emulation() -> Emulation | None:
+    """On what an emulated cluster runs this rank; None on a rank of no such cluster.
+
+    Asked on the ranks, not taken from the options: `commlayer emulate` starts ranks that look like torchrun's, and a
+    machine without namespaces runs them on loopback whatever was asked for.
+    """
+    mode = os.environ.get("COMMLAYER_EMULATED")
+    return None if mode is None else "netns" if mode == "netns" else "loopback"
+
+
 def run(place: Place, job: Callable[..., Result], *arguments: Any) -> Result | None:
     """Run ``job(*arguments)`` on every rank, with torch.distributed initialised, and return rank 0's result.
 
@@ -133,7 +145,7 @@ def _as_rank(job: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
     import torch
     import torch.distributed as dist
 
-    has_cuda = torch.cuda.is_available() and "COMMLAYER_EMULATED" not in os.environ
+    has_cuda = torch.cuda.is_available() and emulation() is None
     if has_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.launch import Place, place_of, place_options, run
+from commlayer.cli.launch import Place, emulation, place_of, place_options, run
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, json_option
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from commlayer.profiles.nccl_table import Row
     from commlayer.profiles.profile import Profile
 
-__all__ = ["measure_here", "profile"]
+__all__ = ["link_rates", "measure_here", "measure_job", "profile"]
 
 Rows = list[tuple[str, str, int, "Row"]]
 """Collective, link class, group size, and the line of the table."""
@@ -102,15 +102,12 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
     from commlayer.profiler import measure_cluster, num_points
     from commlayer.profiles.measure import Point
     from commlayer.profiles.nccl_table import Row
-    from commlayer.profiles.topology import Topology
-    from commlayer.settings import Settings
     from commlayer.units import format_bytes
 
-    declared = Settings.from_environment().topology
-    topology = Topology.parse(declared) if declared else discover_topology()
-    is_emulated = place.emulate is not None
+    topology = discover_topology()
+    is_emulated = emulation() is not None
     rows: Rows = []
-    with progress("measuring", num_points(options)) as advance:
+    with progress("measuring", num_points(options, topology)) as advance:
 
         def on_point(point: Point, wrong: int) -> None:
             row = Row.of(point, num_wrong=wrong if options.check else None)
@@ -121,28 +118,46 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
             options,
             name=name or (f"emulated-{topology.shape}" if is_emulated else f"cluster-{topology.shape}"),
             kind="emulated" if is_emulated else "measured",
-            source=_source(place),
+            source=_source(place, topology.shape),
             topology=topology,
-            environment=_rates(place),
+            environment=link_rates(place),
             on_point=on_point,
         )
     return measured, rows
 
 
-def _source(place: Place) -> str:
-    if place.emulate is None:
+def _source(place: Place, shape: str) -> str:
+    mode = emulation()
+    if mode is None:
         return "measured by commlayer profile"
-    delay = f", one-way delay {place.delay_us:g} us" if place.delay_us else ""
+    if mode == "loopback":
+        return (
+            f"measured by commlayer profile on loopback, unshaped, with {shape} only declared: nothing separates its nodes, "
+            "and its times mean nothing"
+        )
+    if place.emulate is None:
+        links = "its links shaped by what started it, at rates not known here"
+    elif place.inter is None:
+        links = "its links unshaped, so that its times mean nothing"
+    else:
+        intra = f"intra {place.intra} a node" if place.intra else "intra unshaped"
+        delay = f", one-way delay {place.delay_us:g} us" if place.delay_us else ""
+        links = f"inter {place.inter} a node, {intra}{delay}"
     return (
-        f"measured by commlayer profile on an emulated cluster: {place.emulate.shape}, inter {place.inter} a node, intra "
-        f"{place.intra or 'unshaped'}{delay}. All ranks share one machine's cores: use ratios, not rates"
+        f"measured by commlayer profile on an emulated cluster: {shape}, {links}. All ranks share one machine's cores: use "
+        "ratios, not rates"
     )
 
 
-def _rates(place: Place) -> dict[str, str]:
-    if place.emulate is None:
+def link_rates(place: Place) -> dict[str, str]:
+    """What the environment of a profile or a result says about emulated links; nothing about real ones."""
+    mode = emulation()
+    if mode is None:
         return {}
-    return {"inter": place.inter or "unshaped", "intra": place.intra or "unshaped", "delay_us": f"{place.delay_us:g}"}
+    if mode == "netns" and place.emulate is None:
+        return {"emulated": mode}
+    rates = {"inter": place.inter or "unshaped", "intra": place.intra or "unshaped"}
+    return {"emulated": mode, **rates, "delay_us": f"{place.delay_us:g}"}
 
 
 def _as_dicts(rows: Rows) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ wire.</dd>
 machine cancel. Smaller is better; the bars show it.</dd>
 <dt>wire limit</dt><dd>the bytes that must cross between the nodes, at the link's peak, and nothing else: no plan can be
 faster.</dd>
-<dt>wrong</dt><dd>elements that differ from torch's result in any bit, over all ranks.</dd>
+<dt>wrong</dt><dd>bytes that differ from torch's result, the most on any rank.</dd>
 <dt>timelines</dt><dd>one row for each resource: INTER is the wire between nodes, INTRA the links inside one, DEVICE copies in
 memory. The pale bar above is the prediction, the full bar below what one rank measured; the numbers count
 chunks. INTER and INTRA side by side is the overlap that makes a pipeline pay.</dd>

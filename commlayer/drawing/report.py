@@ -46,7 +46,7 @@ def write_report(
         OSError: the file cannot be written.
     """
     title = f"commlayer on {result.topology}"
-    is_drawn = bool(result.points) and _is_comparable(result)
+    is_drawn = bool(result.points) and result.is_comparable
     body = [
         _header(result, profile),
         _cards(result),
@@ -75,10 +75,10 @@ def _header(result: BenchResult, profile: Profile) -> str:
     rates = [f"{name} {rate} a node" for name, rate in (("inter", result.inter), ("intra", result.intra)) if rate]
     facts = [" ".join(where), *rates, f"profile {profile.name} ({profile.kind})", date]
     warning = ""
-    if not _is_comparable(result):
+    if not result.is_comparable:
         warning = (
-            '<p class="note">Loopback: the links were not shaped, so that no wire is slower than another. The bits were '
-            "checked; the times say nothing about a cluster, and no ratios are shown.</p>"
+            '<p class="note">Loopback, or wires of unknown rates: nothing says that one link was slower than another. The '
+            "bits were checked; the times say nothing about a cluster, and no ratios are shown.</p>"
         )
     elif result.is_emulated:
         warning = (
@@ -92,18 +92,13 @@ def _header(result: BenchResult, profile: Profile) -> str:
     )
 
 
-def _is_comparable(result: BenchResult) -> bool:
-    """Emulation without a shaped wire is only loopback: its times must not pass for a comparison."""
-    return not result.is_emulated or result.inter is not None
-
-
 def _cards(result: BenchResult) -> str:
     if not result.points:
         return ""
     largest = max(result.points, key=lambda point: point.logical_bytes)
     fastest = min(result.points, key=lambda point: point.chosen.ratio)
     errors = [abs(_error(row)) for point in result.points for row in [point.chosen] if row.predicted_us]
-    num_wrong = sum(row.num_wrong for point in result.points for row in point.rows)
+    num_wrong = result.num_wrong
     to_best = [point.chosen.p50_us / point.best.p50_us for point in result.points if point.best.p50_us]
     cards = [
         (
@@ -120,10 +115,10 @@ def _cards(result: BenchResult) -> str:
         (f"{median(to_best):.2f}", "chosen / best measured plan, median") if to_best else ("–", "no plans were run"),
         ("bit-equal", "every result, to torch's")
         if num_wrong == 0
-        else (str(num_wrong), "elements not equal to torch's"),
+        else (str(num_wrong), "bytes not equal to torch's, the most on any rank"),
     ]
     bad = len(cards) - 1 if num_wrong else -1
-    shown = list(enumerate(cards)) if _is_comparable(result) else [(len(cards) - 1, cards[-1])]
+    shown = list(enumerate(cards)) if result.is_comparable else [(len(cards) - 1, cards[-1])]
     items = [
         f'<div class="card{" bad" if index == bad else ""}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
         for index, (value, words) in shown
@@ -147,7 +142,7 @@ def _points(result: BenchResult) -> Iterable[str]:
     for index, point in enumerate(ordered):
         opened = " open" if index == 0 or len(ordered) <= _OPEN_POINTS else ""
         chosen = point.chosen
-        with_ratios = _is_comparable(result)
+        with_ratios = result.is_comparable
         ratio = f", {chosen.ratio:.3f} of flat" if with_ratios else ""
         about = f"{escape(chosen.name)}, {format_us(chosen.p50_us)}{ratio}"
         summary = f"<b>{format_bytes(point.logical_bytes)}</b> a rank: {about}"
@@ -184,7 +179,7 @@ def _row(row: Row, widest: float, with_ratios: bool) -> str:
         "" if row.predicted_us is None else f"{_error(row):+.0%}",
         f"{row.ratio:.3f}" if with_ratios else "",
     ]
-    wrong = '<td class="ok">0</td>' if row.num_wrong == 0 else f'<td class="bad">{row.num_wrong} not equal</td>'
+    wrong = '<td class="ok">0</td>' if row.num_wrong == 0 else f'<td class="bad">{row.num_wrong} bytes not equal</td>'
     return f'<tr class="{css}">{_cells(cells)}{_bar(row.ratio, widest) if with_ratios else "<td></td>"}{wrong}</tr>'
 
 

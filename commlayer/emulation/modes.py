@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from typing import Literal, get_args
 
 from commlayer.emulation.protocol import LinkSpec
 from commlayer.emulation.rates import parse_rate
 from commlayer.emulation.rights import Rights, rights
-from commlayer.profiles.errors import RightsError, SettingsError, UsageError
+from commlayer.profiles.errors import RightsError, UsageError
+from commlayer.settings import Settings
 
 __all__ = ["EmulationWarning", "Mode", "checked_count", "decide_mode", "link_spec"]
 
 Mode = Literal["auto", "netns", "loopback"]
 ActualMode = Literal["netns", "loopback"]
 
-_VARIABLE = "COMMLAYER_EMULATION"
 _MAX_DELAY_US = 10e6
 _warned = False
 
@@ -48,12 +47,7 @@ def link_spec(inter: str | None, intra: str | None, delay_us: float) -> LinkSpec
 def _wanted(mode: str) -> str:
     if mode not in get_args(Mode):
         raise UsageError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
-    if mode != "auto":
-        return mode
-    wanted = os.environ.get(_VARIABLE, "auto") or "auto"
-    if wanted not in get_args(Mode):
-        raise SettingsError(f"{_VARIABLE}: expected one of {', '.join(get_args(Mode))}, got {wanted!r}")
-    return wanted
+    return Settings.from_environment().emulation if mode == "auto" else mode
 
 
 def _missing(spec: LinkSpec, granted: Rights) -> str:
@@ -69,7 +63,8 @@ def decide_mode(mode: str, spec: LinkSpec) -> ActualMode:
     """Namespaces or loopback.
 
     Raises:
-        UsageError, SettingsError: no such mode.
+        UsageError: no such mode.
+        SettingsError: COMMLAYER_EMULATION names none, or another variable of ours is wrong.
         RightsError: namespaces were demanded and cannot be had, or a delay was asked for that this machine cannot make
             (a delay is never dropped silently).
     """
