@@ -17,7 +17,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     relative to), "baseline" for what other software does. Times are µs, each the largest over all ranks, over the
     ``rounds`` in which every way ran, so that rows of one point compare; ``ratio`` is the median over rounds of time /
     torch's time of the same round, so that slow drifts of a noisy machine cancel; ``ratio_low`` and ``ratio_high`` are the
-    quartiles of those. The chosen plan's ratio rests on more rounds, of it and torch's own alone: ``ratio_rounds`` in all.
+    quartiles of those. The chosen plan's ratio rests on more rounds, of it and torch's own alone, in which short
+    calls are timed several in a row: ``ratio_rounds`` in all.
     ``num_wrong``: bytes that differ from torch's result, the most on any rank.
     """
 

@@ -226,10 +226,22 @@ def test_demo_on_loopback_compares_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 class _Clock:
-    """A prober whose calls take the times that they return."""
+    """A prober whose calls take the times that they say."""
+
+    def __init__(self) -> None:
+        self.now_us, self.batches = 0.0, 0
 
     def timed(self, way: Any) -> float:
-        return cast(float, way())
+        before = self.now_us
+        way()
+        self.batches += 1
+        return self.now_us - before
+
+    def takes(self, time_us: float) -> Any:
+        def way() -> None:
+            self.now_us += time_us
+
+        return way
 
 
 def test_only_the_ratio_rests_on_the_rounds_of_the_pair_alone() -> None:
@@ -239,11 +251,15 @@ def test_only_the_ratio_rests_on_the_rounds_of_the_pair_alone() -> None:
     profile = synthetic_profile(nodes=2, ranks_per_node=4)
     decision = choose(Traffic(1 << 20, 2, 4), profile)
     name = decision.plan.name
-    clock = cast(Any, _Clock())
-    ways = {name: lambda: 1e3, bench._TORCH: lambda: 1e4}
-    more = bench._alternate_pair(name, cast(Any, ways), clock, rounds=3)
-    assert more == [0.1] * len(more)
-    assert len(more) == min(bench._MAX_PAIR_ROUNDS - 3, math.ceil(bench._PAIR_BUDGET_US / 1.1e4))
+    clock = _Clock()
+    ways = {name: clock.takes(1e3), bench._TORCH: clock.takes(1e4)}
+    more = bench._alternate_pair(name, ways, cast(Any, clock), rounds=3, about_us=1e4)
+    assert more == pytest.approx([0.1] * len(more))
+    in_a_row = min(bench._MAX_BATCH, int(bench._BATCH_US / 1e4))
+    assert in_a_row > 1
+    assert clock.batches == 2 * len(more)
+    assert clock.now_us == pytest.approx(1.1e4 * in_a_row * len(more))
+    assert len(more) == min(bench._MAX_PAIR_ROUNDS - 3, math.ceil(bench._PAIR_BUDGET_US / (1.1e4 * in_a_row)))
     common = {name: [4e3, 6e3, 5e3], bench._TORCH: [1e4, 1e4, 1e4]}
     row = bench._row(name, common, more, 0, decision.plan, decision, profile)
     assert (row.p50_us, row.min_us, row.max_us, row.rounds) == (5e3, 4e3, 6e3, 3)
