@@ -159,7 +159,8 @@ def bench_figure(result: BenchResult) -> Figure:
     times.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     times.set_ylabel("time (ms)")
     emulated = "emulated" if result.is_emulated else "measured"
-    times.set_title(f"all_to_all on {result.topology}, {emulated}")
+    links = f": inter {result.inter} a node, intra {result.intra or 'unshaped'}" if result.inter else ""
+    times.set_title(f"all_to_all on {result.topology}, {emulated}{links}")
     ratios.axhline(1.0, color=VERMILLION, linewidth=1.2)
     ratios.set_ylim(0, max(1.15, 1.05 * max(point.chosen.ratio_high for point in result.points)))
     ratios.set_ylabel("time / torch flat")
