@@ -167,9 +167,9 @@ def _measure_size(
 
 
 def _wire_limit_us(size: int, communicator: Communicator, inter_gbps: float | None) -> float | None:
-    if inter_gbps is None:
-        return None
     blocks = len(communicator.grid.ep_ranks)
+    if inter_gbps is None or blocks == 1:  # of one node nothing crosses a wire
+        return None
     rate = inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # bytes per µs and node
     return size * (blocks - 1) / blocks / rate
 
