@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
@@ -199,12 +198,13 @@ class Communicator:
             mine = signature(self._calls, direction, plan.name, x, source)
             check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s)
         self.plans_run[plan.name] += 1
+        execute = self._executor.run if source.numel() else _nothing
         if futures is None:
-            self._queue.run(self._run, plan, source, target)
+            self._queue.run(self._guarded, execute, plan, source, target)
         elif self._device_type == "cpu":
-            futures.append(self._queue.submit(self._run, plan, source, target))
+            futures.append(self._queue.submit(self._guarded, execute, plan, source, target))
         else:  # on CUDA issuing is enqueueing on streams, so it is asynchronous as it is
-            self._queue.run(self._guarded, partial(self._issue, plan, source, target, futures))
+            self._queue.run(self._guarded, self._issue, plan, source, target, futures)
         return output
 
     def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, futures: Futures) -> None:
@@ -221,23 +221,12 @@ class Communicator:
             plan = self._plans[num_bytes, replicated] = self.decide(num_bytes, replicated=replicated).plan
         return plan
 
-    def _run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _guarded(self, task: Callable[..., object], *args: object) -> None:
+        """``task(*args)``, after whose failure this Communicator is broken and the others know."""
         if self.state is not State.OPEN:  # an earlier call of the queue may have failed meanwhile
             raise self._unusable()
-        if not source.numel():
-            return
         try:
-            self._executor.run(plan, source, target)
-        except BaseException as error:
-            self._break(error)
-            raise
-
-    def _guarded(self, task: Callable[[], None]) -> None:
-        """What :meth:`_run` does around a plan, around anything."""
-        if self.state is not State.OPEN:
-            raise self._unusable()
-        try:
-            task()
+            task(*args)
         except BaseException as error:
             self._break(error)
             raise
@@ -318,6 +307,10 @@ class _AllToAll(torch.autograd.Function):
 
 _move: Callable[..., torch.Tensor] = _AllToAll.apply
 """Typed here, because torch does not annotate it."""
+
+
+def _nothing(*_: object) -> None:
+    """The exchange of no bytes; it keeps its place in the queue."""
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
