@@ -146,7 +146,7 @@ class Communicator:
         if self._device_type != "cpu":
             raise TensorError("trace() watches host waits, which a CUDA plan has none of: use torch.profiler there")
         chosen = plan or self.decide(x.numel() * x.element_size()).plan
-        source = _bytes(x.contiguous())
+        source = _bytes(_plain(x))
         self._check_plan(chosen, source.numel(), replicated=True)
         target, timelines = torch.empty_like(source), list[Timeline]()
         self._queue.run(self._guarded, lambda: timelines.append(self._executor.trace(chosen, source, target)))
@@ -182,10 +182,7 @@ class Communicator:
     ) -> torch.Tensor:
         if self.state is not State.OPEN:
             raise self._unusable()
-        x = x.detach() if x.requires_grad else x
-        if x.is_conj() or x.is_neg():
-            x = x.resolve_conj().resolve_neg()
-        x = x.contiguous()
+        x = _plain(x)
         output = torch.empty_like(x)
         source, target = _bytes(x), _bytes(output)
         if plan is None:
@@ -311,6 +308,14 @@ _move: Callable[..., torch.Tensor] = _AllToAll.apply
 
 def _nothing(*_: object) -> None:
     """The exchange of no bytes; it keeps its place in the queue."""
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """``x`` without history, contiguous, with conjugations and signs that torch has put off carried out."""
+    x = x.detach() if x.requires_grad else x
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
