@@ -252,7 +252,7 @@ class Communicator:
         return {
             "profile": f"{self.profile.name} ({self.profile.fingerprint})",
             "policy": str(self._planner.policy),
-            "settings": str(replace(settings, profile=None)),
+            "settings": str(replace(settings, profile=None, stats="0", cache=None)),
             **versions(),
         }
 

@@ -17,15 +17,23 @@ __all__ = ["Settings"]
 _PREFIX = "COMMLAYER_"
 _EMULATED = "EMULATED"
 """Set by the emulated cluster in the environment of its ranks; not a setting."""
+_NAMES = {"as_backend": "AS"}
+"""Variables that are not simply their field in capitals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the environment asks for.
 
-    profile: a profile's name in the catalogue, or a path to its JSON file. topology: declared instead of discovered,
-    ``2x4`` is two nodes of four ranks. timeout_s: longest wait in one collective, seconds. debug: ``off``, or ``detail``
-    to compare every call across ranks before it moves a byte. emulation: ``auto``, ``netns`` or ``loopback``.
+    profile: a profile's name in the catalogue, or a path to its JSON file; for the backend also ``auto`` (its default: the
+    cached profile of this cluster, else a probe) and ``none`` (nothing is planned). topology: declared instead of
+    discovered, ``2x4`` is two nodes of four ranks. timeout_s: longest wait in one collective of a Communicator, seconds
+    (the backend's groups have torch's own). debug: ``off``, or ``detail`` to compare every call across ranks before it
+    moves a byte. emulation: ``auto``, ``netns`` or ``loopback``. plan: one plan for every call of the backend to which it
+    applies, such as ``hierarchical`` or ``pipelined:4`` (tests, comparisons). reduction: ``native``, or ``ordered`` for FP32
+    sums in rank order. stats: ``1`` prints :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or
+    ``nccl``, the name under which trainers get this backend that accept only names they know. cache: folder of measured
+    profiles.
     """
 
     profile: str | None = None
@@ -33,20 +41,26 @@ class Settings:
     timeout_s: float = 300.0
     debug: str = "off"
     emulation: str = "auto"
+    plan: str | None = None
+    reduction: str = "native"
+    stats: str = "0"
+    as_backend: str | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
-        if self.debug not in ("off", "detail"):
-            raise SettingsError(f"COMMLAYER_DEBUG must be off or detail, got {self.debug!r}")
-        if self.emulation not in ("auto", "netns", "loopback"):
-            raise SettingsError(f"COMMLAYER_EMULATION must be auto, netns or loopback, got {self.emulation!r}")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                words = ", ".join(str(choice) for choice in allowed if choice is not None)
+                raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read ``COMMLAYER_*``. Raises SettingsError for an unknown variable or a malformed value."""
         environment = os.environ if environment is None else environment
-        known = {field.name.upper(): field.name for field in fields(cls)}
+        known = {_variable(field.name).removeprefix(_PREFIX): field.name for field in fields(cls)}
         values: dict[str, str | float] = {}
         for variable, value in environment.items():
             name = variable.removeprefix(_PREFIX)
@@ -60,6 +74,19 @@ class Settings:
                 raise SettingsError(f"unknown variable {variable}; {hint}")
             values[known[name]] = _number(variable, value) if name == "TIMEOUT_S" else value
         return cls(**values)  # type: ignore[arg-type]  # the names were checked above
+
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "debug": ("off", "detail"),
+    "emulation": ("auto", "netns", "loopback"),
+    "reduction": ("native", "ordered"),
+    "stats": ("0", "1"),
+    "as_backend": (None, "gloo", "nccl"),
+}
+
+
+def _variable(name: str) -> str:
+    return _PREFIX + _NAMES.get(name, name.upper())
 
 
 def _number(variable: str, value: str) -> float:
