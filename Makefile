@@ -24,10 +24,10 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint bench clean
+.PHONY: help setup demo test test-gpu conformance lint bench clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv with everything that development needs
 
@@ -52,6 +52,9 @@ test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where 
 	@$(RUN) -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() \
 	  else "a machine WITHOUT a CUDA device: every test below skips and nothing is tested")'
 	$(RUN) -m pytest tests/gpu -m gpu -rs $(ARGS)
+
+conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, compared with Gloo; some minutes
+	$(RUN) tests/conformance/driver.py $(ARGS)
 
 lint: $(READY)  ## style, format, types, import contracts
 	$(RUN) -m ruff check .

@@ -1,0 +1,88 @@
+"""Uneven nodes on an emulated cluster: as many seats on every node, of which some stay empty.
+
+    sizes = (3, 4)                                       # ranks 0-2 on node 0, ranks 3-6 on node 1
+    with EmulatedCluster(len(sizes), max(sizes)) as cluster:
+        results = run_on_nodes(cluster, sizes, job)
+
+The emulated cluster itself has equal nodes. A process whose seat stays empty returns at once; the others get ranks
+without gaps, so that they meet a job of `sum(sizes)` ranks on nodes that really differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from commlayer.emulation import EmulatedCluster, RankOutcome
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["outcomes_on_nodes", "run_on_nodes"]
+
+T = TypeVar("T")
+
+
+def run_on_nodes(
+    cluster: EmulatedCluster, sizes: Sequence[int], fn: Callable[..., T], *args: Any, timeout_s: float = 120.0
+) -> list[T]:
+    """Call ``fn(*args)`` in ``sizes[n]`` processes of node n; the results by rank.
+
+    Where nodes are not namespaces (mode loopback) the ranks find ``COMMLAYER_TOPOLOGY`` declared.
+
+    Raises:
+        UsageError: the cluster has other nodes, or too few seats on one.
+        RanksFailedError, RanksTimedOutError: as `EmulatedCluster.run`; they number the seats of the cluster, not the ranks.
+    """
+    values = cluster.run(_Seated(tuple(sizes), cluster, fn, args), timeout_s=timeout_s)
+    return [values[seat] for seat in _seats(cluster, sizes)]
+
+
+def outcomes_on_nodes(
+    cluster: EmulatedCluster,
+    sizes: Sequence[int],
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    grace_s: float = 5.0,
+) -> list[RankOutcome]:
+    """As :func:`run_on_nodes`, but one `RankOutcome` per rank instead of an error where ranks fail.
+
+    Raises RanksTimedOutError when the time is up.
+    """
+    job = _Seated(tuple(sizes), cluster, fn, args)
+    outcomes = cluster.run(job, timeout_s=timeout_s, grace_s=grace_s, check=False)
+    return [outcomes[seat] for seat in _seats(cluster, sizes)]
+
+
+def _seats(cluster: EmulatedCluster, sizes: Sequence[int]) -> list[int]:
+    """The cluster's own rank of each of our ranks."""
+    fits = len(sizes) == cluster.nodes and all(0 < size <= cluster.ranks_per_node for size in sizes)
+    if not fits:
+        raise UsageError(
+            f"expected 1 to {cluster.ranks_per_node} ranks for each of the {cluster.nodes} nodes of {cluster}, got "
+            f"{tuple(sizes)}: make an EmulatedCluster({len(sizes)}, {max(sizes, default=1)})"
+        )
+    return [node * cluster.ranks_per_node + local for node, size in enumerate(sizes) for local in range(size)]
+
+
+class _Seated:
+    """What runs in every process of the cluster: an empty seat returns None, the others learn their new rank."""
+
+    def __init__(
+        self, sizes: tuple[int, ...], cluster: EmulatedCluster, fn: Callable[..., Any], args: Sequence[Any]
+    ) -> None:
+        self._sizes, self._fn, self._args = sizes, fn, args
+        self._seats, self._declare = _seats(cluster, sizes), not cluster.shaped
+
+    def __call__(self) -> Any:
+        seat, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
+        if seat not in self._seats:
+            return None
+        os.environ["RANK"] = str(self._seats.index(seat))
+        os.environ["WORLD_SIZE"] = str(len(self._seats))
+        os.environ["LOCAL_WORLD_SIZE"] = str(self._sizes[node])
+        if self._declare:
+            os.environ["COMMLAYER_TOPOLOGY"] = (
+                "+".join(map(str, self._sizes)) if len(self._sizes) > 1 else (f"1x{self._sizes[0]}")
+            )
+        return self._fn(*self._args)
