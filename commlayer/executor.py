@@ -17,7 +17,7 @@ from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.transport import Call, Transport, Whole
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "drive"]
 
 _MAX_PREPARED = 256
 
@@ -30,6 +30,14 @@ class _Prepared:
     steps: tuple[Moves, ...]
     staging_bytes: int
     whole: Whole | None
+
+
+def drive(plan: Plan, call: Call) -> None:
+    """Post every step of a call that has been started, each after those that it waits for."""
+    for index, step in enumerate(plan.steps):
+        for earlier in step.after:
+            call.require(earlier, index)
+        call.post(index)
 
 
 class Executor:
@@ -61,10 +69,7 @@ class Executor:
         """
         prepared = self._prepared.get(id(plan)) or self._prepare(plan)
         call = self._start(prepared, source, target)
-        for index, step in enumerate(plan.steps):
-            for earlier in step.after:
-                call.require(earlier, index)
-            call.post(index)
+        drive(plan, call)
         return call.finish
 
     def trace(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Timeline:

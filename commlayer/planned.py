@@ -1,25 +1,78 @@
-"""Planned collectives of one group of CPU ranks: which plan a call gets, and running it."""
+"""Planned collectives of one group of CPU ranks: which plan a call gets, and running it.
+
+The plans are those of :mod:`commlayer.scheduler`; they run on one set of Gloo connections between all members, by messages,
+beside the connections that the backend's own calls use. Those are made at the first planned call, which all members make
+together: most groups of a trainer never need them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import cast
 
 import torch
-from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
+from commlayer.agreement import AgreedMaximum
+from commlayer.executor import drive
+from commlayer.failures import Failure, FailureBoard, Wait
+from commlayer.profiles.errors import ClusterError, PlanError, SettingsError
+from commlayer.profiles.links import Resource
+from commlayer.reductions import reducer
 from commlayer.scheduler.choose import Planner
-from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.moves import Moves
+from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
+from commlayer.scheduler.strategies import build
+from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
+from commlayer.transport import Channel, GlooTransport, break_connections
 
-__all__ = ["PlannedGroup"]
+__all__ = ["PlannedGroup", "parse_plan"]
+
+_MAX_KEPT = 1024
+_SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
+"""Between these blocks of an all_to_all a two-level plan is looked for."""
+
+
+def parse_plan(text: str) -> tuple[Strategy, int]:
+    """``hierarchical`` or ``pipelined:4`` → strategy and chunk count. Raises SettingsError for anything else."""
+    name, _, count = text.replace("×", ":").partition(":")
+    try:
+        strategy, chunks = Strategy(name), int(count or 1)
+    except ValueError:
+        chunks = 0
+    if chunks < 1:
+        names = ", ".join(strategy.value for strategy in Strategy)
+        raise SettingsError(f"COMMLAYER_PLAN must be one of {names}, chunks behind a colon (pipelined:4), got {text!r}")
+    return strategy, chunks
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a plan means on this rank. The plan is kept, so that its id stays its own."""
+
+    plan: Plan
+    steps: tuple[Moves, ...]
+    staging_bytes: int
 
 
 class PlannedGroup:
     """Plans and runs the collectives of one group.
 
     ``nodes``: for each node that the group touches, its members as ranks *of the group*. ``global_ranks[i]`` is member i's
-    rank in the job (for error messages). ``store`` is the group's own. ``planner`` None: nothing is planned.
-    Not thread-safe: one call at a time, in the same order on all ranks.
+    rank in the job (for error messages). ``store`` is the group's own. ``planner`` None: nothing is planned, unless
+    ``settings.plan`` names one plan for all calls to which it applies. Not thread-safe: one call at a time, in the same order
+    on all ranks.
+
+    ``reasons`` counts by its text why a call was not planned. ``own_calls`` is the inner group of the backend's own calls,
+    once there is one: a failure breaks its connections too, so that nobody waits for the rest of a timeout.
     """
 
     def __init__(
@@ -37,19 +90,93 @@ class PlannedGroup:
         self.name, self.rank, self.global_ranks = name, rank, tuple(global_ranks)
         self.nodes = tuple(tuple(node) for node in nodes)
         self.planner, self.settings, self.timeout_s = planner, settings, timeout_s
+        self.reasons: Counter[str] = Counter()
+        self.own_calls: dist.ProcessGroup | None = None
+        self._forced = parse_plan(settings.plan) if settings.plan else None
+        self._is_ordered = settings.reduction == "ordered"
+        self._store = store
+        self._board = FailureBoard(store, "commlayer/failure", self.global_ranks[rank])
+        self._transport: GlooTransport | None = None
+        self._agreed: AgreedMaximum | None = None
+        self._plans: dict[tuple[str, int, bool], Plan | str] = {}
+        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def link(self) -> Resource:
+        """The slowest link class that the group crosses."""
+        return Resource.INTER if len(self.nodes) > 1 else Resource.INTRA
 
     def plan(self, collective: str, num_bytes: int, *, item_bytes: int = 1, is_float: bool = False) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call. Talks to nobody; equal on all ranks.
 
         ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
-        all_reduce, broadcast (the tensor).
+        all_reduce, broadcast (the tensor). ``item_bytes`` must divide the alignment of cuts (all dtypes do). ``is_float``:
+        whether the order of sums shows.
         """
-        return None
+        del item_bytes
+        if len(self.global_ranks) == 1 or (self.planner is None and self._forced is None and not self._is_ordered):
+            return None
+        key = collective, num_bytes, self._is_ordered and is_float and collective in ("all_reduce", "reduce_scatter")
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _MAX_KEPT:
+                self._plans.clear()
+            found = self._plans[key] = self._decide(*key)
+        if isinstance(found, str):
+            self.reasons[found] += 1
+            return None
+        return None if found.strategy is Strategy.FLAT else found
+
+    def _decide(self, collective: str, num_bytes: int, is_ordered: bool) -> Plan | str:
+        """The plan, or why there is none."""
+        traffic = self._traffic(collective, num_bytes, is_ordered)
+        if num_bytes == 0:
+            return "nothing to move"
+        if is_ordered:
+            return build(traffic, Strategy.DIRECT)  # the only one that sums in rank order
+        try:
+            if self._forced is not None:
+                return build(traffic, *self._forced)
+            assert self.planner is not None  # plan() has asked
+            return self.planner.decide(traffic).plan
+        except PlanError as error:
+            return str(error)
+
+    def _traffic(self, collective: str, num_bytes: int, is_ordered: bool = False) -> Traffic:
+        shape = tuple(len(node) for node in self.nodes)
+        return Traffic(num_bytes, len(self.global_ranks), 1, self.link, collective, shape, is_ordered)
 
     def plan_all_to_all(self, num_bytes: int) -> Plan | None:
-        """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and
-        receives, which may differ between ranks. Collective."""
-        return None
+        """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
+
+        Ranks see different numbers, and must decide alike: they decide by the largest of the *previous* call, on which they
+        agree in the background (the first call is flat). Where no size could make a two-level plan pay nobody talks.
+        Collective. Raises as :meth:`run`.
+        """
+        if len(self.nodes) == 1 or len(self.global_ranks) == 1:
+            return None
+        if self._forced is not None:
+            return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
+        if self.planner is None or not self._two_level_may_pay:
+            return None
+        if self._agreed is None:
+            self._agreed = AgreedMaximum(self._connect("agreement", self.timeout_s))
+        try:
+            largest = self._agreed.exchange(num_bytes, self.timeout_s)
+        except RuntimeError as error:
+            raise self.explain(error, "all_to_all_v", self._agreed.calls, self.timeout_s, self.timeout_s) from error
+        return None if not largest else self.plan("all_to_all_v", 1 << (largest - 1).bit_length())
+
+    @cached_property
+    def _two_level_may_pay(self) -> bool:
+        """Whether a two-level all_to_all is chosen for any size. The same on all ranks: the profile says it."""
+        size = _SMALLEST_BYTES * len(self.global_ranks)
+        while size <= _LARGEST_BYTES * len(self.global_ranks):
+            if self.plan("all_to_all_v", size) is not None:
+                return True
+            size *= 4
+        return False
 
     def run(
         self,
@@ -67,7 +194,14 @@ class PlannedGroup:
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
         Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
         """
-        raise NotImplementedError
+        prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
+        transport = self._connected()
+        buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target)}
+        if prepared.staging_bytes:
+            buffers[Buffer.STAGING] = self._stage(prepared.staging_bytes)
+        call = transport.start(plan, prepared.steps, buffers, timeout_s or self.timeout_s, reducer(source.dtype, op))
+        drive(plan, call)
+        call.finish()
 
     def run_all_to_all(
         self,
@@ -79,16 +213,106 @@ class PlannedGroup:
         *,
         timeout_s: float | None = None,
     ) -> None:
-        """Run an all_to_all plan: ``source_bytes[k]`` of source go to member k, ``target_bytes[k]`` come from it."""
-        raise NotImplementedError
+        """Run an all_to_all plan: ``source_bytes[k]`` of source go to member k, ``target_bytes[k]`` come from it.
 
-    def explain(self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float) -> Exception:
-        """The error to raise where the backend's own (flat) call failed: names this rank, group, collective, sequence,
-        and the rank that failed first where it can be found. Tells the other ranks."""
-        raise NotImplementedError
+        Contiguous tensors. Raises as :meth:`run`.
+        """
+        transport = self._connected()
+        two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
+        staging = self._stage(two_level.staging_bytes)
+        own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
+        staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
+        buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target), Buffer.STAGING: staging}
+        call = transport.start(plan, two_level.before(), buffers, timeout_s or self.timeout_s)
+        call.post(0)
+        call.require(0, 1)
+        arrived = two_level.counts_region
+        theirs = staging[arrived.start : arrived.stop].view(torch.int64).view_as(own).tolist()
+        theirs[two_level.i] = own[two_level.i].tolist()
+        sorted_, passed, transit = two_level.after(theirs)
+        buffers[Buffer.TRANSIT] = torch.empty(transit, dtype=torch.uint8)
+        for index, moves in ((1, sorted_), (2, passed)):
+            call.revise(index, moves, buffers)
+        for index, needed in ((1, None), (2, 1), (3, 2)):
+            if needed is not None:
+                call.require(needed, index)
+            call.post(index)
+        call.finish()
+
+    def wire_bytes(self, plan: Plan, root: int = 0) -> dict[Resource, int]:
+        """What this rank sends in one run of ``plan``, by link class, bytes. (Of an all_to_all_v the splits say it.)"""
+        prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
+        node = {member: index for index, members in enumerate(self.nodes) for member in members}
+        sent = {Resource.INTER: 0, Resource.INTRA: 0}
+        for moves in prepared.steps:
+            for message in moves.sends:
+                is_near = node[message.peer] == node[self.rank]
+                sent[Resource.INTRA if is_near else Resource.INTER] += message.region.size
+        return sent
+
+    def explain(
+        self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
+    ) -> ClusterError:
+        """The error to raise where the backend's own (flat) call failed: names this rank, group, collective and sequence,
+        and the rank that failed first where it can be found. Tells the other ranks, and wakes them."""
+        me = self.global_ranks[self.rank]
+        others = tuple(rank for rank in self.global_ranks if rank != me)
+        wait = Wait(me, others, self.name, collective, "flat", collective, 0, sequence)
+        failure = Failure(error, waited_s, timeout_s)
+        self._board.report(wait, failure)
+        self.abort()
+        return self._board.explain(wait, failure)
 
     def abort(self, why: str | None = None) -> None:
-        """After a failure: wake up the ranks that wait for this one."""
+        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
+        if why is not None:
+            self._board.leave(why)
+        if self._transport is not None:
+            self._transport.abort()
+        if self.own_calls is not None and len(self.global_ranks) > 1:
+            break_connections(self.own_calls, (self.rank + 1) % len(self.global_ranks))
 
     def close(self) -> None:
-        """Let go of connections. Not collective."""
+        """Let go of connections. Not collective: whoever closes has seen its last call end, and so have its peers."""
+        self._transport, self._agreed, self.own_calls = None, None, None
+
+    def _prepare(self, plan: Plan, root: int) -> _Prepared:
+        if len(self._prepared) >= _MAX_KEPT:
+            self._prepared.clear()
+        size = plan.traffic.logical_bytes
+        group = Group(self.nodes, self.rank, even_blocks(size, len(self.global_ranks)))
+        if plan.traffic.collective in ("all_gather", "reduce_scatter"):
+            group = Group(self.nodes, self.rank, (size // len(self.global_ranks),) * len(self.global_ranks))
+        prepared = _Prepared(plan, *group_moves(plan, group, root))
+        self._prepared[id(plan), root] = prepared
+        return prepared
+
+    def _connected(self) -> GlooTransport:
+        if self._transport is None:
+            group = self._connect("messages", self.timeout_s)
+            channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
+            board = FailureBoard(self._store, "commlayer/failure", self.global_ranks[self.rank])
+            self._transport = GlooTransport(dict.fromkeys(Op, channel), board, self.global_ranks[self.rank])
+        return self._transport
+
+    def _connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+        store = PrefixStore(f"commlayer/{purpose}", self._store)
+        try:
+            group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise ClusterError(
+                f"rank {self.global_ranks[self.rank]} could not connect to ranks {list(self.global_ranks)} (group "
+                f"{self.name}, {purpose}): {error}; look at their logs"
+            ) from error
+        return cast("dist.ProcessGroup", group)  # a backend has those of a group's verbs that are called
+
+    def _stage(self, needed: int) -> torch.Tensor:
+        """Staging memory, kept between calls: allocating (and first touching) it costs as much as a copy."""
+        if self._staging.numel() < needed:
+            self._staging = torch.empty(needed, dtype=torch.uint8)
+        return self._staging[:needed]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as 1-D uint8 [bytes]."""
+    return x.detach().view(-1).view(torch.uint8)

@@ -26,7 +26,18 @@ from commlayer.profiles.errors import ClusterError, PlanError
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
-__all__ = ["ONE_CALL_BYTES", "Call", "Channel", "GlooTransport", "Transport", "Whole"]
+__all__ = [
+    "ONE_CALL_BYTES",
+    "Buffers",
+    "Call",
+    "Channel",
+    "GlooCall",
+    "GlooTransport",
+    "Reducer",
+    "Transport",
+    "Whole",
+    "break_connections",
+]
 
 Pending = tuple[dist.Work, int, int]
 """A work, the index of its step, and the peer's index in the channel."""
@@ -34,6 +45,8 @@ Buffers = Mapping[Buffer, torch.Tensor]
 """Input, output and staging of one call: 1-D uint8 tensors [bytes]."""
 Whole = Callable[[torch.Tensor, torch.Tensor], None]
 """Runs a plan from source to target, both 1-D uint8 [bytes]."""
+Reducer = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+"""Reduces sources into a target, 1-D uint8 [bytes] that hold elements of the call's dtype; see reductions.py."""
 
 
 class Call(Protocol):
@@ -88,21 +101,29 @@ _ABORT_TAG = _TAGS_PER_CALL * _CALLS_IN_FLIGHT
 class GlooTransport:
     """CPU tensors over Gloo. Not thread-safe: one issuing thread at a time (Gloo gives wrong results otherwise)."""
 
-    def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard) -> None:
+    def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard, rank: int | None = None) -> None:
         self.channels = channels
         self.board = board
-        self.rank = dist.get_rank()
+        self.rank = dist.get_rank() if rank is None else rank
         self.sequence = 0
         self._is_aborted = False
 
-    def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
+    def start(
+        self,
+        plan: Plan,
+        steps: Sequence[Moves],
+        buffers: Buffers,
+        timeout_s: float,
+        reduce: Reducer | None = None,
+    ) -> GlooCall:
+        """See Transport. ``reduce`` runs the steps' reductions, where the plan has any."""
         if len(steps) * plan.traffic.group_size > _TAGS_PER_CALL:
             raise PlanError(
                 f"{plan.name} over {plan.traffic.group_size} ranks needs more than {_TAGS_PER_CALL} message tags: "
                 "use fewer chunks"
             )
         self.sequence += 1
-        return _GlooCall(self, plan, steps, buffers, timeout_s)
+        return GlooCall(self, plan, steps, buffers, timeout_s, reduce)
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
@@ -138,15 +159,12 @@ class GlooTransport:
         if self._is_aborted:
             return
         self._is_aborted = True
-        for channel in self.channels.values():
+        for channel in set(self.channels.values()):
             peer = next(place for rank, place in channel.peers if rank != self.rank)
-            with contextlib.suppress(RuntimeError):  # it times out, or the connection is already gone
-                channel.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(
-                    timedelta(milliseconds=1)
-                )
+            break_connections(channel.group, peer)
 
     def close(self) -> None:
-        for channel in self.channels.values():
+        for channel in dict.fromkeys(self.channels.values()):
             self._part(channel)
         self.channels = {}
 
@@ -162,11 +180,26 @@ class GlooTransport:
             ) from error
 
 
-class _GlooCall:
+def break_connections(group: dist.ProcessGroup, peer: int) -> None:
+    """Make Gloo close every connection of ``group``; ``peer`` is any other rank of it."""
+    with contextlib.suppress(RuntimeError):  # it times out, or the connection is already gone
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+
+class GlooCall:
+    """See Call. ``revise`` is for steps that become known only while the call runs."""
+
     def __init__(
-        self, transport: GlooTransport, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float
+        self,
+        transport: GlooTransport,
+        plan: Plan,
+        steps: Sequence[Moves],
+        buffers: Buffers,
+        timeout_s: float,
+        reduce: Reducer | None,
     ) -> None:
-        self._transport, self._plan, self._steps, self._buffers = transport, plan, steps, buffers
+        self._transport, self._plan, self._steps, self._buffers = transport, plan, list(steps), buffers
+        self._reduce = reduce
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
         self._tag = self._sequence % _CALLS_IN_FLIGHT * _TAGS_PER_CALL
@@ -199,6 +232,16 @@ class _GlooCall:
         self._sends += [self._message(index, m, is_send=True) for m in step.sends]
         for copy in step.copies:
             self._view(copy.target).copy_(self._view(copy.source))
+        if step.reductions:
+            assert self._reduce is not None  # whoever starts a plan with sums says how to sum
+            for reduction in step.reductions:
+                self._reduce(self._view(reduction.target), [self._view(source) for source in reduction.sources])
+
+    def revise(self, index: int, moves: Moves, buffers: Buffers) -> None:
+        """What step ``index``, not posted yet, will do; posts its receives beside those that it had."""
+        self._buffers = buffers
+        self._steps[index] = moves
+        self._receives[index] += self._expect(index)
 
     def finish(self) -> None:
         for works in self._receives:

@@ -63,19 +63,30 @@ class Peaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _SHARED = frozenset(
-    {"all_gather", "all_to_all", "all_to_all_single", "all_to_all_v", "gather", "reduce_scatter", "scatter"}
+    {
+        "all_gather",
+        "all_gather_single",
+        "all_to_all",
+        "all_to_all_single",
+        "all_to_all_v",
+        "gather",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "scatter",
+    }
 )
 _WHOLE = frozenset({"broadcast", "copy", "decode", "encode", "recv", "reduce", "send", "send_recv"})
 
-#: The operations that a curve can describe. ``all_to_all`` is an exchange step by messages, as most plans run it;
-#: ``all_to_all_single`` the backend's own single call, which a transport may prefer for a small flat exchange.
+#: The operations that a curve can describe. ``all_to_all`` and ``all_gather`` are steps by messages, as most plans run
+#: them; ``…_single`` (torch's names), ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own; ``reduce`` on a device
+#: the sum of blocks in memory, with S what is added to the first block.
 COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
 
 
 def bus_factor(collective: str, group_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests' PERFORMANCE.md defines it.
 
-    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all (_single, _v), gather and scatter (n-1)/n
+    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all (also _single, _v), gather and scatter (n-1)/n
     with S the gathered (whole) buffer; send, recv, broadcast, reduce and the local operations 1.
 
     Raises:

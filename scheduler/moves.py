@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step
 
-__all__ = ["ALIGN", "Copy", "Message", "Moves", "Region", "moves", "staging_bytes"]
+__all__ = ["ALIGN", "Copy", "Message", "Moves", "Reduction", "Region", "moves", "staging_bytes"]
 
 ALIGN = 64
 
@@ -50,12 +50,28 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduction:
+    """``target`` becomes the sum (or what the call's operation is) of ``sources``, in this order, all of one size.
+
+    The target may be the same region as the first or the second source, and overlaps no other.
+    """
+
+    sources: tuple[Region, ...]
+    target: Region
+
+
+@dataclass(frozen=True, slots=True)
 class Moves:
-    """What one rank does in one step. An all_to_all goes over the ep group, an all_gather over the tp group."""
+    """What one rank does in one step. Copies come before reductions.
+
+    For replicated tokens an all_to_all goes over the ep group and an all_gather over the tp group; else peers are those of
+    the group.
+    """
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     copies: tuple[Copy, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
 
 
 def staging_bytes(plan: Plan) -> int:

@@ -17,9 +17,14 @@ __all__ = ["Buffer", "Gather", "Op", "Plan", "Step", "Strategy"]
 
 
 class Strategy(str, Enum):
-    """How an all_to_all of replicated tokens is moved (MoNTA table 6). The order is from simple to elaborate."""
+    """How a collective is moved. The order is from simple to elaborate.
 
-    FLAT = "flat"
+    The terms are MoNTA's (table 6: O1, O2, O3 of an all_to_all of replicated tokens); the other collectives have the same
+    forms over nodes: a stage inside the nodes and one between them, whole or in chunks.
+    """
+
+    FLAT = "flat"  # one call of the backend's own
+    DIRECT = "flat_direct"  # also one level, by messages from every rank to every rank, with sums on the spot
     HIERARCHICAL = "hierarchical"  # O1: drop, all_to_all between nodes, all_gather inside
     PIPELINED = "pipelined"  # O2: the same in chunks, inter ∥ intra
     PIPELINED_COPY = "pipelined_copy"  # O3: the placing copy is a pipeline stage of its own
@@ -28,6 +33,11 @@ class Strategy(str, Enum):
 class Op(str, Enum):
     ALL_TO_ALL = "all_to_all"
     ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"  # this one and the next two only as a call of the backend's own
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    SCATTER = "scatter"
+    REDUCE = "reduce"  # of blocks that have arrived, in memory
     COPY = "copy"
 
     # Enum hashes the member's name, in Python: pricing looks steps up by their operation, a hundred times a plan.
@@ -38,6 +48,7 @@ class Buffer(str, Enum):
     INPUT = "input"
     OUTPUT = "output"
     STAGING = "staging"
+    TRANSIT = "transit"  # what is passed on, of a size that is known only during the call
 
 
 class Gather(str, Enum):
@@ -56,9 +67,11 @@ class Step:
     """One operation on one resource.
 
     ``bytes`` is the size by which curves are looked up, nccl-tests' S: all_to_all the send buffer of one rank,
-    all_gather the gathered total, copy what is copied. It is the mean over ranks (hence a float): slices that do not
-    divide differ by less than one alignment unit. ``after`` are indices of earlier steps in the same plan.
-    ``source`` and ``target`` say between which buffers the bytes go; an all_gather works in place.
+    all_gather the gathered total, copy what is copied, reduce what is added to the first block. It is the mean over ranks
+    (hence a float): slices that do not divide differ by less than one alignment unit. ``after`` are indices of earlier
+    steps in the same plan. ``source`` and ``target`` say between which buffers the bytes go; an all_gather works in place.
+    ``group_size`` is how many ranks exchange with each other in this step; 0 where the traffic says it (an even
+    all_to_all: its group, and for the all_gather its replication).
     """
 
     op: Op
@@ -68,6 +81,7 @@ class Step:
     after: tuple[int, ...]
     source: Buffer
     target: Buffer
+    group_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

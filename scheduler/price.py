@@ -19,7 +19,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.plan import Op, Plan, Strategy
+from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
 __all__ = ["Timeline", "price"]
 
@@ -70,14 +70,15 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
 
 def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
     """Each step's time alone, µs, and whether one of them lies outside the measured sizes."""
-    sizes: dict[Op, float] = {}  # of the latest step of each operation: those of a plan are nearly all of one size
-    times: dict[Op, float] = {}
+    # Of the latest step of each kind (those of a plan are nearly all of one size). The target tells the sums apart.
+    sizes: dict[tuple[Op, Resource, Buffer], float] = {}
+    times: dict[tuple[Op, Resource, Buffer], float] = {}
     is_extrapolated = False
     durations = []
     for step in plan.steps:
-        op, size = step.op, step.bytes
+        op, size = (step.op, step.resource, step.target), step.bytes
         if sizes.get(op) != size:
-            curve = _curve(op, size, plan, profile)
+            curve = _curve(step, plan, profile)
             time_us = 0.0 if curve is None else curve.at(size)
             if curve is not None:
                 is_extrapolated = is_extrapolated or curve.is_extrapolated(size)
@@ -89,20 +90,38 @@ def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
     return durations, is_extrapolated
 
 
-def _curve(op: Op, size: float, plan: Plan, profile: Profile) -> Curve | None:
-    """The curve that times an operation of ``size`` bytes; None for one that takes no time."""
-    traffic = plan.traffic
-    if size == 0:
+def _curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:
+    """The curve that times a step; None for one that takes no time."""
+    if step.bytes == 0:
         return None
-    if op is Op.COPY:
+    if step.op is Op.COPY:
         return profile.curve("copy", Resource.DEVICE, 1)
-    if op is Op.ALL_GATHER:
+    if plan.traffic.collective == "all_to_all":
+        return _replicated_curve(step, plan, profile)
+    op = step.op.value
+    if plan.strategy is Strategy.FLAT:
+        op = _OWN_CALLS.get(op, op)
+    elif step.op is Op.SCATTER:
+        op = "all_to_all"  # whose ranks all send what here only the root does
+    return profile.curve(op, step.resource, step.group_size)
+
+
+_OWN_CALLS = {
+    "all_gather": "all_gather_single",
+    "all_to_all": "all_to_all_v",
+    "reduce_scatter": "reduce_scatter_single",
+}
+
+
+def _replicated_curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:
+    traffic = plan.traffic
+    if step.op is Op.ALL_GATHER:
         return profile.curve("all_gather", Resource.INTRA, traffic.replication)
     if traffic.group_size == 1:  # a rank alone copies its input, on whatever profile
         return profile.find("all_to_all", traffic.link, 1) or profile.find("copy", Resource.DEVICE, 1)
     if plan.strategy is Strategy.FLAT:
         single = profile.find("all_to_all_single", traffic.link, traffic.group_size)
-        if single is not None and size <= single.bytes[-1]:  # above, the transport sends messages too
+        if single is not None and step.bytes <= single.bytes[-1]:  # above, the transport sends messages too
             return single
     return profile.curve("all_to_all", traffic.link, traffic.group_size)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.group_strategies import build_group, group_candidates
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.traffic import Traffic
 
@@ -54,9 +55,11 @@ def pipelined_copy(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE
 
 def build(traffic: Traffic, strategy: Strategy, chunks: int = 1, gather: Gather = Gather.REMOTE) -> Plan:
     """The plan of that name. Raises PlanError where the strategy does not apply to the traffic."""
+    if traffic.collective != "all_to_all":
+        return build_group(traffic, strategy, chunks)
     if strategy is Strategy.FLAT:
         return flat(traffic)
-    if not can_drop(traffic):
+    if strategy is Strategy.DIRECT or not can_drop(traffic):
         raise PlanError(
             f"{strategy.value} needs tokens that are replicated inside nodes and a group that crosses nodes; this traffic "
             f"has replication {traffic.replication}, group size {traffic.group_size} over {traffic.link.value}: use flat"
@@ -78,6 +81,9 @@ def candidates(traffic: Traffic, gather: Gather, min_slice_bytes: float, max_chu
     Chunks whose all_to_all buffer would fall below ``min_slice_bytes`` (MoNTA's I_minimal) are left out: there a step
     costs its latency and splitting can only lose.
     """
+    if traffic.collective != "all_to_all":
+        yield from group_candidates(traffic, CHUNK_COUNTS, min_slice_bytes, max_chunks)
+        return
     yield flat(traffic)
     if not can_drop(traffic) or traffic.logical_bytes == 0:
         return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 
-__all__ = ["DTYPE_BYTES", "Traffic", "moe_bytes"]
+__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "moe_bytes"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -24,22 +24,33 @@ DTYPE_BYTES = {
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3"}
 
 
+GROUP_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_v", "broadcast", "reduce_scatter")
+"""What is planned over the nodes of a group whose ranks all hold tokens of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """An all_to_all over ``group_size`` ranks whose tokens are the same on ``replication`` ranks of each node.
+    """One collective over ``group_size`` ranks, in rank-invariant numbers.
 
-    ``logical_bytes`` is the whole send buffer of one rank (MoNTA's I, nccl-tests' S): the same on every rank.
-    ``group_size`` is MoNTA's e, ``replication`` its t. ``link`` is the link class that the group crosses.
+    ``logical_bytes`` is nccl-tests' S: all_to_all the whole send buffer of one rank (MoNTA's I), all_gather the gathered
+    total, reduce_scatter the whole input of one rank, all_reduce and broadcast the tensor, all_to_all_v an agreed bound of
+    what a rank sends or receives. ``link`` is the slowest link class that the group crosses.
 
-    Raises PlanError for negative sizes, empty groups, and groups that do not divide the buffer.
+    An ``all_to_all`` is even, and its tokens may be the same on ``replication`` ranks of each node (MoNTA's t, with its e as
+    ``group_size``). The other collectives are planned over ``nodes``: how many ranks of the group each node holds.
+    ``is_ordered`` asks for sums in FP32 and in rank order (only all_reduce and reduce_scatter have any).
+
+    Raises PlanError for negative sizes, empty groups, nodes that do not add up to the group, an unknown collective, and
+    an even all_to_all whose group does not divide the buffer.
     """
 
     logical_bytes: int
     group_size: int
     replication: int = 1
     link: Resource = Resource.INTER
-
-    collective = "all_to_all"
+    collective: str = "all_to_all"
+    nodes: tuple[int, ...] = ()
+    is_ordered: bool = False
 
     def __post_init__(self) -> None:
         if self.logical_bytes < 0:
@@ -48,11 +59,26 @@ class Traffic:
             raise PlanError(
                 f"group_size and replication must be 1 or more, got {self.group_size} and {self.replication}"
             )
-        if self.logical_bytes % self.group_size:
+        if self.collective != "all_to_all":
+            self._check_nodes()
+        elif self.logical_bytes % self.group_size:
             raise PlanError(
                 f"an even all_to_all over {self.group_size} ranks needs a multiple of {self.group_size} bytes, "
                 f"got {self.logical_bytes}: pad the tensor, or give a size that the group divides"
             )
+
+    def _check_nodes(self) -> None:
+        if self.collective not in GROUP_COLLECTIVES:
+            raise PlanError(f"expected all_to_all or one of {', '.join(GROUP_COLLECTIVES)}, got {self.collective!r}")
+        if sum(self.nodes) != self.group_size or min(self.nodes, default=0) < 1:
+            raise PlanError(
+                f"{self.collective} over {self.group_size} ranks needs the number of them on each node, got {self.nodes}"
+            )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every node holds the same number of the group's ranks."""
+        return len(set(self.nodes)) <= 1
 
     @property
     def block_bytes(self) -> int:

@@ -1,0 +1,41 @@
+"""A number on which all ranks of a group agree without waiting for each other: the largest of the call before.
+
+With uneven splits every rank sees other byte counts, and a plan that depends on a rank's own deadlocks the job. Asking
+everybody before each call would cost a small message its time again. So the exchange for one call is started with that
+call, and read at the next one, when it has long ended.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["AgreedMaximum"]
+
+
+class AgreedMaximum:
+    """``group`` is used for nothing else. All ranks call :meth:`exchange` equally often."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._value = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self.calls = 0
+
+    def exchange(self, value: int, timeout_s: float) -> int:
+        """Give this call's ``value``; returns the largest of the previous call, 0 at the first one.
+
+        Raises RuntimeError (Gloo's) where a rank is gone or does not come within ``timeout_s``.
+        """
+        previous = 0
+        if self._work is not None:
+            self._work.wait(timedelta(seconds=timeout_s))
+            previous = int(self._value)
+        self.calls += 1
+        self._value.fill_(value)
+        self._work = self._group.allreduce([self._value], self._options)
+        return previous
