@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
     from commlayer.scheduler.choose import Policy as Policy
+    from commlayer.statistics import reset_stats as reset_stats
+    from commlayer.statistics import stats as stats
     from commlayer.work import Work as Work
 
 __version__ = "0.1.0"
@@ -29,6 +31,8 @@ _HOME = {
     "Work": "commlayer.work:Work",
     "discover_topology": "commlayer.groups:discover_topology",
     "load_profile": "commlayer.profiles.catalog:resolve",
+    "reset_stats": "commlayer.statistics:reset_stats",
+    "stats": "commlayer.statistics:stats",
 }
 
 __all__ = [
@@ -40,6 +44,8 @@ __all__ = [
     "__version__",
     "discover_topology",
     "load_profile",
+    "reset_stats",
+    "stats",
 ]
 
 

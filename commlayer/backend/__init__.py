@@ -1,0 +1,56 @@
+"""The c10d backend ``commlayer``: ``torch.distributed.init_process_group("commlayer")``.
+
+Every collective of a program runs on it as on Gloo (CPU tensors) and NCCL (CUDA tensors: written, never run), and where
+planning pays, by a plan. Nothing needs to be imported: torch finds this package by an entry point and registers the name.
+``import commlayer.backend`` does the same where entry points are off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
+
+Programs that accept only names that they know (accelerate, the HF Trainer) get it under one of those:
+``COMMLAYER_AS=gloo`` (or ``nccl``) makes ``init_process_group`` and ``new_group`` build this backend where that name is
+asked for, also in ``cpu:gloo,cuda:nccl``, and where ``init_process_group`` is called without one. ``get_backend()`` then
+says ``commlayer``. Rank 0 prints a line about it.
+
+This module runs inside ``import torch``: it imports nothing but torch.distributed, which is loaded by then, and raises
+nothing. All else is imported when the first group is made.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlayer.backend.group import CommlayerGroup
+
+__all__ = ["autoload"]
+
+
+def _create(opts: Any, pg_options: Any) -> CommlayerGroup:
+    from commlayer.backend.create import create_group
+
+    return create_group(opts, pg_options)
+
+
+def autoload() -> None:
+    """Register the backend; what the entry point calls. Never raises: a warning says what went wrong."""
+    try:
+        _register()
+    except Exception as error:  # noqa: BLE001  import torch must not fail because commlayer is installed
+        warnings.warn(f"the backend commlayer could not be registered: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _register() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    if "commlayer" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("commlayer", _create, extended_api=True, devices=["cpu", "cuda"])
+    alias = os.environ.get("COMMLAYER_AS")
+    if alias:
+        from commlayer.backend.patches import answer_to
+
+        answer_to(alias)
+
+
+autoload()

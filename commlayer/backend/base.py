@@ -1,0 +1,247 @@
+"""What all collectives of a group share: its state, the order of its calls, errors, statistics.
+
+A call that nothing has to be done for must cost no more than Gloo's own through torch's dispatcher, so this path is short
+on purpose: no objects made, no dictionaries built, one attribute that says whether plans or signatures need a look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from time import perf_counter_ns
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceOp, Store, Work
+
+from commlayer.backend.cuda import Inner, Nccl
+from commlayer.backend.progress import DONE, ProgressQueue, Task
+from commlayer.backend.signature import SignatureCheck
+from commlayer.planned import PlannedGroup
+from commlayer.profiles.errors import ClusterError, GroupError, TensorError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.plan import Plan
+from commlayer.statistics import GroupCounters
+
+__all__ = ["GroupBase", "timeout_of"]
+
+_profiling = torch._C._autograd._profiler_enabled
+_record = torch._C._profiler._RecordFunctionFast
+Call = Callable[..., Work]
+
+
+class Destroyed:
+    """Stands in for the inner backend of a destroyed group: whatever is asked of it is the caller's mistake."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise GroupError(
+            f"{self._who}: {name.strip('_')} after the group was destroyed (or aborted): make another with "
+            "torch.distributed.new_group, or call destroy_process_group later"
+        )
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in which torch itself calls it
+
+
+class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
+    """State of a group, and how a call is run. The verbs are in the subclasses.
+
+    CUDA tensors go to an inner NCCL group, where there is one.
+    """
+
+    _nccl: Nccl | None = None
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        global_ranks: Sequence[int],
+        store: Store,
+        gloo: dist.ProcessGroupGloo,
+        planned: PlannedGroup,
+        is_planning: bool,
+        signatures: SignatureCheck | None,
+    ) -> None:
+        super().__init__(rank, len(global_ranks))
+        self._name, self._rank, self._size = name, rank, len(global_ranks)
+        self._global_ranks, self._store = tuple(global_ranks), store
+        self._gloo: Any = gloo  # a Backend, whose methods torch's annotations lack, or Destroyed
+        self._planned, self._signatures = planned, signatures
+        self._is_planning = is_planning and self._size > 1
+        self._needs_look = self._is_planning or signatures is not None
+        self._progress = ProgressQueue(f"commlayer {name[:8]}")
+        self._coalescing: list[Work] | None = None
+        self._sequence = 0
+        self.counters = GroupCounters(name, global_ranks[rank], list(global_ranks))
+        self.counters.reasons = lambda: planned.reasons
+        node_of = {member: index for index, members in enumerate(planned.nodes) for member in members}
+        near = [member for member in range(self._size) if node_of[member] == node_of[rank] and member != rank]
+        self._near = near
+        self._far = [member for member in range(self._size) if node_of[member] != node_of[rank]]
+        self._sent_plans: dict[tuple[int, int], tuple[Plan, int, int]] = {}
+
+    @property
+    def who(self) -> str:
+        """This rank and group, for messages."""
+        desc = self.group_desc
+        desc = f" ({desc})" if desc and desc != "undefined" else ""
+        return f"rank {self._global_ranks[self._rank]}, group {self._name}{desc}"
+
+    def use_nccl(self, nccl: Nccl) -> None:
+        """Send CUDA tensors to ``nccl``. Once, by whoever makes the group."""
+        self._nccl = nccl
+
+    def _on_device(self, tensor: torch.Tensor) -> Inner:
+        """The inner backend of a tensor that is not on the CPU."""
+        if tensor.is_cuda and self._nccl is not None:
+            return self._nccl.backend
+        has = "CPU and CUDA" if self._nccl is not None else "CPU (torch has no CUDA here, or no NCCL)"
+        raise TensorError(f"{self.who}: no collectives for tensors on {tensor.device}: this group has {has}")
+
+    # Order
+
+    def _issue(self, opts: Any, label: str, outputs: Any, task: Task, *args: Any) -> Work:
+        """Run ``task(*args)`` in this group's order: now, or, for an asynchronous call, on the progress thread."""
+        if not opts.asyncOp:
+            self._progress.run(label, task, args)
+            return DONE
+        if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
+            with _record(f"commlayer:{label} (queued)"):
+                pass
+        work = self._progress.submit(f"{label}, group {self._name}", outputs, task, args)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    # Deciding
+
+    def _look(
+        self,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        *,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+        timeout: timedelta | None = None,
+        plannable: bool = True,
+    ) -> Plan | None:
+        """The plan for a call, or None: flat. Compares signatures first, where that is asked for.
+
+        Only for calls of which ``num_bytes`` and the dtype are equal on all ranks.
+        """
+        plan = None
+        if plannable and self._is_planning and tensor is not None:
+            plan = self._planned.plan(
+                collective, num_bytes, item_bytes=tensor.element_size(), is_float=tensor.dtype.is_floating_point
+            )
+        if self._signatures is not None:
+            self._compare(collective, tensor, num_bytes, op, root, sizes, plan, timeout)
+        return plan
+
+    def _compare(
+        self,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        op: ReduceOp.RedOpType | None,
+        root: int | None,
+        sizes: tuple[int, ...] | None,
+        plan: Plan | None,
+        timeout: timedelta | None,
+    ) -> None:
+        assert self._signatures is not None
+        parts = [f"{num_bytes} bytes"]
+        if tensor is not None:
+            parts.append(str(tensor.dtype).removeprefix("torch."))
+        if op is not None:
+            parts.append(op.name)
+        if root is not None:
+            parts.append(f"root {self._global_ranks[root]}")
+        if sizes is not None:
+            parts.append(f"sizes {list(sizes)}")
+        parts.append(f"plan {plan.name if plan else 'flat'}")
+        seconds = self._timeout_s if timeout is None or timeout.total_seconds() < 0 else timeout.total_seconds()
+        self._signatures.compare(self._sequence + 1, f"{collective}({', '.join(parts)})", seconds)
+
+    # Running
+
+    def _flat(self, collective: str, num_bytes: int, call: Call, *args: Any) -> None:
+        """The inner backend's own call. ``args[-1]`` are its options."""
+        self._sequence += 1
+        started = perf_counter_ns()
+        if _profiling():
+            with _record(f"commlayer:{collective} flat"):
+                work = call(*args)  # what it raises here is a refusal: nothing was sent
+                self._finish(work, collective, started, args[-1])
+        else:
+            work = call(*args)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._fail(error, collective, started, args[-1])
+        self.counters.row(collective).add(num_bytes, perf_counter_ns() - started)
+
+    def _finish(self, work: Work, collective: str, started: int, opts: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._fail(error, collective, started, opts)
+
+    def _run_plan(
+        self,
+        plan: Plan,
+        collective: str,
+        num_bytes: int,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        opts: Any,
+        *,
+        op: str = "sum",
+        root: int = 0,
+    ) -> None:
+        """Run a plan on contiguous tensors."""
+        self._sequence += 1
+        started = perf_counter_ns()
+        with _record(f"commlayer:{collective} {plan.name}"):
+            self._planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+        spent = perf_counter_ns() - started
+        _, inter, intra = self._sent_plans.get((id(plan), root)) or self._sent(plan, root)
+        self.counters.row(collective, plan.name).add_sent(num_bytes, spent, inter, intra)
+
+    def _sent(self, plan: Plan, root: int) -> tuple[Plan, int, int]:
+        """What a run of ``plan`` sends. The plan is kept with it, so that its id stays its own."""
+        if len(self._sent_plans) > 1024:
+            self._sent_plans.clear()
+        wire = self._planned.wire_bytes(plan, root)
+        found = self._sent_plans[id(plan), root] = (plan, wire.get(Resource.INTER, 0), wire.get(Resource.INTRA, 0))
+        return found
+
+    # Failing
+
+    @property
+    def _timeout_s(self) -> float:
+        seconds: float = self._gloo.options._timeout.total_seconds()  # where torch's own _set_pg_timeout puts it
+        return seconds
+
+    def _fail(self, error: RuntimeError, collective: str, started: int, opts: Any) -> NoReturn:
+        """A wait broke: say who, where, and what; tell the other ranks."""
+        waited_s = (perf_counter_ns() - started) / 1e9
+        seconds = timeout_of(opts)
+        timeout_s = self._timeout_s if seconds is None else seconds
+        explained = self._planned.explain(error, collective, self._sequence, waited_s, timeout_s)
+        # What the inner backend said stays in the text: programs look for "Timed out" or "Connection closed".
+        kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
+        raise kind(f"{self.who}, {collective} #{self._sequence}: {explained}. Gloo's own message: {error}") from error
+
+
+def timeout_of(opts: Any) -> float | None:
+    """The timeout that a call asks for, seconds; None: the group's."""
+    seconds: float = opts.timeout.total_seconds()
+    return seconds if seconds >= 0 else None

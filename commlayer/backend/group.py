@@ -1,0 +1,190 @@
+"""The process group of the backend ``commlayer``: every verb of c10d, a life cycle, and what torch asks of a group beside.
+
+All verbs are overridden under their old and their new names. Those that C++ calls without going through Python (gather,
+scatter, reduce, the ``_single`` forms from some functional operators) reach the inner Gloo, which is registered as this
+group's backend: right, but neither planned nor in this group's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
+
+from commlayer.backend.base import Destroyed
+from commlayer.backend.messages import Messages
+from commlayer.backend.options import make
+
+__all__ = ["CommlayerGroup", "Together"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Together(Work):
+    """All works of one coalesced block."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((found for work in self._works if (found := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+class CommlayerGroup(Messages):
+    """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
+
+    CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.backend.cuda`).
+    """
+
+    _children = 0
+
+    # Synchronisation
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Return when all ranks have come, and all that was queued before has ended."""
+        opts = make(BarrierOptions, opts, timeout, {})
+        if opts.device is not None and opts.device.type == "cuda" and self._nccl is not None:
+            return self._nccl.backend.barrier(opts)
+        return self._issue(opts, "barrier", [], self._barrier, opts)
+
+    def _barrier(self, opts: Any) -> None:
+        if self._needs_look:
+            self._look("barrier", None, 0, timeout=opts.timeout, plannable=False)
+        self._flat("barrier", 0, self._gloo.barrier, opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
+        limit = timeout if timeout is not None and timeout.total_seconds() > 0 else timedelta(seconds=self._timeout_s)
+        # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
+        self._progress.run("monitored_barrier", self._gloo.monitored_barrier, (limit, wait_all_ranks))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
+        if device.type == "cuda" and self._nccl is not None:
+            self._nccl.backend._start_coalescing()
+        else:
+            self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        if device.type == "cuda" and self._nccl is not None:
+            return self._nccl.backend._end_coalescing()
+        works, self._coalescing = self._coalescing or [], None
+        return Together(works)
+
+    # What torch asks of a group
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        return "commlayer"
+
+    def name(self) -> str:
+        return "commlayer"
+
+    def get_group_store(self) -> Store:
+        """The store that the members of this group share."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of calls that bring none of their own."""
+        self._gloo._set_default_timeout(timeout)
+        self._planned.timeout_s = timeout.total_seconds()
+        if self._nccl is not None:
+            self._nccl.backend._set_default_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: the numbers start at 0 on every rank, because a group is made by all of them together."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has run in this group."""
+        return self._sequence
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> CommlayerGroup | None:
+        """A group of the members ``new_ranks`` (ranks of this group, in the new order), or None on ranks outside it.
+
+        Collective over ``new_ranks``. torch's own ``split_group`` refuses groups without a CUDA device before it asks here;
+        ``new_group`` has no such condition.
+        """
+        from commlayer.backend.create import make_group  # it makes groups, so it imports this module
+
+        del device_types, opts  # one group serves all devices; options are NCCL's, whose split is not used
+        self._children += 1
+        if self._rank not in new_ranks:
+            return None
+        name = group_name or f"{self._name}/split{self._children}"
+        group = make_group(
+            name=name,
+            rank=new_ranks.index(self._rank),
+            global_ranks=[self._global_ranks[member] for member in new_ranks],
+            store=PrefixStore(f"{name}/", self._store),
+            timeout=timeout or timedelta(seconds=self._timeout_s),
+        )
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or "undefined")
+        return group
+
+    # End
+
+    def shutdown(self) -> None:
+        """End what is queued and let go of threads and connections. What is called afterwards raises GroupError."""
+        self._stop(drain=True)
+
+    def abort(self) -> None:
+        """Break what is under way, here and on the ranks that wait for this one."""
+        self._stop(drain=False)
+
+    def _stop(self, *, drain: bool) -> None:
+        if isinstance(self._gloo, Destroyed):
+            return
+        gloo, who = self._gloo, self.who
+        if drain:
+            self._progress.drain()
+            self._planned.close()
+        else:
+            self._planned.abort(f"{who} was aborted")
+            gloo.abort()
+            self._progress.drain(timeout_s=1.0)
+        self._gloo = Destroyed(who)
+        gloo.shutdown()
+        if self._nccl is not None:
+            (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
+        self.counters.description = self.group_desc
+        self.counters.close()
+        self._forget_world()
+
+    def _forget_world(self) -> None:
+        from commlayer.backend import world
+
+        world.forget(self)

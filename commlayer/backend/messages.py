@@ -1,0 +1,143 @@
+"""send, recv and their kin: straight to the inner backend, whatever is queued.
+
+Queued behind collectives they would deadlock programs that are correct (two ranks that send to each other before they
+receive). Gloo keeps them apart from collectives by their tags, also when another thread runs those.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from commlayer.backend.reductions import Reductions
+from commlayer.backend.tensors import flat, land, landing
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
+
+__all__ = ["Message", "Messages"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class Message(Work):
+    """A send or recv under way. Gloo's own says nothing before it was waited for: so does this."""
+
+    def __init__(self, group: Messages, work: Work, what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
+        super().__init__()
+        self._group, self._work, self._what = group, work, what
+        self._tensor, self._moved = tensor, moved
+        self._started = time.monotonic()
+        self._error: BaseException | None = None
+        self._done = False
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when the message has gone, or is in its tensor. Raises PeerError, CollectiveTimeoutError."""
+        if self._done:
+            if self._error is not None:
+                raise self._error
+            return True
+        try:
+            self._work.wait(timeout) if timeout.total_seconds() > 0 else self._work.wait()
+        except RuntimeError as error:
+            self._done, self._error = True, self._group.message_error(error, self._what)
+            raise self._error from error
+        with torch.inference_mode():
+            land(self._tensor, self._moved)
+        self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [self._tensor]
+
+    def source_rank(self) -> int:
+        """Who sent what a recv from any source received, as a rank of the group."""
+        return int(self._work._source_rank())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future that is complete: waits for the message first, because Gloo's messages complete nothing by themselves."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self.wait()
+        future.set_result([self._tensor])
+        return future
+
+
+class Messages(Reductions):
+    """The point-to-point verbs."""
+
+    def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
+        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group."""
+        tensor = self._only_one("send", tensors)
+        if not tensor.is_cpu:
+            return self._on_device(tensor).send(tensors, dstRank, tag)
+        moved = flat(tensor)
+        return self._start("send", f"send to rank {self._named(dstRank)}, tag {tag}", moved, moved, dstRank, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work | None:  # noqa: N803
+        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group."""
+        tensor = self._only_one("recv", tensors)
+        if not tensor.is_cpu:
+            return self._on_device(tensor).recv(tensors, srcRank, tag)
+        what = f"recv from rank {self._named(srcRank)}, tag {tag}"
+        return self._start("recv", what, tensor, landing(tensor), srcRank, tag)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
+        """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
+        tensor = self._only_one("recv_anysource", tensors)
+        if not tensor.is_cpu:
+            return self._on_device(tensor).recv_anysource(tensors, tag)
+        return self._start("recv_anysource", f"recv from any rank, tag {tag}", tensor, landing(tensor), tag)
+
+    def _start(self, verb: str, what: str, tensor: torch.Tensor, moved: torch.Tensor, *to: int) -> Work | None:
+        try:
+            work = getattr(self._gloo, verb)([moved], *to)
+        except RuntimeError as error:  # a connection that is known to be broken is found here
+            raise self.message_error(error, what) from error
+        row = self.counters.row(verb)
+        row.add(tensor.nbytes, 0)
+        message = Message(self, work, what, tensor, moved)
+        if self._coalescing is None:
+            return message
+        self._coalescing.append(message)
+        return None  # as NCCL: what is coalesced is waited for as a whole
+
+    def message_error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
+        """The error to raise for a message that failed with ``error``."""
+        text = str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CollectiveTimeoutError(
+                f"{self.who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
+                f"message: {text}"
+            )
+        return PeerError(
+            f"{self.who}: {what}: the peer died or closed its connection: look at its log. Gloo's own message: {text}"
+        )
+
+    def _named(self, member: int) -> int:
+        """The global rank of a member, for messages."""
+        return self._global_ranks[member] if 0 <= member < self._size else member
+
+    def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(tensors) != 1:
+            self._refuse(f"{verb} takes one tensor, got {len(tensors)}")
+        return tensors[0]
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise TensorError(f"{self.who}: {why}")

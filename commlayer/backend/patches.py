@@ -1,0 +1,96 @@
+"""Two functions of torch.distributed that compare a backend's *name* where they mean what it can do.
+
+- ``monitored_barrier`` refuses every backend that is not named gloo, although it then only calls the group's method. It is
+  wrapped when the first group of ours is made; other groups see torch's own.
+- ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
+  only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
+
+Rejected for both: a name that compares equal to "gloo". It would answer wrongly to everybody else who asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["answer_to", "teach_monitored_barrier"]
+
+_MARK = "_commlayer_wraps"
+
+
+def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put ``make(original)`` in the place of a function of torch.distributed, once."""
+    original = getattr(c10d, name)
+    if hasattr(original, _MARK):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, _MARK, original)
+    setattr(c10d, name, wrapper)
+    setattr(dist, name, wrapper)
+
+
+def teach_monitored_barrier() -> None:
+    """Let ``torch.distributed.monitored_barrier`` work on groups of this backend."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+            from commlayer.backend.group import CommlayerGroup
+
+            found = group if group is not None else c10d.GroupMember.WORLD
+            if not isinstance(found, CommlayerGroup):
+                return original(group, timeout, wait_all_ranks)
+            limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+            return found.monitored_barrier(limit or c10d.default_pg_timeout, wait_all_ranks)
+
+        return monitored_barrier
+
+    _replace("monitored_barrier", make)
+
+
+def answer_to(alias: str) -> None:
+    """Make ``init_process_group`` and ``new_group`` build this backend where ``alias`` is asked for.
+
+    An ``alias`` that is neither gloo nor nccl raises SettingsError when a group is made, not before: it must not make
+    ``import torch`` fail.
+    """
+
+    def translated(backend: Any, default: str | None) -> Any:
+        if alias not in ("gloo", "nccl"):
+            from commlayer.profiles.errors import SettingsError
+
+            raise SettingsError(f"COMMLAYER_AS must be one of gloo, nccl, got {alias!r}")
+        if backend is None:
+            return default
+        names = [part.rpartition(":")[2] for part in str(backend).lower().split(",")]
+        return "commlayer" if alias in names else backend
+
+    def init(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            wanted = translated(backend, "commlayer")
+            result = original(wanted, *args, **kwargs)
+            if wanted == "commlayer" and dist.get_rank() == 0:
+                print(
+                    f'commlayer: COMMLAYER_AS={alias}: init_process_group("{backend}") made a group of the backend commlayer, '
+                    f"which get_backend() reports; {alias} works inside it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return result
+
+        return init_process_group
+
+    def new(original: Callable[..., Any]) -> Callable[..., Any]:
+        def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # Without a backend torch takes the default group's, which is ours already.
+            return original(ranks, timeout, translated(backend, None), *args, **kwargs)
+
+        return new_group
+
+    _replace("init_process_group", init)
+    _replace("new_group", new)

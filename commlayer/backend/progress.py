@@ -1,0 +1,252 @@
+"""One order for all collectives of a group, and the Work objects that callers hold.
+
+Per group: first in, first out, the same on all ranks, because all ranks issue in program order. A synchronous call runs
+on its caller's thread when nothing is queued; everything else runs on one progress thread. A call made *on* the progress
+thread (by a callback of a future, such as PowerSGD's hook) runs there and then: queued, it would wait behind itself.
+Futures complete on the progress thread, and the next call waits for their callbacks, so that what a callback issues comes
+right after the call that it belongs to, on every rank.
+
+Rejected: issuing asynchronous calls on the caller's thread and letting Gloo's threads complete them. Callbacks then run on
+Gloo's threads while the caller issues the next call, and two threads that issue on one Gloo group mix up its messages:
+wrong results, not an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, UsageError
+
+__all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task"]
+
+Task = Callable[..., None]
+Outputs = Any
+"""What a future gives: a list of tensors, or for the ``coalesced`` gathers a list of lists."""
+
+_NO_TIMEOUT = timedelta(0)
+"""torch's value for "as long as the call itself is allowed to take"."""
+_EXIT_PATIENCE_S = 1.0
+"""How long the interpreter's end waits for a progress thread that is inside a call."""
+
+
+class QueuedWork(Work):
+    """An asynchronous collective. Waiting raises what the call raised."""
+
+    def __init__(self, queue: ProgressQueue, label: str, outputs: Outputs) -> None:
+        super().__init__()
+        self._queue, self._label, self._outputs = queue, label, outputs
+        self._gate = threading.Lock()  # held until the call has ended: cheaper than an Event
+        self._gate.acquire()
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Outputs] | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
+
+        Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call goes on).
+        """
+        if not self._done:
+            self._wait(timeout.total_seconds())
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait(self, timeout_s: float) -> None:
+        if self._queue.is_progress_thread():
+            self._queue.help_until(self)  # a callback that waits for a later call
+        elif self._gate.acquire(timeout=timeout_s if timeout_s > 0 else -1):
+            self._gate.release()
+        else:
+            raise CollectiveTimeoutError(
+                f"{self._label}: Timed out waiting {timeout_s * 1000:.0f}ms in wait(); the call itself goes on and ends by "
+                "the group's timeout: wait longer, or look at the log of the rank that is late"
+            )
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Outputs:
+        """The call's outputs. Raises UsageError before it has ended."""
+        if not self._done:
+            raise UsageError(f"{self._label}: result() before the call has ended: wait() first")
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Outputs]:
+        """A future of the outputs. Its callbacks run before the group's next collective."""
+        with self._queue.futures_lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done:
+                    self._complete(self._future)
+            return self._future
+
+    def finish(self, error: BaseException | None) -> None:
+        """The call has ended; called once, on the thread that ran it."""
+        with self._queue.futures_lock:
+            self._error, self._done = error, True
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def open(self) -> None:
+        """Let those go on who wait."""
+        self._gate.release()
+
+    def _complete(self, future: torch.futures.Future[Outputs]) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)
+
+
+class _Done(Work):
+    """What every synchronous call returns: it has ended when its caller sees this."""
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def result(self) -> Outputs:
+        raise UsageError(
+            "a synchronous call keeps no result: it is in the tensors that were passed, or use async_op=True"
+        )
+
+    def get_future(self) -> torch.futures.Future[Outputs]:
+        raise UsageError("a synchronous call has no future: use async_op=True")
+
+
+DONE = _Done()
+
+
+class ProgressQueue:
+    """The order of one group's collectives. ``name`` is the thread's."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running = threading.Lock()  # held while a task runs
+        self._counting = threading.Lock()  # guards the counter, and the order of the queue
+        self.futures_lock = threading.Lock()
+        self._pending = 0
+        self._tasks: SimpleQueue[tuple[QueuedWork, Task, tuple[Any, ...]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._thread_id = 0
+        self._closed = False
+        _alive.add(self)
+
+    def is_progress_thread(self) -> bool:
+        return threading.get_ident() == self._thread_id
+
+    def run(self, label: str, task: Task, args: tuple[Any, ...]) -> None:
+        """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""
+        if self._pending and not self.is_progress_thread():
+            self.submit(label, None, task, args).wait()
+            return
+        with self._running:
+            task(*args)
+
+    def submit(self, label: str, outputs: Outputs, task: Task, args: tuple[Any, ...]) -> QueuedWork:
+        """Queue ``task(*args)``; on the progress thread itself, run it at once."""
+        work = QueuedWork(self, label, outputs)
+        if self.is_progress_thread():
+            self._execute(work, task, args)
+            work.open()
+            return work
+        with self._counting:
+            if self._closed:
+                raise GroupError(f"{label}: this group was destroyed: make another with torch.distributed.new_group")
+            self._pending += 1
+            if self._thread is None:
+                # A daemon: a rank whose main thread dies must end at once, so that its peers see it.
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._tasks.put((work, task, args))
+        return work
+
+    def help_until(self, work: QueuedWork) -> None:
+        """On the progress thread: run what is queued, in order, until ``work`` has ended."""
+        while not work.is_completed():
+            item = self._tasks.get()
+            if item is None:
+                self._tasks.put(None)
+                raise GroupError(f"{self._name}: the group was destroyed while a callback waited for a later call")
+            self._run_item(*item)
+
+    def drain(self, timeout_s: float = -1) -> bool:
+        """Wait for what is queued and stop the thread. False where it did not end in time (seconds; -1: no limit)."""
+        with self._counting:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is None or self.is_progress_thread():
+            return True
+        self._tasks.put(None)
+        thread.join(None if timeout_s < 0 else timeout_s)
+        return not thread.is_alive()
+
+    def _work(self) -> None:
+        self._thread_id = threading.get_ident()
+        # Copies into outputs must work for tensors that need gradients and for inference tensors; the caller's own mode
+        # is not this thread's.
+        with torch.inference_mode():
+            while (item := self._tasks.get()) is not None:
+                self._run_item(*item)
+                del item  # or the last call's tensors would live until the next call
+        self._thread_id = 0  # the system may give it to another thread
+
+    def _run_item(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:
+        try:
+            self._execute(work, task, args)  # with the callbacks of its future
+        finally:
+            with self._counting:
+                self._pending -= 1
+            work.open()  # last, so that a caller who then makes a synchronous call finds nothing queued
+
+    def _execute(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:
+        error: BaseException | None = None
+        try:
+            with self._running:
+                task(*args)
+        except BaseException as raised:  # noqa: BLE001  carried to whoever waits
+            error = raised
+        work.finish(error)
+
+
+_alive: weakref.WeakSet[ProgressQueue] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop the threads before the interpreter goes: one that came back from C++ afterwards would end the process noisily."""
+    until = time.monotonic() + _EXIT_PATIENCE_S
+    for queue in list(_alive):
+        queue.drain(max(0.0, until - time.monotonic()))

@@ -1,0 +1,113 @@
+"""``COMMLAYER_DEBUG=detail`` (or torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL``): compare every collective across ranks before
+it moves a byte.
+
+It costs two small exchanges a call, over an inner group of its own, and a write to the store. It finds what otherwise ends
+in a timeout or in wrong numbers: ranks that call different collectives, or with other sizes, dtypes, roots, operations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, Store
+
+from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+
+__all__ = ["SignatureCheck"]
+
+_DIGEST, _WIDTH = 32, 1024
+"""Bytes of a message: the digest of the whole signature, then as much of its text as fits."""
+
+
+class SignatureCheck:
+    """Compares the calls of one group. ``gloo``: an inner group that nothing else uses; ``store``: the group's own."""
+
+    def __init__(self, gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], group: str) -> None:
+        self._gloo, self._store, self._rank, self._group = gloo, store, rank, group
+        self._global_ranks = tuple(global_ranks)
+        self._key = "commlayer/debug/"
+
+    def compare(self, sequence: int, call: str, timeout_s: float) -> None:
+        """Return when all ranks are about to make this ``call``.
+
+        Raises, on every rank, DisagreementError for ranks with different calls; CollectiveTimeoutError where a rank does
+        not come within ``timeout_s``, naming it and its last call; PeerError where one is gone.
+        """
+        text = f"#{sequence} {call}".encode()
+        message = torch.zeros(_WIDTH, dtype=torch.uint8)
+        content = hashlib.sha256(text).digest() + text[: _WIDTH - _DIGEST]
+        message[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._store.set(f"{self._key}{self._rank}", f"{sequence} {call}")
+        gathered = self._gather(message, sequence, call, timeout_s)
+        first = gathered[0]
+        for member, theirs in enumerate(gathered):
+            if not torch.equal(theirs[:_DIGEST], first[:_DIGEST]):
+                raise DisagreementError(
+                    f"group {self._group}: rank {self._global_ranks[0]} calls {_text(first)}, but rank "
+                    f"{self._global_ranks[member]} calls {_text(theirs)}: all ranks of a group must make the same calls in the "
+                    "same order (nothing was moved)"
+                )
+
+    def compare_splits(
+        self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
+    ) -> None:
+        """All ranks agree that they call an all_to_all: check that what each sends is what its peer expects."""
+        mine = torch.tensor([*sent, *expected], dtype=torch.int64)
+        size = len(self._global_ranks)
+        gathered = self._gather(mine.view(torch.uint8), sequence, "all_to_all", timeout_s).view(torch.int64).tolist()
+        for source in range(size):
+            for target in range(size):
+                given, wanted = gathered[source][target], gathered[target][size + source]
+                if given != wanted:
+                    raise DisagreementError(
+                        f"group {self._group}, all_to_all #{sequence}: rank {self._global_ranks[source]} sends {given} {unit} to "
+                        f"rank {self._global_ranks[target]}, which expects {wanted}: the input splits of one rank must be the "
+                        "output splits of the other (nothing was moved)"
+                    )
+
+    def _gather(self, message: torch.Tensor, sequence: int, call: str, timeout_s: float) -> torch.Tensor:
+        """[bytes] of every rank as [n, bytes]."""
+        gathered = torch.empty(len(self._global_ranks), message.numel(), dtype=torch.uint8)
+        opts = AllgatherOptions()
+        opts.timeout = timedelta(seconds=timeout_s)
+        try:
+            self._gloo._allgather_base(gathered.view(-1), message, opts).wait()
+        except RuntimeError as error:
+            self._blame(error, sequence, call, timeout_s)
+        return gathered
+
+    def _blame(self, error: RuntimeError, sequence: int, call: str, timeout_s: float) -> NoReturn:
+        late = [
+            f"rank {self._global_ranks[member]} ({last})"
+            for member in range(len(self._global_ranks))
+            if (last := self._last_call(member, sequence)) is not None
+        ]
+        me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
+        if "timed out" in str(error).lower():
+            who = ", ".join(late) or "some rank"
+            raise CollectiveTimeoutError(
+                f"{me}: {who} did not come within {timeout_s:g} s: look at the log of each. Gloo's own message: {error}"
+            ) from error
+        who = f"; not yet in this call: {', '.join(late)}" if late else ""
+        raise PeerError(
+            f"{me}: a rank died, or left the call{who}: look at the logs. Gloo's own message: {error}"
+        ) from error
+
+    def _last_call(self, member: int, sequence: int) -> str | None:
+        """What ``member`` called last, where that is before ``sequence``."""
+        key = f"{self._key}{member}"
+        try:
+            if not self._store.check([key]):
+                return "has called nothing yet"
+            number, _, call = self._store.get(key).decode().partition(" ")
+        except RuntimeError:  # the rank that hosts the store is gone
+            return None
+        return f"its last call was #{number} {call}" if int(number) < sequence else None
+
+
+def _text(message: torch.Tensor) -> str:
+    return bytes(message[_DIGEST:].tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,76 @@
+"""Tensors as Gloo takes them: contiguous, of a dtype it knows, in one piece; and back into what the caller passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from commlayer.profiles.errors import TensorError
+
+__all__ = ["MOVABLE", "as_bytes", "flat", "is_plain", "join", "land", "landing", "spread"]
+
+MOVABLE = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    }
+)
+"""Dtypes that Gloo's collectives move by themselves; all others travel as bytes (uint8 views)."""
+
+_STRIDED = torch.strided
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether Gloo moves ``x`` as it is."""
+    return x.dtype in MOVABLE and x.layout is _STRIDED and x.is_contiguous()
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as 1-D and contiguous: a view where it is, else a copy. Signs and conjugations put off are carried out."""
+    if x.layout is not _STRIDED:
+        raise TensorError(
+            f"expected a dense tensor, got {x.layout}: only all_reduce takes sparse tensors; use x.to_dense()"
+        )
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return x.contiguous().view(-1)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of ``x`` as 1-D uint8 [bytes]; a view where ``x`` is contiguous."""
+    return flat(x).view(torch.uint8)
+
+
+def landing(x: torch.Tensor) -> torch.Tensor:
+    """Where the call may write what belongs in ``x``: 1-D, contiguous, ``x``'s own memory where that is possible."""
+    if x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x.detach().view(-1)
+    return torch.empty(x.numel(), dtype=x.dtype)
+
+
+def land(x: torch.Tensor, arrived: torch.Tensor) -> None:
+    """Put ``arrived`` (1-D) into ``x``, unless it is there already."""
+    if arrived.numel() and arrived.data_ptr() != x.data_ptr():
+        x.detach().copy_(arrived.view(x.shape))
+
+
+def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all ``parts`` in a row, 1-D."""
+    return flat(parts[0]) if len(parts) == 1 else torch.cat([flat(part) for part in parts])
+
+
+def spread(row: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """The reverse of :func:`join`."""
+    at = 0
+    for part in parts:
+        part.detach().copy_(row[at : at + part.numel()].view(part.shape))
+        at += part.numel()

@@ -1,0 +1,152 @@
+"""What all groups of a job share: who sits on which node, the settings, the planner. Agreed once.
+
+The default group asks every rank, over its own inner Gloo; later groups look their members up. Where the default group is
+another backend's, each group of ours asks its members: that some of them know each other from another group decides
+nothing, or members would disagree on whether to ask.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from commlayer.groups import node_identity, versions
+from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.choose import Planner
+from commlayer.settings import Settings
+
+if TYPE_CHECKING:
+    from commlayer.backend.group import CommlayerGroup
+
+__all__ = ["World", "agree", "current", "forget", "remember"]
+
+_AGREED = ("topology", "debug", "plan", "reduction", "profile")
+"""Settings of which ranks must not hold different ones: their calls would not meet."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks that have agreed. ``ranks``: global, in order; ``topology``: of their positions in ``ranks``."""
+
+    ranks: tuple[int, ...]
+    topology: Topology
+    settings: Settings
+    planner: Planner | None
+
+    def nodes_of(self, global_ranks: Sequence[int]) -> list[list[int]]:
+        """The members of a group by node, as ranks of the group: ``[[0, 1], [2, 3]]``."""
+        place = {rank: index for index, rank in enumerate(self.ranks)}
+        nodes: dict[int, list[int]] = {}
+        for member, rank in enumerate(global_ranks):
+            nodes.setdefault(self.topology.node_of(place[rank]), []).append(member)
+        return list(nodes.values())
+
+
+_current: tuple[World, CommlayerGroup] | None = None
+
+
+def current() -> World | None:
+    """What the default group has agreed on; None while there is none of ours."""
+    return _current[0] if _current is not None else None
+
+
+def remember(world: World, group: CommlayerGroup) -> None:
+    """``group`` is the default group, and ``world`` what it agreed on."""
+    global _current
+    _current = world, group
+
+
+def forget(group: CommlayerGroup) -> None:
+    """The default group is gone."""
+    global _current
+    if _current is not None and _current[1] is group:
+        _current = None
+
+
+def read_settings() -> tuple[Settings, CommlayerError | None]:
+    """This rank's settings; or the defaults, and why they could not be read: it must take part and say so."""
+    try:
+        return Settings.from_environment(), None
+    except CommlayerError as error:
+        return Settings(), error
+
+
+def agree(gloo: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> World:
+    """Exchange what the ranks of ``gloo`` must agree on. Collective.
+
+    Raises, on every rank: DisagreementError for other versions or settings, naming ranks; the rank whose own settings
+    cannot be read raises SettingsError. TopologyError for a declared topology of another size.
+    """
+    settings, failure = read_settings()
+    must_agree = versions() | {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
+    mine = (node_identity(), must_agree, None if failure is None else f"{type(failure).__name__}: {failure}")
+    everyone: list[tuple[str, dict[str, str], str | None]] = _gather(gloo, mine, len(global_ranks), timeout)
+    if failure is not None:
+        raise failure
+    _check(everyone, global_ranks)
+    topology = _topology(settings, [identity for identity, _, _ in everyone], global_ranks)
+    return World(tuple(global_ranks), topology, settings, _planner(settings, topology, gloo, rank, timeout))
+
+
+def _planner(settings: Settings, topology: Topology, gloo: Any, rank: int, timeout: timedelta) -> Planner | None:
+    """The planner of all groups of this job; None: flat. Collective over ``gloo``; equal on all ranks."""
+    del settings, topology, gloo, rank, timeout
+    return None
+
+
+def _gather(gloo: Any, value: Any, size: int, timeout: timedelta) -> list[Any]:
+    """``value`` of every rank."""
+    opts = AllgatherOptions()
+    opts.timeout = timeout
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    lengths = torch.empty(size, dtype=torch.int64)
+    gloo._allgather_base(lengths, torch.tensor([mine.numel()], dtype=torch.int64), opts).wait()
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    gathered = torch.empty(size, padded.numel(), dtype=torch.uint8)
+    gloo._allgather_base(gathered.view(-1), padded, opts).wait()
+    return [
+        pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(gathered, lengths.tolist(), strict=True)
+    ]
+
+
+def _check(everyone: Sequence[tuple[str, dict[str, str], str | None]], global_ranks: Sequence[int]) -> None:
+    failed = [(rank, why) for rank, (_, _, why) in zip(global_ranks, everyone, strict=True) if why is not None]
+    if failed:
+        raise DisagreementError(
+            "; ".join(f"rank {rank} cannot take part: {why}" for rank, why in failed) + ": correct its environment"
+        )
+    first = everyone[0][1]
+    for key, value in first.items():
+        others = [
+            (rank, theirs[key])
+            for rank, (_, theirs, _) in zip(global_ranks, everyone, strict=True)
+            if theirs[key] != value
+        ]
+        if others:
+            raise DisagreementError(
+                f"ranks disagree on {key}: rank {global_ranks[0]} has {value}, "
+                + ", ".join(f"rank {rank} has {theirs}" for rank, theirs in others)
+                + ": start all ranks with the same one"
+            )
+
+
+def _topology(settings: Settings, identities: Sequence[str], global_ranks: Sequence[int]) -> Topology:
+    if settings.topology is None:
+        return Topology.from_identities(identities)
+    declared = Topology.parse(settings.topology)
+    world_size = dist.get_world_size() if dist.is_initialized() else len(global_ranks)
+    if declared.world_size != world_size:
+        raise TopologyError(
+            f"COMMLAYER_TOPOLOGY declares {declared.shape}, {declared.world_size} ranks, but the job has {world_size}: correct "
+            "it, or unset it to discover the topology"
+        )
+    return Topology.from_identities([f"node {declared.node_of(rank)}" for rank in global_ranks])

@@ -1,0 +1,202 @@
+"""What the backend's groups have moved: counted on every call, read by :func:`stats`, printed at exit by ``COMMLAYER_STATS=1``.
+
+Every rank counts for itself. A call costs a few additions here; everything else happens when somebody reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TypedDict
+
+__all__ = ["CallStats", "GroupCounters", "GroupStats", "Row", "Stats", "print_at_exit", "reset_stats", "stats"]
+
+
+class CallStats(TypedDict):
+    """One collective, moved by one plan, in one group.
+
+    ``plan``: a plan's name, ``flat`` for the inner backend's own call. ``logical_bytes``: what the callers moved, by
+    nccl-tests' sizes: the gathered total of an all_gather, the whole input of a reduce_scatter, the input of an all_to_all,
+    else the tensor. ``wire_bytes``: what this rank sent, by link class (``inter``, ``intra``), or None where only the inner
+    backend knows it. ``time_us``: from the call's start to its end, without waiting in the queue.
+    """
+
+    collective: str
+    plan: str
+    calls: int
+    logical_bytes: int
+    wire_bytes: dict[str, int] | None
+    time_us: float
+
+
+class GroupStats(TypedDict):
+    """One process group. ``ranks`` are global. ``unplanned``: how often which reason kept a call flat."""
+
+    group: str
+    description: str
+    ranks: list[int]
+    calls: list[CallStats]
+    unplanned: dict[str, int]
+
+
+class Stats(TypedDict):
+    """What this rank has moved. ``rank`` is None before the first group."""
+
+    rank: int | None
+    groups: list[GroupStats]
+
+
+class Row:
+    """Counters of one collective moved by one plan. ``inter`` and ``intra`` are bytes; -1: not known."""
+
+    __slots__ = ("calls", "inter", "intra", "logical_bytes", "time_ns")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.calls = self.logical_bytes = self.time_ns = self.inter = self.intra = 0
+
+    def add(self, num_bytes: int, time_ns: int) -> None:
+        """One call whose wire bytes are not known."""
+        self.calls += 1
+        self.logical_bytes += num_bytes
+        self.time_ns += time_ns
+        self.inter = -1
+
+    def add_sent(self, num_bytes: int, time_ns: int, inter: int, intra: int) -> None:
+        """One call that sent so many bytes over each link class."""
+        self.calls += 1
+        self.logical_bytes += num_bytes
+        self.time_ns += time_ns
+        if self.inter >= 0:
+            self.inter += inter
+            self.intra += intra
+
+
+class GroupCounters:
+    """The counters of one group of this rank. ``describe`` and ``reasons`` are asked when somebody reads."""
+
+    def __init__(self, group: str, rank: int, ranks: list[int]) -> None:
+        self.group, self.rank, self.ranks = group, rank, ranks
+        self.description = ""
+        self.reasons: Callable[[], Mapping[str, int]] = dict
+        self._reasons_before: dict[str, int] = {}
+        self._rows: dict[tuple[str, str], Row] = {}
+        _groups.append(self)
+
+    def row(self, collective: str, plan: str = "flat") -> Row:
+        """The counters of one collective moved by one plan; the same object each time."""
+        found = self._rows.get((collective, plan))
+        if found is None:
+            found = self._rows[collective, plan] = Row()
+        return found
+
+    def close(self) -> None:
+        """The group is gone: keep its numbers, but nothing of it."""
+        last = dict(self.reasons())
+        self.reasons = lambda: last
+
+    def reset(self) -> None:
+        for row in self._rows.values():  # in place: groups hold them
+            row.clear()
+        self._reasons_before = dict(self.reasons())
+
+    def read(self) -> GroupStats:
+        before = self._reasons_before
+        unplanned = {reason: count - before.get(reason, 0) for reason, count in self.reasons().items()}
+        return {
+            "group": self.group,
+            "description": self.description,
+            "ranks": list(self.ranks),
+            "calls": [
+                {
+                    "collective": collective,
+                    "plan": plan,
+                    "calls": row.calls,
+                    "logical_bytes": row.logical_bytes,
+                    "wire_bytes": None if row.inter < 0 else {"inter": row.inter, "intra": row.intra},
+                    "time_us": row.time_ns / 1000,
+                }
+                for (collective, plan), row in sorted(self._rows.items())
+                if row.calls
+            ],
+            "unplanned": {reason: count for reason, count in unplanned.items() if count},
+        }
+
+
+_groups: list[GroupCounters] = []
+
+
+def stats() -> Stats:
+    """What this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
+
+    Plain data (:class:`Stats`), also of groups that are destroyed. Not collective: every rank has its own numbers.
+    """
+    groups = [group.read() for group in _groups]
+    return {
+        "rank": _groups[0].rank if _groups else None,
+        "groups": [group for group in groups if group["calls"] or group["unplanned"]],
+    }
+
+
+def reset_stats() -> None:
+    """Start counting anew."""
+    for group in _groups:
+        group.reset()
+
+
+_is_announced = False
+
+
+def print_at_exit() -> None:
+    """Print the table when the interpreter ends, on rank 0, to stderr."""
+    global _is_announced
+    if not _is_announced:
+        _is_announced = True
+        atexit.register(_print)
+
+
+def _print() -> None:
+    found = stats()
+    if found["rank"] == 0:
+        print_table(found)
+
+
+def print_table(found: Stats) -> None:
+    """Write ``found`` as a table to stderr."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from commlayer.units import format_bytes, format_us
+
+    def wire(call: CallStats, link: str) -> str:
+        return "?" if call["wire_bytes"] is None else format_bytes(call["wire_bytes"][link])
+
+    width = None if sys.stderr.isatty() or "COLUMNS" in os.environ else 140  # in a log there is nobody to widen it
+    console = Console(stderr=True, width=width, highlight=False, emoji=False, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, title=f"commlayer, rank {found['rank']}", title_justify="left")
+    for column in ("group", "collective", "plan"):
+        table.add_column(column)
+    for column in ("calls", "logical", "sent inter", "sent intra", "time", "µs/call"):
+        table.add_column(column, justify="right")
+    for group in found["groups"]:
+        for call in group["calls"]:
+            table.add_row(
+                f"{group['group'][:12]} ({len(group['ranks'])} ranks)",
+                call["collective"],
+                call["plan"],
+                str(call["calls"]),
+                format_bytes(call["logical_bytes"]),
+                wire(call, "inter"),
+                wire(call, "intra"),
+                format_us(call["time_us"]),
+                f"{call['time_us'] / call['calls']:.4g}",
+            )
+    console.print(table)
+    for group in found["groups"]:
+        for reason, count in group["unplanned"].items():
+            console.print(f"group {group['group'][:12]}: {count} calls flat: {reason}")
