@@ -19,7 +19,8 @@ from msgspec import structs
 
 from commlayer.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.communicator import Communicator
-from commlayer.profiler import Prober, environment
+from commlayer.prober import Prober
+from commlayer.profiler import environment
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology

@@ -15,7 +15,7 @@ from commlayer.profiles.errors import ClusterError, GroupError
 from commlayer.scheduler.plan import Op
 from commlayer.transport import Channel, GlooTransport, Transport
 
-__all__ = ["connect", "device_type"]
+__all__ = ["connect", "device_type", "gloo_channel"]
 
 
 def device_type(group: dist.ProcessGroup | None) -> str:
@@ -29,7 +29,7 @@ def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> T
     Raises ClusterError where a rank does not come.
     """
     wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks), Op.ALL_GATHER: ("tp", grid.tp_ranks)}
-    make = _nccl_channel if device == "cuda" else _gloo_channel
+    make = _nccl_channel if device == "cuda" else gloo_channel
     channels = {}
     for op, (name, ranks) in wanted.items():
         if len(ranks) < 2:
@@ -38,23 +38,23 @@ def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> T
             channels[op] = make(name, ranks, board, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise ClusterError(
-                f"rank {dist.get_rank()} could not connect to ranks {list(ranks)} (group {name}): {error}; look at their logs"
+                f"rank {board.rank} could not connect to ranks {list(ranks)} (group {name}): {error}; look at their logs"
             ) from error
     if device == "cuda":
         from commlayer.cuda import NcclTransport
 
         return NcclTransport(channels, torch.device("cuda", torch.cuda.current_device()))
-    return GlooTransport(channels, board)
+    return GlooTransport(channels, board, board.rank)
 
 
-def _gloo_channel(name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta) -> Channel:
+def gloo_channel(name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta) -> Channel:
     """Straight from the store, under a name that all ranks agreed on.
 
     Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
     rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
     """
     store = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", board.store)
-    group = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
+    group = dist.ProcessGroupGloo(store, ranks.index(board.rank), len(ranks), timeout)
     verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
     return Channel(name, verbs, tuple((rank, index) for index, rank in enumerate(ranks)))
 

@@ -80,7 +80,7 @@ class FailureBoard:
     def __init__(self, store: Store, key: str, rank: int) -> None:
         self.store = store
         self.key = key
-        self._rank = rank
+        self.rank = rank
 
     def report(self, wait: Wait, failure: Failure) -> None:
         """Write for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
@@ -142,7 +142,7 @@ class FailureBoard:
 
     def _write(self, report: dict[str, Any]) -> None:
         try:
-            self.store.compare_set(f"{self.key}/{self._rank}", "", json.dumps(report))  # the first one counts
+            self.store.compare_set(f"{self.key}/{self.rank}", "", json.dumps(report))  # the first one counts
         except Exception:  # noqa: BLE001  see explain
             return
 

@@ -161,7 +161,7 @@ class PlannedGroup:
         if self.planner is None or not self._two_level_may_pay:
             return None
         if self._agreed is None:
-            self._agreed = AgreedMaximum(self._connect("agreement", self.timeout_s))
+            self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s))
         try:
             largest = self._agreed.exchange(num_bytes, self.timeout_s)
         except RuntimeError as error:
@@ -289,13 +289,14 @@ class PlannedGroup:
 
     def _connected(self) -> GlooTransport:
         if self._transport is None:
-            group = self._connect("messages", self.timeout_s)
+            group = self.connect("messages", self.timeout_s)
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
             board = FailureBoard(self._store, "commlayer/failure", self.global_ranks[self.rank])
             self._transport = GlooTransport(dict.fromkeys(Op, channel), board, self.global_ranks[self.rank])
         return self._transport
 
-    def _connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+    def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+        """A Gloo group of the members for one purpose. Collective. Raises ClusterError where a member does not come."""
         store = PrefixStore(f"commlayer/{purpose}", self._store)
         try:
             group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))

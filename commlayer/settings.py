@@ -15,8 +15,8 @@ from commlayer.profiles.errors import SettingsError
 __all__ = ["Settings"]
 
 _PREFIX = "COMMLAYER_"
-_EMULATED = "EMULATED"
-"""Set by the emulated cluster in the environment of its ranks; not a setting."""
+_EMULATED = ("EMULATED", "EMULATED_LINKS")
+"""Set by the emulated cluster in the environment of its ranks; not settings."""
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
 
@@ -64,7 +64,7 @@ class Settings:
         values: dict[str, str | float] = {}
         for variable, value in environment.items():
             name = variable.removeprefix(_PREFIX)
-            if name in (variable, _EMULATED):
+            if name in (variable, *_EMULATED):
                 continue
             if name not in known:
                 close = get_close_matches(name, known, n=1, cutoff=0.5)

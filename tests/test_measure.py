@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from commlayer import profiler
 from commlayer.executor import Executor
 from commlayer.groups import discover_topology
-from commlayer.profiler import Prober, SweepOptions, measure_cluster, num_points
+from commlayer.prober import Prober
+from commlayer.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ClusterError, CommlayerError, TopologyError, UsageError
 from commlayer.profiles.links import Resource
@@ -243,6 +244,8 @@ def test_interference_by_example() -> None:
 # The profiler, on the ranks of emulated clusters
 
 
+_STEPS = ("all_to_all", "all_to_all_single", "all_gather", "copy")
+_OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
 _QUICK = {"max_bytes": 1 << 20, "factor": 4.0, "interference_rounds": 1, "timeout_s": 20.0}
 
 
@@ -276,6 +279,8 @@ def profiled() -> tuple[Profile, int, list[tuple[str, int, int]]]:
 def test_messages_and_the_one_call_have_curves_of_their_own(emulated_cluster: ClusterFactory) -> None:
     for profile, announced, seen in emulated_cluster(2, 2).run(profiled):
         sizes = {curve.key: curve.bytes for curve in profile.curves}
+        own = {key: sizes.pop(key) for key in list(sizes) if key[0] not in _STEPS or key[1:] == (Resource.INTER, 4)}
+        own |= {key: sizes.pop(key) for key in [("all_to_all", Resource.INTRA, 2), ("all_gather", Resource.INTER, 2)]}
         assert sizes == {
             ("all_to_all", Resource.INTER, 2): (4096, 16384, 65536, 262144, 1 << 20),
             ("all_to_all_single", Resource.INTER, 2): (4096, 16384, 65536),  # above, a flat exchange is messages too
@@ -283,7 +288,13 @@ def test_messages_and_the_one_call_have_curves_of_their_own(emulated_cluster: Cl
             ("copy", Resource.DEVICE, 1): (4096, 16384, 65536, 262144),
         }
         assert len(profile.interference) == 6
-        assert announced == len(seen) == sum(map(len, sizes.values()))
+        assert {key[0] for key in own} == {*_STEPS, *_OWN_CALLS, "reduce"} - {"all_to_all_single", "copy"}
+        assert {key[1:] for key in own if key[0] == "all_reduce"} == {
+            (Resource.INTER, 4),  # the world
+            (Resource.INTRA, 2),  # a node
+            (Resource.INTER, 2),  # a rail
+        }
+        assert announced == len(seen) == sum(map(len, [*sizes.values(), *own.values()]))
         assert all(wrong == 0 for _, _, wrong in seen)
 
 
@@ -314,13 +325,15 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
 @pytest.mark.parametrize(
     ("shape", "changes", "expected"),
     [
-        ("2x4", {}, 5 + 3 + 4 + 4),
-        ("2x1", {}, 5 + 3 + 4),
-        ("1x4", {}, 5 + 3 + 4),
-        ("3x2", {}, 5 + 3 + 4 + 4),
-        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1),  # too large for the one call
-        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1),
-        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1),  # rounded up to a multiple of 3
+        # The steps of replicated tokens, and those of whole groups: the sum in memory; on the world, a node and a rail five
+        # calls of the backend's own, and the exchange and the gather by messages that are not among the first.
+        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6)),
+        ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6)),
+        ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6)),
+        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6)),
+        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 20),  # too large for the one call
+        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 20),
+        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 20),  # rounded up to a multiple of 3
     ],
 )
 def test_the_number_of_points_is_known_before(shape: str, changes: dict[str, int], expected: int) -> None:

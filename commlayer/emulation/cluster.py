@@ -73,7 +73,8 @@ class EmulatedCluster:
             raise UsageError(f"{nodes} x {ranks_per_node} ranks: one machine emulates at most {_MAX_RANKS}")
         spec = link_spec(inter, intra, delay_us)
         self.mode: Literal["netns", "loopback"] = decide_mode(mode, spec)
-        self._layout = Layout(nodes, ranks_per_node, self.mode)
+        links = f"inter {inter or 'unshaped'}, intra {intra or 'unshaped'}, delay {delay_us:g} us"
+        self._layout = Layout(nodes, ranks_per_node, self.mode, links)
         self._line = threading.Lock()
         self._running = threading.Lock()
         self._num_runs = 0

@@ -27,6 +27,8 @@ class Layout:
     nodes: int
     ranks_per_node: int
     mode: Literal["netns", "loopback"]
+    links: str = ""
+    """The rates that it began with, for a profile's cache: two clusters of one shape may differ in nothing else."""
 
     @property
     def master_address(self) -> str:
@@ -83,6 +85,7 @@ def _environment(layout: Layout, node: int, local_rank: int | None, port: int) -
         "GLOO_SOCKET_IFNAME": "eth0" if netns else "lo",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "COMMLAYER_EMULATED": layout.mode,
+        "COMMLAYER_EMULATED_LINKS": layout.links,
     }
     if not netns:
         values["COMMLAYER_TOPOLOGY"] = f"{layout.nodes}x{layout.ranks_per_node}"

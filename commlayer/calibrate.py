@@ -1,0 +1,162 @@
+"""Self-calibration: the profile of the cluster that a job runs on, without anybody having asked for one.
+
+``COMMLAYER_PROFILE``: a name or a path is taken as it is. ``none``: nothing is planned. ``auto``, which is the backend's default:
+the profile that an earlier job measured on such a cluster (same nodes, ranks, software), else a probe of a few seconds, whose
+cost is printed once and whose result is kept for the next job. It is coarser than ``commlayer profile``: three sizes a curve,
+no interference; so a simpler plan is preferred unless another is clearly faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+from commlayer.all_ranks import AllRanks
+from commlayer.groups import node_identity, versions
+from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.profiles.catalog import resolve
+from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
+from commlayer.profiles.measure import Repeats
+from commlayer.profiles.profile import Profile, check_shape, load_profile, parse_profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.choose import Planner, Policy
+from commlayer.settings import Settings
+
+__all__ = ["PROBE", "cache_folder", "cluster_key", "planner_for"]
+
+PROBE = SweepOptions(
+    min_bytes=4096,
+    max_bytes=1 << 20,
+    factor=16,
+    repeats=Repeats(warmup=0, min_repeats=2, max_repeats=4, budget_us=4e4),
+    group_max_bytes=1 << 20,
+    group_factor=16,
+    group_repeats=Repeats(warmup=0, min_repeats=2, max_repeats=3, budget_us=3e4),
+    interference_rounds=0,
+    check=False,
+)
+"""What is measured when a job starts without a profile: about two seconds on an emulated 2×4."""
+_PROBE_TOLERANCE = 0.25
+"""A handful of samples is no better than this, whatever their own spread says."""
+
+
+def planner_for(settings: Settings, topology: Topology, ranks: AllRanks, *, is_whole_job: bool) -> Planner | None:
+    """The planner of a job's groups; None where nothing is planned. Collective over ``ranks``, equal on all of them.
+
+    ``is_whole_job`` False: ``ranks`` are a part of the job, so that a named profile describes more nodes than ``topology``.
+    Raises ProfileNotFoundError, ProfileError, ProfileMismatchError for a named profile, DisagreementError where ranks hold
+    different ones, and what measuring raises.
+    """
+    wanted = settings.profile or "auto"
+    if wanted == "none" or ranks.size == 1 or (wanted == "auto" and settings.plan is not None):
+        return None  # a plan that is forced on every call needs no prices
+    if wanted != "auto":
+        return Planner(_named(wanted, topology if is_whole_job else None, ranks))
+    profile = _calibrated(settings, topology, ranks)
+    if profile is None:
+        return None
+    return Planner(profile, Policy(tolerance=max(profile.error, _PROBE_TOLERANCE)))
+
+
+def cache_folder(settings: Settings) -> Path:
+    """Where measured profiles are kept: ``COMMLAYER_CACHE``, else ``commlayer`` in the user's cache folder."""
+    if settings.cache:
+        return Path(settings.cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commlayer"
+
+
+def cluster_key(topology: Topology, identities: list[str], device_type: str) -> str:
+    """What must be equal for a cached profile to hold: which ranks share which nodes, their names, device, software.
+
+    The order of nodes and of a node's ranks does not matter, nor do network namespaces, which have another name each time.
+    """
+    nodes = sorted((identities[members[0]].split("/")[0], len(members)) for members in topology.nodes)
+    links = os.environ.get("COMMLAYER_EMULATED_LINKS", "")
+    content = repr((nodes, device_type, links, sorted(versions().items())))
+    return f"{topology.shape}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
+    profile, failure = None, ""
+    try:
+        profile = resolve(wanted)
+        if topology is not None:
+            check_shape(profile, topology)
+    except CommlayerError as error:
+        failure = f"{type(error).__name__}: {error}"
+        caught: CommlayerError = error
+    # All ranks hear of it before one raises, or the others would wait for that one.
+    held = ranks.gather(failure or f"fingerprint {profile.fingerprint if profile else ''}")
+    if failure:
+        raise caught
+    for rank, theirs in enumerate(held):
+        if theirs != held[0]:
+            raise DisagreementError(
+                f"ranks disagree on the profile {wanted!r}: the first rank of the group has {held[0]}, its rank {rank} "
+                f"{theirs}: put the same file on every node"
+            )
+    assert profile is not None
+    return profile
+
+
+def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks) -> Profile | None:
+    if not topology.is_uniform:
+        _say(
+            ranks,
+            f"nodes hold different numbers of ranks ({topology.shape}), which is not measured: nothing is planned",
+        )
+        return None
+    key = cluster_key(topology, ranks.gather(node_identity()), ranks.device_type)
+    path = cache_folder(settings) / f"{key}.json"
+    cached = ranks.from_first(_cached(path) if ranks.rank == 0 else None)
+    if cached is not None:
+        return parse_profile(cached, str(path))
+    begin = time.perf_counter()
+    try:
+        profile = measure_cluster(
+            PROBE,
+            name=f"probe-{topology.shape}",
+            kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
+            source="measured when a job started without a profile, a few samples of three sizes a curve",
+            topology=topology,
+            ranks=ranks,
+        )
+    except TopologyError as error:
+        _say(ranks, f"{error}: nothing is planned")
+        return None
+    took_s = time.perf_counter() - begin
+    if ranks.rank == 0:
+        kept = _keep(profile, path)
+        _say(
+            ranks,
+            f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, {kept}. `commlayer profile` "
+            "makes a finer one; COMMLAYER_PROFILE names it, or is none",
+        )
+    return profile
+
+
+def _cached(path: Path) -> str | None:
+    """The text of a sound cached profile. A damaged one is measured again: it is ours, and nothing is lost."""
+    try:
+        return load_profile(path).to_json()
+    except (CommlayerError, OSError) as error:
+        if path.exists():
+            print(f"commlayer: the cached profile cannot be used and is measured again: {error}", file=sys.stderr)
+        return None
+
+
+def _keep(profile: Profile, path: Path) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+    except (OSError, ProfileError) as error:
+        return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
+    return f"kept in {path}"
+
+
+def _say(ranks: AllRanks, text: str) -> None:
+    if ranks.rank == 0:
+        print(f"commlayer: {text}", file=sys.stderr)

@@ -1,0 +1,194 @@
+"""Measures what plans over nodes are made of, and what they compete with: steps by messages, and the backend's own calls.
+
+On three kinds of groups, each at the same time everywhere in the cluster: the world, the ranks of a node, and the ranks at
+one place of every node (a rail). A rail shares its node's wire with the other rails, as data-parallel groups do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+
+from commlayer.planned import PlannedGroup
+from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.plan import Op, Plan, Strategy
+from commlayer.scheduler.strategies import build
+from commlayer.scheduler.traffic import Traffic
+from commlayer.settings import Settings
+
+if TYPE_CHECKING:
+    from commlayer.prober import Prober
+
+__all__ = ["GroupCurve", "GroupProber", "group_curves"]
+
+_OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
+_STEPS = {"all_to_all": "reduce_scatter", "all_gather": "all_gather", "reduce": "reduce_scatter"}
+"""Curve → the collective whose ``flat_direct`` plan has such a step."""
+_ITEM_BYTES = 4  # sums are of float32
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCurve:
+    """A curve to measure, and on which of the three kinds of groups: ``world``, ``node`` or ``rail``."""
+
+    collective: str
+    link: Resource
+    group_size: int
+    where: str
+
+
+def group_curves(topology: Topology) -> list[GroupCurve]:
+    """What is measured on a cluster of equal nodes beside the steps of replicated tokens, which are not repeated here."""
+    n, m, width = topology.world_size, topology.num_nodes, topology.ranks_per_node
+    link = Resource.INTER if m > 1 else Resource.INTRA
+    groups = {("world", link): n}
+    if m > 1 and width > 1:
+        groups |= {("node", Resource.INTRA): width, ("rail", Resource.INTER): m}
+    known = {("all_to_all", link, m if m > 1 else n), ("all_gather", Resource.INTRA, width if m > 1 else 1)}
+    curves = [GroupCurve("reduce", Resource.DEVICE, 1, "world")]
+    for (where, on), size in groups.items():
+        wanted = [GroupCurve(name, on, size, where) for name in ("all_to_all", "all_gather", *_OWN_CALLS)]
+        curves += [curve for curve in wanted if (curve.collective, on, size) not in known]
+    return curves
+
+
+class GroupProber:
+    """The three groups of this rank. Making one is collective, and its connections end with it."""
+
+    def __init__(self, prober: Prober, topology: Topology, timeout_s: float, serial: int) -> None:
+        self._prober = prober
+        rank = prober.ranks.rank
+        node, place = topology.node_of(rank), topology.local_rank_of(rank)
+        rail = tuple(members[place] for members in topology.nodes)
+        self._groups: dict[str, tuple[PlannedGroup, dist.ProcessGroup]] = {}
+        for where, ranks, nodes in (
+            ("world", tuple(range(topology.world_size)), topology.nodes),
+            ("node", topology.nodes[node], (topology.nodes[node],)),
+            ("rail", rail, tuple((member,) for member in rail)),
+        ):
+            if len(ranks) > 1:
+                self._groups[where] = self._group(where, ranks, nodes, timeout_s, serial)
+
+    def _group(
+        self, where: str, ranks: tuple[int, ...], nodes: tuple[tuple[int, ...], ...], timeout_s: float, serial: int
+    ) -> tuple[PlannedGroup, dist.ProcessGroup]:
+        rank, prefix = self._prober.ranks.rank, f"commlayer/profiler/{serial}/{where}/{ranks[0]}"
+        store = PrefixStore(prefix, self._prober.ranks.store)
+        planned = PlannedGroup(
+            name=where,
+            rank=ranks.index(rank),
+            nodes=[[ranks.index(member) for member in members] for members in nodes],
+            global_ranks=ranks,
+            store=store,
+            planner=None,
+            settings=Settings(plan=Strategy.DIRECT.value),
+            timeout_s=timeout_s,
+        )
+        return planned, planned.connect("own calls", timeout_s)
+
+    def runner(self, curve: GroupCurve, size: int, *, check: bool) -> Callable[[], float]:
+        """A callable that runs one point and returns the agreed time, µs.
+
+        ``check``: run it on known values first. Raises ClusterError where values arrive wrong.
+        """
+        planned, own = self._groups[curve.where]
+        is_own = curve.collective in _OWN_CALLS
+        call = _OwnCall(planned, own, curve.collective, size) if is_own else _StepCall(planned, curve.collective, size)
+        if check and self._prober.ranks.total(call.num_wrong()):
+            raise ClusterError(
+                f"{curve.collective} of {size} bytes on {curve.link} delivered wrong values: do not trust this link. Look "
+                "for a faulty card, cable or driver, then measure again"
+            )
+        return lambda: self._prober.timed(call.run)
+
+    def close(self) -> None:
+        """Let go of connections."""
+        for planned, _ in self._groups.values():
+            planned.close()
+        self._groups = {}
+
+
+class _StepCall:
+    """One step of a ``flat_direct`` plan."""
+
+    def __init__(self, planned: PlannedGroup, collective: str, size: int) -> None:
+        self.planned, self.collective = planned, _STEPS[collective]
+        self.n = len(planned.global_ranks)
+        if collective == "reduce":  # S is what is added to the first block
+            size = size * self.n // (self.n - 1)
+        count = -(-size // (self.n * _ITEM_BYTES))
+        self.whole, self.block = torch.zeros(count * self.n), torch.zeros(count)
+        shape = tuple(len(node) for node in planned.nodes)
+        traffic = Traffic(count * self.n * _ITEM_BYTES, self.n, 1, planned.link, self.collective, shape)
+        self.plan = build(traffic, Strategy.DIRECT)
+        self.step = _only(self.plan, Op(collective))
+
+    def run(self) -> None:
+        self._run(self.step)
+
+    def _run(self, plan: Plan) -> None:
+        source, target = (self.block, self.whole) if self.collective == "all_gather" else (self.whole, self.block)
+        self.planned.run(plan, source, target)
+
+    def num_wrong(self) -> int:
+        """Of the whole plan, on small integers."""
+        rank, count = self.planned.rank, len(self.block)
+        if self.collective == "all_gather":
+            self.block.fill_(rank + 1.0)
+            self._run(self.plan)
+            expected = torch.arange(1.0, self.n + 1).repeat_interleave(count)
+            return int((self.whole != expected).sum())
+        self.whole.copy_(torch.arange(0.0, self.n).repeat_interleave(count) + rank)
+        self._run(self.plan)
+        return int((self.block != self.n * rank + self.n * (self.n - 1) / 2).sum())
+
+
+def _only(plan: Plan, op: Op) -> Plan:
+    return replace(plan, steps=tuple(replace(step, after=()) for step in plan.steps if step.op is op))
+
+
+class _OwnCall:
+    """One call of Gloo's own."""
+
+    def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, collective: str, size: int) -> None:
+        self.own, self.collective, self.rank = own, collective, planned.rank
+        self.n = len(planned.global_ranks)
+        count = -(-size // (self.n * _ITEM_BYTES))
+        self.whole, self.block = torch.zeros(count * self.n), torch.zeros(count)
+        self.moved = torch.zeros(count * self.n)
+        self._timeout = timedelta(seconds=planned.timeout_s)
+
+    def run(self) -> None:
+        self._work().wait(self._timeout)
+
+    def _work(self) -> dist.Work:
+        if self.collective == "all_gather_single":
+            return self.own._allgather_base(self.whole, self.block)
+        if self.collective == "reduce_scatter_single":
+            return self.own._reduce_scatter_base(self.block, self.whole, dist.ReduceScatterOptions())
+        if self.collective == "all_to_all_v":
+            return self.own.alltoall_base(self.moved, self.whole, [], [])
+        return self.own.allreduce([self.whole]) if self.collective == "all_reduce" else self.own.broadcast([self.whole])
+
+    def num_wrong(self) -> int:
+        count, ramp = len(self.block), torch.arange(0.0, self.n).repeat_interleave(len(self.block))
+        self.block.fill_(float(self.rank))
+        self.whole.copy_(ramp + self.rank)
+        self.run()
+        total = self.n * (self.n - 1) / 2
+        found, expected = {
+            "all_gather_single": (self.whole, ramp),
+            "reduce_scatter_single": (self.block, torch.full((count,), self.n * self.rank + total)),
+            "all_to_all_v": (self.moved, ramp + self.rank),
+            "all_reduce": (self.whole, ramp * self.n + total),
+            "broadcast": (self.whole, ramp),
+        }[self.collective]
+        return int((found != expected).sum())
