@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Literal
 
 import pytest
 from tiny_moe import STEPS, Run, Trained, mixtral_config, qwen3_moe_config, train, transformers
@@ -22,7 +24,9 @@ def on_two_nodes(run: Run) -> list[Trained]:
 
 @cache
 def on_gloo(run: Run) -> list[Trained]:
-    return on_two_nodes(replace(run, backend="gloo", plan=None, gradients=None, break_all_to_all=None))
+    return on_two_nodes(
+        replace(run, backend="gloo", plan=None, cache=None, gradients=None, functional=False, break_all_to_all=None)
+    )
 
 
 def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
@@ -48,9 +52,64 @@ def test_gloo_gives_the_same_bits_twice() -> None:
     compare(on_two_nodes(Run()), on_gloo(Run()), tolerance=0)
 
 
+# Each with its tolerance, relative, and what must have been moved by which plan.
+HIERARCHICAL = Run(backend="commlayer", plan="hierarchical")
+FLAT = Run(backend="commlayer", plan="flat")
+CASES = {
+    "ddp flat": (FLAT, 0, {("all_reduce", "flat"), ("all_to_all", "flat")}),
+    "ddp moves": (replace(HIERARCHICAL, gradients="gloo"), 0, {("all_to_all", "hierarchical")}),
+    "ddp all": (HIERARCHICAL, 1e-6, {("all_reduce", "hierarchical"), ("all_to_all", "hierarchical")}),
+    "ddp functional": (replace(HIERARCHICAL, gradients="gloo", functional=True), 0, {("all_to_all", "hierarchical")}),
+    "fsdp flat": (
+        replace(FLAT, wrapper="fsdp"),
+        0,
+        {("all_gather", "flat"), ("reduce_scatter", "flat"), ("all_to_all", "flat")},
+    ),
+    "fsdp all": (
+        replace(HIERARCHICAL, wrapper="fsdp"),
+        1e-6,
+        {("all_gather", "hierarchical"), ("reduce_scatter", "hierarchical"), ("all_to_all", "hierarchical")},
+    ),
+    "fsdp pipelined": (
+        replace(HIERARCHICAL, wrapper="fsdp", plan="pipelined:2"),
+        1e-6,
+        {("all_gather", "pipelined×2"), ("reduce_scatter", "pipelined×2")},
+    ),
+    "qwen3 ddp flat": (replace(FLAT, config=qwen3_moe_config), 0, {("all_reduce", "flat"), ("all_to_all", "flat")}),
+    "qwen3 ddp all": (
+        replace(HIERARCHICAL, config=qwen3_moe_config),
+        1e-6,
+        {("all_reduce", "hierarchical"), ("all_to_all", "hierarchical")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_gloos(name: str) -> None:
+    run, tolerance, moved = CASES[name]
+    trained = on_two_nodes(run)
+    compare(trained, on_gloo(run), tolerance=tolerance)
+    for one in trained:
+        assert moved <= plans(one)
+
+
+def test_losses_are_gloos_with_plans_from_a_measured_profile(tmp_path: Path) -> None:
+    run = Run(backend="commlayer", cache=str(tmp_path))
+    trained = on_two_nodes(run)
+    compare(trained, on_gloo(run), tolerance=1e-6)
+    assert plans(trained[0]) == plans(trained[1]) == plans(trained[2]) == plans(trained[3])
+
+
+def plans(trained: Trained) -> set[tuple[str, str]]:
+    """Which collectives were moved by which plans."""
+    return {(call["collective"], call["plan"]) for group in trained.stats["groups"] for call in group["calls"]}
+
+
+@pytest.mark.parametrize("run", [Run(), HIERARCHICAL], ids=["gloo", "commlayer"])
 @pytest.mark.parametrize("in_pass", ["forward", "backward"])
-def test_a_wrong_all_to_all_is_caught(in_pass: str) -> None:
-    broken = on_two_nodes(Run(break_all_to_all=in_pass))  # type: ignore[arg-type]
+def test_a_wrong_all_to_all_is_caught(run: Run, in_pass: Literal["forward", "backward"]) -> None:
+    """Two peers' blocks change places: the comparison must fail, even with a tolerance a thousand times wider."""
+    broken = on_two_nodes(replace(run, break_all_to_all=in_pass))
     assert all(trained.num_misplaced > 0 for trained in broken), "nothing was broken"
     with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
-        compare(broken, on_gloo(Run()), tolerance=1e-3)
+        compare(broken, on_gloo(run), tolerance=1e-3)

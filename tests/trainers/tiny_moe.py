@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.statistics import Stats, stats
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 4, 2, 12, 64
@@ -145,7 +146,7 @@ def spread_experts(model: Any, group: dist.ProcessGroup, *, functional: bool) ->
 def with_ddp(model: Any, experts: set[torch.nn.Parameter], group: dist.ProcessGroup | None) -> Any:
     names = [name for name, parameter in model.named_parameters() if parameter in experts]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.05)
+    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
 
 
 def with_fsdp(model: Any, experts: set[torch.nn.Parameter], group: dist.ProcessGroup | None) -> Any:
@@ -160,15 +161,16 @@ def with_fsdp(model: Any, experts: set[torch.nn.Parameter], group: dist.ProcessG
 class Run:
     """What a rank does.
 
-    backend: of all groups. plan: COMMLAYER_PLAN. gradients: the backend of the gradients' group, where it is another one.
-    functional: experts exchange by torch's functional all_to_all instead of c10d's. break_all_to_all: in which pass c10d's
-    all_to_all delivers two peers' blocks swapped.
+    backend: of all groups. plan: COMMLAYER_PLAN. cache: COMMLAYER_CACHE, for plans from a measured profile. gradients: the
+    backend of the gradients' group, where it is another one. functional: experts exchange by torch's functional all_to_all
+    instead of c10d's. break_all_to_all: in which pass c10d's all_to_all delivers two peers' blocks swapped.
     """
 
     config: Callable[[], Any] = mixtral_config
     wrapper: Literal["ddp", "fsdp"] = "ddp"
     backend: str = "gloo"
     plan: str | None = None
+    cache: str | None = None
     gradients: str | None = None
     expert_parallel: bool = True
     functional: bool = False
@@ -187,7 +189,9 @@ class Trained:
 def train(run: Run) -> Trained:
     """The job of one rank: set up, train, report."""
     torch.set_num_threads(1)
-    os.environ.update({"COMMLAYER_PROFILE": "none"} if run.plan is None else {"COMMLAYER_PLAN": run.plan})
+    os.environ["COMMLAYER_PROFILE"] = "none" if run.cache is None else "auto"
+    os.environ.update({"COMMLAYER_PLAN": run.plan} if run.plan else {})
+    os.environ.update({"COMMLAYER_CACHE": run.cache} if run.cache else {})
     dist.init_process_group(run.backend)
     model = build(run.config())
     world = dist.new_group()
