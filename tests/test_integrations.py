@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.integrations import PlannedAllGather, PlannedReduceScatter, all_reduce_hook, plan_ddp, plan_fsdp
+import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
+from commlayer.integrations import (
+    PlannedAllGather,
+    PlannedReduceScatter,
+    all_reduce_hook,
+    plan_ddp,
+    plan_fsdp,
+    planned_group,
+)
 from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.statistics import stats
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -203,3 +213,75 @@ def test_comm_objects_refuse_other_ranks(emulated_cluster: ClusterFactory) -> No
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no module of this Sequential .* call torch\.distributed\.fsdp\.fully_shard"):
         plan_fsdp(small_model())
+
+
+# On the backend: what the functions make for themselves
+
+
+def close_to(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def moved() -> set[tuple[tuple[int, ...], str, str]]:
+    """Ranks of the group, collective and plan of everything that this rank's planned groups have moved."""
+    return {
+        (tuple(group["ranks"]), call["collective"], call["plan"])
+        for group in stats()["groups"]
+        for call in group["calls"]
+    }
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical", "pipelined:2"])
+def test_gradients_and_parameters_on_the_backend(emulated_cluster: ClusterFactory, plan: str) -> None:
+    check: Callable[..., None] = assert_same if plan == "flat" else close_to
+
+    def job() -> set[Any]:
+        os.environ["COMMLAYER_PLAN"] = plan
+        start()
+        model = small_model()
+        expected = train(DistributedDataParallel(copy.deepcopy(model)))
+        hooked = DistributedDataParallel(copy.deepcopy(model))
+        assert dist.get_backend(plan_ddp(hooked)) == "commlayer"
+        check(train(hooked), expected)
+        options = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        expected = train(shard(copy.deepcopy(model), **options))
+        planned = shard(model, **options)
+        assert dist.get_backend(plan_fsdp(planned)) == "commlayer"
+        check(train(planned), expected)
+        assert dist.get_backend() == "gloo"
+        return moved()
+
+    name = plan.replace(":", "×")
+    for seen in emulated_cluster(2, 2).run(job):
+        assert {(ranks, collective) for ranks, collective, _ in seen} == {
+            ((0, 1, 2, 3), collective) for collective in ("all_reduce", "all_gather", "reduce_scatter")
+        }
+        assert {used for _, _, used in seen} == {name}
+
+
+def test_each_rank_gets_the_planned_group_of_its_own_group(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[int]:
+        start()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        if dist.get_rank() in (1, 2):
+            dist.new_group([1, 2], use_local_synchronization=True)  # now ranks are in different numbers of groups
+        group = planned_group(mesh.get_group("dp"))
+        total = torch.tensor([10.0 ** dist.get_rank()])
+        dist.all_reduce(total, group=group)
+        assert total.item() == (11.0 if dist.get_rank() < 2 else 1100.0)
+        return dist.get_process_group_ranks(group)
+
+    assert emulated_cluster(2, 2).run(job) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_group_of_others_is_refused(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        with pytest.raises(GroupError, match="init_process_group first"):
+            planned_group()
+        start()
+        others: Any = [dist.new_group([rank]) for rank in range(2)][1 - dist.get_rank()]
+        with pytest.raises(GroupError, match=r"rank [01] passed planned_group\(\) a group that it is not in"):
+            planned_group(others)
+
+    emulated_cluster(2, 1).run(job)
