@@ -2,7 +2,7 @@
 
 ``COMMLAYER_PROFILE``: a name or a path is taken as it is. ``none``: nothing is planned. ``auto``, which is the backend's default:
 the profile that an earlier job measured on such a cluster (same nodes, ranks, software), else a probe of a few seconds, whose
-cost is printed once and whose result is kept for the next job. It is coarser than ``commlayer profile``: three sizes a curve,
+cost is printed once and whose result is kept for the next job. It is coarser than ``commlayer profile``: a few sizes a curve,
 no interference; so a simpler plan is preferred unless another is clearly faster.
 """
 
@@ -29,18 +29,21 @@ __all__ = ["PROBE", "cache_folder", "cluster_key", "planner_for"]
 
 PROBE = SweepOptions(
     min_bytes=4096,
-    max_bytes=1 << 20,
-    factor=16,
+    max_bytes=16 << 20,
+    factor=8,
     repeats=Repeats(warmup=0, min_repeats=2, max_repeats=4, budget_us=4e4),
-    group_max_bytes=1 << 20,
-    group_factor=16,
+    group_max_bytes=16 << 20,
+    group_factor=8,
     group_repeats=Repeats(warmup=0, min_repeats=2, max_repeats=3, budget_us=3e4),
     interference_rounds=0,
     check=False,
+    longest_us=3e4,
+    is_probe=True,
 )
 """What is measured when a job starts without a profile: about two seconds on an emulated 2×4."""
 _PROBE_TOLERANCE = 0.25
-"""A handful of samples is no better than this, whatever their own spread says."""
+"""What two samples of four sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much a
+curve bends, not how wrong it is."""
 
 
 def planner_for(settings: Settings, topology: Topology, ranks: AllRanks, *, is_whole_job: bool) -> Planner | None:
@@ -58,7 +61,7 @@ def planner_for(settings: Settings, topology: Topology, ranks: AllRanks, *, is_w
     profile = _calibrated(settings, topology, ranks)
     if profile is None:
         return None
-    return Planner(profile, Policy(tolerance=max(profile.error, _PROBE_TOLERANCE)))
+    return Planner(profile, Policy(tolerance=_PROBE_TOLERANCE))
 
 
 def cache_folder(settings: Settings) -> Path:
@@ -120,7 +123,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks) -> Prof
             PROBE,
             name=f"probe-{topology.shape}",
             kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
-            source="measured when a job started without a profile, a few samples of three sizes a curve",
+            source="measured when a job started without a profile, two samples of a few sizes a curve",
             topology=topology,
             ranks=ranks,
         )

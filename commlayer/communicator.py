@@ -327,7 +327,7 @@ def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> P
     if isinstance(profile, Profile):
         return profile
     name = profile or settings.profile
-    if name is None:
+    if name in (None, "auto", "none"):  # those two are for the backend, which can do without a profile
         raise ProfileNotFoundError(
             "no profile: measure this cluster with `torchrun … commlayer profile -o cluster.json` and pass "
             "profile='cluster.json' (or set COMMLAYER_PROFILE); shipped ones are listed by `commlayer profiles list`"

@@ -45,8 +45,11 @@ class GroupCurve:
     where: str
 
 
-def group_curves(topology: Topology) -> list[GroupCurve]:
-    """What is measured on a cluster of equal nodes beside the steps of replicated tokens, which are not repeated here."""
+def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCurve]:
+    """What is measured on a cluster of equal nodes beside the steps of replicated tokens, which are not repeated here.
+
+    ``is_probe``: without broadcasts, and of the rails nothing but the steps.
+    """
     n, m, width = topology.world_size, topology.num_nodes, topology.ranks_per_node
     link = Resource.INTER if m > 1 else Resource.INTRA
     groups = {("world", link): n}
@@ -57,7 +60,13 @@ def group_curves(topology: Topology) -> list[GroupCurve]:
     for (where, on), size in groups.items():
         wanted = [GroupCurve(name, on, size, where) for name in ("all_to_all", "all_gather", *_OWN_CALLS)]
         curves += [curve for curve in wanted if (curve.collective, on, size) not in known]
-    return curves
+    if not is_probe:
+        return curves
+    return [
+        curve
+        for curve in curves
+        if curve.collective != "broadcast" and not (curve.where == "rail" and curve.collective in _OWN_CALLS)
+    ]
 
 
 class GroupProber:

@@ -6,6 +6,7 @@ as its slowest rank), and every decision to go on or stop rests on those agreed 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,7 +51,8 @@ class SweepOptions:
 
     ``group_max_bytes`` (None: an eighth of ``max_bytes``), ``group_factor`` (None: ``factor`` squared) and ``group_repeats``
     are for the curves of plans over nodes and of the backend's own calls, of which there are many.
-    ``interference_rounds`` 0: pairs of resources are not measured.
+    ``interference_rounds`` 0: pairs of resources are not measured. ``longest_us``: a curve ends at the first size that takes
+    longer. ``is_probe``: leave out the calls that few jobs plan: broadcasts, and those of rails.
     ``inter_gbps`` and ``intra_gbps`` are the links' rates per rank where they are known (shaped, or from a data sheet);
     None takes the largest bus bandwidth measured. ``timeout_s`` bounds every collective.
     """
@@ -66,6 +68,8 @@ class SweepOptions:
     )
     interference_rounds: int = 7
     check: bool = True
+    longest_us: float = math.inf
+    is_probe: bool = False
     inter_gbps: float | None = None
     intra_gbps: float | None = None
     timeout_s: float = 120.0
@@ -125,7 +129,7 @@ def num_points(options: SweepOptions, topology: Topology) -> int:
     num_nodes, num_ranks = topology.num_nodes, topology.ranks_per_node
     e, t, link = (num_ranks, 1, Resource.INTRA) if num_nodes == 1 else (num_nodes, num_ranks, Resource.INTER)
     has_one_call = not dist.is_initialized() or device_type(None) == "cpu"
-    groups = len(group_curves(topology)) * len(_group_sizes(options)) if has_one_call else 0
+    groups = len(group_curves(topology, is_probe=options.is_probe)) * len(_group_sizes(options)) if has_one_call else 0
     return groups + sum(len(entry.sizes) for entry in _entries(options, e, t, link, has_one_call=has_one_call))
 
 
@@ -191,6 +195,7 @@ def _curves(prober: Prober, options: SweepOptions, on_point: Callable[[Point, in
             partial(prepare, entry.collective, entry.make),
             options.repeats,
             report,
+            longest_us=options.longest_us,
         )
         for entry in _entries(options, e, t, link, has_one_call=has_one_call)
     ]
@@ -227,8 +232,9 @@ def _group_curves(
                 partial(prepare, curve),
                 options.group_repeats,
                 report,
+                longest_us=options.longest_us,
             )
-            for curve in group_curves(topology)
+            for curve in group_curves(topology, is_probe=options.is_probe)
         ]
     finally:
         groups.close()

@@ -78,8 +78,8 @@ _SHARED = frozenset(
 _WHOLE = frozenset({"broadcast", "copy", "decode", "encode", "recv", "reduce", "send", "send_recv"})
 
 #: The operations that a curve can describe. ``all_to_all`` and ``all_gather`` are steps by messages, as most plans run
-#: them; ``…_single`` (torch's names), ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own; ``reduce`` on a device
-#: the sum of blocks in memory, with S what is added to the first block.
+#: them; ``…_single`` (torch's names), ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own;
+#: ``reduce`` on a device is the sum of blocks in memory, with S what is added to the first block.
 COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
 
 

@@ -209,6 +209,7 @@ def sweep(
     repeats: Repeats,
     on_point: Callable[[Point], None] | None = None,
     source: str = "",
+    longest_us: float = math.inf,
 ) -> Curve:
     """Measure one collective over sizes.
 
@@ -219,6 +220,7 @@ def sweep(
         repeats: when a size has been measured often enough.
         on_point: called after each size, for a progress bar or a table.
         source: for ``Curve.source``.
+        longest_us: no larger size is measured after one whose median takes longer. A curve has two sizes at least.
 
     Raises:
         UsageError: sizes that do not increase, or times that are none.
@@ -231,11 +233,13 @@ def sweep(
         measured.append(samples)
         if on_point is not None:
             on_point(Point(collective, link, group_size, nbytes, samples))
+        if samples.p50_us > longest_us and len(measured) > 1:
+            break
     return Curve.from_samples(
         collective,
         link,
         group_size,
-        sizes,
+        sizes[: len(measured)],
         [samples.p50_us for samples in measured],
         p99_us=[samples.p99_us for samples in measured],
         samples=[samples.num for samples in measured],

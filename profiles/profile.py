@@ -196,8 +196,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             advice = "Measure it on that cluster with `commlayer profile`, or plan with those"
         else:
             advice = (
-                "Plan with those: `commlayer profile` of this version measures groups of one rank on every node, and "
-                "whole nodes, only"
+                "Plan with those: `commlayer profile` measures all ranks, whole nodes, and one rank of every node; no "
+                "other groups"
             )
         return (
             f"profile {self.name!r} ({self.topology}): expected a curve of {collective} on {link} for group size "
@@ -210,6 +210,17 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if not topology.is_uniform or topology.world_size == 1:
             return set()  # it refuses those
         nodes, ranks = topology.num_nodes, topology.ranks_per_node
+        own = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
+        link = "inter" if nodes > 1 else "intra"
+        groups = {(link, topology.world_size)}
+        if nodes > 1 and ranks > 1:
+            groups |= {("intra", ranks), ("inter", nodes)}
+        of_groups = {(name, on, size) for name in ("all_to_all", "all_gather", *own) for on, size in groups}
+        return of_groups | self._of_replicated(nodes, ranks) | {("reduce", "device", 1)}
+
+    @staticmethod
+    def _of_replicated(nodes: int, ranks: int) -> set[tuple[str, str, int]]:
+        """Those of them that all_to_all plans of replicated tokens rest on."""
         if nodes == 1:
             return {("all_to_all", "intra", ranks), ("copy", "device", 1)}
         gather = {("all_gather", "intra", ranks)} if ranks > 1 else set()

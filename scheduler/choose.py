@@ -13,7 +13,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Gather, Plan, Strategy
-from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.price import Timeline, curves_of, price
 from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 
@@ -28,7 +28,7 @@ _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 class Policy:
     """What the chooser may do.
 
-    ``gather`` None follows the profile. ``tolerance`` None takes the profile's own error: a simpler plan is preferred
+    ``gather`` None follows the profile. ``tolerance`` None takes the error of the curves: a simpler plan is preferred
     when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal. Where there is
     nothing to move the plan is flat, also if ``strategies`` lacks it.
 
@@ -133,13 +133,23 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
         raise PlanError(
             f"no plan: the policy allows only {names}, and none of them applies to {traffic}: allow flat too"
         )
-    tolerance = profile.error if policy.tolerance is None else policy.tolerance
+    tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
     chosen = min(near, key=lambda timeline: (_SIMPLICITY[timeline.plan.strategy], timeline.plan.chunks))
     rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
     return Decision(traffic, chosen, priced, margin, tolerance, profile.name, policy)
+
+
+def _error(plans: list[Plan], profile: Profile) -> float:
+    """The median hold-out error of the curves that these plans rest on, as a fraction; 0.0 where none states one."""
+    simple = [plan for plan in plans if plan.chunks == 1] or plans[:1]  # chunks look the same curves up
+    curves = {curve.key: curve.holdout_error for plan in simple for curve in curves_of(plan, profile)}
+    errors = sorted(error for error in curves.values() if error is not None)
+    if not errors:
+        return 0.0
+    return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
 
 
 class Planner:

@@ -21,7 +21,7 @@ from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
-__all__ = ["Timeline", "price"]
+__all__ = ["Timeline", "curves_of", "price"]
 
 _NEVER = math.inf
 
@@ -88,6 +88,13 @@ def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
             sizes[op], times[op] = size, time_us
         durations.append(times[op])
     return durations, is_extrapolated
+
+
+def curves_of(plan: Plan, profile: Profile) -> set[Curve]:
+    """The curves that the plan's steps are timed by. Raises PlanError where one is missing."""
+    kinds = {(step.op, step.resource, step.target): step for step in plan.steps}
+    found = (_curve(step, plan, profile) for step in kinds.values())
+    return {curve for curve in found if curve is not None}
 
 
 def _curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:

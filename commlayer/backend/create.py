@@ -57,7 +57,7 @@ def make_group(
     gloo = _gloo(store, "gloo", rank, len(global_ranks), timeout)
     job = None if is_default else world.current()
     if job is None:
-        job = world.agree(gloo, rank, global_ranks, timeout)
+        job = world.agree(gloo, store, rank, global_ranks, timeout)
     settings = job.settings
     if settings.stats == "1":
         print_at_exit()

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
+from commlayer.all_ranks import AllRanks
 from commlayer.groups import node_identity, versions
 from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
 from commlayer.profiles.topology import Topology
@@ -79,7 +80,7 @@ def read_settings() -> tuple[Settings, CommlayerError | None]:
         return Settings(), error
 
 
-def agree(gloo: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> World:
+def agree(gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> World:
     """Exchange what the ranks of ``gloo`` must agree on. Collective.
 
     Raises, on every rank: DisagreementError for other versions or settings, naming ranks; the rank whose own settings
@@ -93,13 +94,11 @@ def agree(gloo: Any, rank: int, global_ranks: Sequence[int], timeout: timedelta)
         raise failure
     _check(everyone, global_ranks)
     topology = _topology(settings, [identity for identity, _, _ in everyone], global_ranks)
-    return World(tuple(global_ranks), topology, settings, _planner(settings, topology, gloo, rank, timeout))
+    from commlayer.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
-
-def _planner(settings: Settings, topology: Topology, gloo: Any, rank: int, timeout: timedelta) -> Planner | None:
-    """The planner of all groups of this job; None: flat. Collective over ``gloo``; equal on all ranks."""
-    del settings, topology, gloo, rank, timeout
-    return None
+    ranks = AllRanks(rank, len(global_ranks), PrefixStore("calibrate/", store), gloo, "cpu")
+    planner = planner_for(settings, topology, ranks, is_whole_job=not dist.is_initialized())
+    return World(tuple(global_ranks), topology, settings, planner)
 
 
 def _gather(gloo: Any, value: Any, size: int, timeout: timedelta) -> list[Any]:
