@@ -1,0 +1,405 @@
+"""Plans over nodes, without processes: their moves on simulated ranks, their prices against closed forms."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlayer.planned import parse_plan
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import PlanError, SettingsError
+from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, build, choose, price
+from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
+from commlayer.scheduler.two_level import TwoLevel
+
+Nodes = tuple[tuple[int, ...], ...]
+Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+@dataclass
+class Rank:
+    """One simulated rank. ``posted`` are its sends, by (peer, tag)."""
+
+    moves: list[Moves]
+    buffers: dict[Buffer, Array]
+    step: int = 0
+    posted: dict[tuple[int, int], Region] = field(default_factory=dict)
+    waiting: list[list[Message]] = field(default_factory=list)
+
+    def view(self, region: Region) -> Array:
+        assert 0 <= region.start <= region.stop <= len(self.buffers[region.buffer]), region
+        return self.buffers[region.buffer][region.start : region.stop]
+
+
+class Simulation:
+    """Runs the executor's loop on every rank; messages are delivered as late as the waits allow, or at random before.
+
+    A message is read from the sender's memory when it is delivered: what overwrites it too early shows.
+    """
+
+    def __init__(self, plan: Plan, ranks: list[Rank], seed: int) -> None:
+        self.plan, self.ranks, self.chooser = plan, ranks, random.Random(seed)
+        for rank in ranks:
+            rank.waiting = [list(moves.receives) for moves in rank.moves]
+
+    def run(self) -> None:
+        count = len(self.plan.steps)
+        while any(rank.step < count for rank in self.ranks):
+            order = self.chooser.sample(range(len(self.ranks)), len(self.ranks))
+            advanced = [self.advance(me) for me in order]
+            assert any(advanced), f"{self.plan.name}: all ranks wait for each other"
+        for me in range(len(self.ranks)):
+            arrived = [self.deliver(me, step) for step in range(count)]
+            assert all(arrived), f"{self.plan.name}: rank {me} waits for ever"
+        assert not any(rank.posted for rank in self.ranks), "messages that nobody receives"
+
+    def deliver(self, me: int, step: int) -> bool:
+        """Deliver what rank ``me`` waits for in a step; False when a sender has not got so far."""
+        left = []
+        for message in self.ranks[me].waiting[step]:
+            sender = self.ranks[message.peer]
+            if (me, message.tag) not in sender.posted:
+                left.append(message)
+                continue
+            source = sender.view(sender.posted.pop((me, message.tag)))
+            target = self.ranks[me].view(message.region)
+            assert len(source) == len(target), (self.plan.name, message)
+            target[:] = source
+        self.ranks[me].waiting[step] = left
+        return not left
+
+    def advance(self, me: int) -> bool:
+        """Post one step, if its waits allow."""
+        rank = self.ranks[me]
+        if rank.step == len(self.plan.steps):
+            return False
+        if not all(self.deliver(me, earlier) for earlier in self.plan.steps[rank.step].after):
+            return False
+        self.post(rank, rank.moves[rank.step])
+        rank.step += 1
+        if self.chooser.random() < 0.3:
+            self.deliver(me, self.chooser.randrange(rank.step))
+        return True
+
+    def post(self, rank: Rank, moves: Moves) -> None:
+        for message in moves.sends:
+            key = message.peer, message.tag
+            assert key not in rank.posted, f"two messages under one tag: {message}"
+            rank.posted[key] = message.region
+        for copy in moves.copies:
+            rank.view(copy.target)[:] = rank.view(copy.source).copy()
+        for reduction in moves.reductions:
+            total = rank.view(reduction.sources[0]).copy()
+            target = rank.view(reduction.target)
+            for source in reduction.sources[1:]:
+                total = total + rank.view(source)
+                target[:] = total  # as in-place sums do: a target that is a later source would show
+            target[:] = total
+
+
+def simulate(plan: Plan, ranks: list[Rank], seed: int) -> None:
+    Simulation(plan, ranks, seed).run()
+
+
+def bytes_of(rank: int, size: int) -> Array:
+    return np.random.default_rng(rank).integers(0, 256, size, dtype=np.uint8)
+
+
+def nodes_of(sizes: list[int], shuffle: int) -> Nodes:
+    """Members dealt out to nodes in a random order, each node's in increasing order."""
+    members = list(range(sum(sizes)))
+    random.Random(shuffle).shuffle(members)
+    edges = [0, *accumulate(sizes)]
+    return tuple(tuple(sorted(members[start:stop])) for start, stop in pairwise(edges))
+
+
+def traffic_of(collective: str, size: int, nodes: Nodes) -> Traffic:
+    link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
+    return Traffic(size, sum(map(len, nodes)), 1, link, collective, tuple(map(len, nodes)))
+
+
+def plans_of(traffic: Traffic) -> list[Plan]:
+    """Those of its plans that apply; the property tests would be empty without any."""
+    wanted = [(Strategy.DIRECT, 1), (Strategy.HIERARCHICAL, 1), (Strategy.PIPELINED, 2), (Strategy.PIPELINED, 5)]
+    return [build(traffic, strategy, chunks) for strategy, chunks in wanted if applies(traffic, strategy, chunks)]
+
+
+def applies(traffic: Traffic, strategy: Strategy, chunks: int) -> bool:
+    try:
+        build(traffic, strategy, chunks)
+    except PlanError:
+        return False
+    return True
+
+
+shapes = st.one_of(
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.tuples(st.integers(2, 4), st.integers(1, 4)).map(lambda shape: [shape[1]] * shape[0]),
+).filter(lambda sizes: 1 < sum(sizes) <= 10)
+
+
+@given(shapes, st.integers(0, 1000), st.integers(0, 400), st.integers(0, 1000))
+def test_all_gather(sizes: list[int], shuffle: int, block: int, seed: int) -> None:
+    nodes, n = nodes_of(sizes, shuffle), sum(sizes)
+    expected = np.concatenate([bytes_of(rank, block) for rank in range(n)])
+    for plan in plans_of(traffic_of("all_gather", n * block, nodes)):
+        ranks = []
+        for rank in range(n):
+            moves, staging = group_moves(plan, Group(nodes, rank, (block,) * n))
+            assert staging == 0
+            buffers = {Buffer.INPUT: bytes_of(rank, block), Buffer.OUTPUT: np.zeros(n * block, np.uint8)}
+            ranks.append(Rank(list(moves), buffers))
+        simulate(plan, ranks, seed)
+        for done in ranks:
+            assert np.array_equal(done.buffers[Buffer.OUTPUT], expected), plan.name
+
+
+@given(shapes, st.integers(0, 1000), st.integers(0, 400), st.integers(0, 1000))
+def test_reduce_scatter(sizes: list[int], shuffle: int, block: int, seed: int) -> None:
+    nodes, n = nodes_of(sizes, shuffle), sum(sizes)
+    total = np.sum([bytes_of(rank, n * block) for rank in range(n)], axis=0, dtype=np.uint8)
+    for plan in plans_of(traffic_of("reduce_scatter", n * block, nodes)):
+        ranks = []
+        for rank in range(n):
+            moves, staging = group_moves(plan, Group(nodes, rank, (block,) * n))
+            buffers = {
+                Buffer.INPUT: bytes_of(rank, n * block),
+                Buffer.OUTPUT: np.zeros(block, np.uint8),
+                Buffer.STAGING: np.zeros(staging, np.uint8),
+            }
+            ranks.append(Rank(list(moves), buffers))
+        simulate(plan, ranks, seed)
+        for index, done in enumerate(ranks):
+            mine = np.asarray(total)[index * block : (index + 1) * block]
+            assert np.array_equal(done.buffers[Buffer.OUTPUT], mine), plan.name
+            assert np.array_equal(done.buffers[Buffer.INPUT], bytes_of(index, n * block)), "the input was changed"
+
+
+@given(shapes, st.integers(0, 1000), st.integers(1, 3000), st.integers(0, 1000))
+def test_all_reduce_in_place(sizes: list[int], shuffle: int, size: int, seed: int) -> None:
+    nodes, n = nodes_of(sizes, shuffle), sum(sizes)
+    total = np.sum([bytes_of(rank, size) for rank in range(n)], axis=0, dtype=np.uint8)
+    for plan in plans_of(traffic_of("all_reduce", size, nodes)):
+        ranks = []
+        for rank in range(n):
+            moves, staging = group_moves(plan, Group(nodes, rank, even_blocks(size, n)))
+            content = bytes_of(rank, size)
+            buffers = {Buffer.INPUT: content, Buffer.OUTPUT: content, Buffer.STAGING: np.zeros(staging, np.uint8)}
+            ranks.append(Rank(list(moves), buffers))
+        simulate(plan, ranks, seed)
+        for done in ranks:
+            assert np.array_equal(done.buffers[Buffer.OUTPUT], total), plan.name
+
+
+@given(shapes, st.integers(0, 1000), st.integers(1, 3000), st.integers(0, 9), st.integers(0, 1000))
+def test_broadcast(sizes: list[int], shuffle: int, size: int, root: int, seed: int) -> None:
+    nodes, n = nodes_of(sizes, shuffle), sum(sizes)
+    root %= n
+    for plan in plans_of(traffic_of("broadcast", size, nodes)):
+        ranks = []
+        for rank in range(n):
+            moves, _ = group_moves(plan, Group(nodes, rank, even_blocks(size, n)), root)
+            content = bytes_of(rank, size)
+            ranks.append(Rank(list(moves), {Buffer.INPUT: content, Buffer.OUTPUT: content}))
+        simulate(plan, ranks, seed)
+        for done in ranks:
+            assert np.array_equal(done.buffers[Buffer.OUTPUT], bytes_of(root, size)), plan.name
+
+
+@given(
+    st.tuples(st.integers(2, 3), st.integers(2, 3)),
+    st.integers(0, 1000),
+    st.integers(0, 1000),
+    st.sampled_from([0, 1, 40]),
+)
+def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, largest: int) -> None:
+    nodes, n = nodes_of([shape[1]] * shape[0], shuffle), shape[0] * shape[1]
+    chooser = random.Random(seed)
+    sizes = [[chooser.choice([0, chooser.randint(0, largest)]) for _ in range(n)] for _ in range(n)]
+    plan = build(traffic_of("all_to_all_v", 1, nodes), Strategy.HIERARCHICAL)
+    contents = [[bytes_of(100 * i + j, sizes[i][j]) for j in range(n)] for i in range(n)]
+    calls = [TwoLevel(nodes, rank, sizes[rank], [row[rank] for row in sizes]) for rank in range(n)]
+    ranks = []
+    for rank, call in enumerate(calls):
+        here = nodes[call.a]
+        counts = [calls[peer].counts()[call.i] for peer in here]  # what each local rank tells this one
+        sorted_, passed, transit = call.after(counts)
+        before = call.before()
+        staging = np.zeros(call.staging_bytes, np.uint8)
+        own = np.array(call.counts(), np.int64).reshape(-1).view(np.uint8)
+        staging[: len(own)] = own
+        moves = [before[0], sorted_, Moves(passed.sends, before[2].receives), before[3]]
+        buffers = {
+            Buffer.INPUT: np.concatenate(contents[rank]),
+            Buffer.OUTPUT: np.zeros(sum(row[rank] for row in sizes), np.uint8),
+            Buffer.STAGING: staging,
+            Buffer.TRANSIT: np.zeros(transit, np.uint8),
+        }
+        ranks.append(Rank(moves, buffers))
+    simulate(plan, ranks, seed)
+    for rank, call in enumerate(calls):
+        assert np.array_equal(ranks[rank].buffers[Buffer.OUTPUT], np.concatenate([row[rank] for row in contents]))
+        region = call.counts_region
+        told = (
+            ranks[rank]
+            .view(Region(Buffer.STAGING, region.start, region.stop))
+            .view(np.int64)
+            .reshape(len(nodes[0]), -1)
+        )
+        for place, peer in enumerate(nodes[call.a]):
+            if peer != rank:
+                assert told[place].tolist() == calls[peer].counts()[call.i]
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9))
+def test_even_blocks_cover_everything_and_cut_no_element(size: int, parts: int) -> None:
+    blocks = even_blocks(size, parts)
+    assert sum(blocks) == size
+    assert all(edge % ALIGN == 0 for edge in list(accumulate(blocks))[:-1])
+
+
+def test_a_node_sends_each_byte_once_over_the_wire() -> None:
+    """What hierarchy is for: of an all_gather, (m−1)/m of the total enters a node, instead of l times that."""
+    nodes, block, n = ((0, 1, 2, 3), (4, 5, 6, 7)), 1024, 8
+    node_of = {rank: a for a, members in enumerate(nodes) for rank in members}
+
+    def crossing(strategy: Strategy) -> int:
+        plan = build(traffic_of("all_gather", n * block, nodes), strategy)
+        moves = [group_moves(plan, Group(nodes, rank, (block,) * n))[0] for rank in range(4)]
+        sends = [(rank, m) for rank in range(4) for step in moves[rank] for m in step.sends]
+        return sum(m.region.size for rank, m in sends if node_of[m.peer] != node_of[rank])
+
+    assert crossing(Strategy.HIERARCHICAL) == 4 * block
+    assert crossing(Strategy.DIRECT) == 16 * block
+
+
+# What applies
+
+
+@pytest.mark.parametrize(
+    ("collective", "nodes", "strategy", "why"),
+    [
+        ("broadcast", (2, 2), Strategy.DIRECT, "flat form"),
+        ("all_to_all_v", (2, 3), Strategy.HIERARCHICAL, "different numbers"),
+        ("all_gather", (4,), Strategy.HIERARCHICAL, "several nodes"),
+        ("all_gather", (1, 1), Strategy.HIERARCHICAL, "several ranks on one"),
+        ("all_reduce", (2, 2), Strategy.PIPELINED_COPY, "replicated"),
+    ],
+)
+def test_a_plan_that_does_not_apply_says_why(
+    collective: str, nodes: tuple[int, ...], strategy: Strategy, why: str
+) -> None:
+    with pytest.raises(PlanError, match=why):
+        build(Traffic(4096, sum(nodes), 1, Resource.INTER, collective, nodes), strategy)
+
+
+def test_ordered_sums_are_direct_ones_only() -> None:
+    traffic = Traffic(4096, 4, 1, Resource.INTER, "all_reduce", (2, 2), is_ordered=True)
+    assert build(traffic, Strategy.DIRECT).name == "flat_direct"
+    for strategy in (Strategy.FLAT, Strategy.HIERARCHICAL):
+        with pytest.raises(PlanError, match="order"):
+            build(traffic, strategy)
+
+
+def test_traffic_refuses_nodes_that_do_not_add_up() -> None:
+    with pytest.raises(PlanError, match="number of them on each node"):
+        Traffic(4096, 4, 1, Resource.INTER, "all_reduce", (2, 3))
+    with pytest.raises(PlanError, match="expected all_to_all or one of"):
+        Traffic(4096, 4, 1, Resource.INTER, "all_reduced", (2, 2))
+
+
+@pytest.mark.parametrize("text", ["pipelined:4", "pipelined×4"])
+def test_a_plan_by_name(text: str) -> None:
+    assert parse_plan(text) == (Strategy.PIPELINED, 4)
+
+
+@pytest.mark.parametrize("text", ["pipeline", "pipelined:0", "pipelined:x", ""])
+def test_no_plan_of_that_name(text: str) -> None:
+    with pytest.raises(SettingsError, match="COMMLAYER_PLAN must be one of"):
+        parse_plan(text)
+
+
+# Prices
+
+
+def linear_profile(latency_us: float = 100.0, inter: float = 12.5, intra: float = 250.0) -> Profile:
+    """2×4; every operation takes latency + bytes / rate; ``inter`` and ``intra`` in bytes per µs and rank."""
+    sizes = tuple(4**k for k in range(3, 15))
+
+    def curve(collective: str, link: Resource, group_size: int, rate: float, more_us: float = latency_us) -> Curve:
+        return Curve(collective, link, group_size, sizes, tuple(more_us + size / rate for size in sizes))
+
+    inter_, intra_, device = Resource.INTER, Resource.INTRA, Resource.DEVICE
+    return Profile.create(
+        name="linear",
+        kind="measured",
+        source="made up",
+        topology="2x4",
+        peaks=Peaks(inter / 1e3 * 4, intra / 1e3 * 4, 10.0),
+        gather="remote",
+        curves=[
+            curve("all_gather", inter_, 2, inter * 2),
+            curve("all_to_all", inter_, 2, inter * 2),
+            curve("all_gather", intra_, 4, intra),
+            curve("all_to_all", intra_, 4, intra),
+            curve("copy", device, 1, 5000.0, 1.0),
+            curve("reduce", device, 1, 5000.0, 1.0),
+            *(curve(name, inter_, 8, inter) for name in ("all_gather", "all_to_all")),
+            *(curve(name, inter_, 8, inter * 4) for name in ("all_gather_single", "all_to_all_v")),
+            *(curve(name, inter_, 8, inter * 2) for name in ("reduce_scatter_single", "all_reduce", "broadcast")),
+        ],
+    )
+
+
+def test_an_all_gather_over_nodes_costs_its_two_stages() -> None:
+    size = 1 << 20
+    plan = build(Traffic(size, 8, 1, Resource.INTER, "all_gather", (4, 4)), Strategy.HIERARCHICAL)
+    expected = 100 + size / 4 / 25 + 100 + size / 250
+    assert price(plan, linear_profile(), interference=False).total_us == pytest.approx(expected, rel=1e-3)
+
+
+def test_an_all_reduce_in_chunks_hides_the_stage_inside_nodes() -> None:
+    profile, size = linear_profile(latency_us=1.0), 1 << 24
+    traffic = Traffic(size, 8, 1, Resource.INTER, "all_reduce", (4, 4))
+    whole, chunked = (
+        price(build(traffic, s, n), profile).total_us for s, n in [(Strategy.HIERARCHICAL, 1), (Strategy.PIPELINED, 16)]
+    )
+    wire = 2 * size / 4 / 25
+    assert wire < chunked < whole
+    assert chunked < wire + (whole - wire) / 4
+
+
+def test_small_messages_stay_flat_and_large_ones_do_not() -> None:
+    profile = linear_profile()
+    for collective in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all_v"):
+        small = choose(Traffic(1024, 8, 1, Resource.INTER, collective, (4, 4)), profile)
+        assert small.plan.strategy is Strategy.FLAT, collective
+    for collective in ("reduce_scatter", "all_reduce", "broadcast"):
+        large = choose(Traffic(32 << 20, 8, 1, Resource.INTER, collective, (4, 4)), profile, Policy(max_chunks=8))
+        assert large.plan.strategy is Strategy.PIPELINED, large.reason()
+        assert large.bottleneck is Resource.INTER
+
+
+def test_a_profile_without_the_curve_says_which_one_is_missing() -> None:
+    with pytest.raises(PlanError, match="all_gather_single on inter for group size 6"):
+        choose(Traffic(1 << 20, 6, 1, Resource.INTER, "all_gather", (3, 3)), linear_profile())
+
+
+def test_steps_of_one_chunk_wait_for_each_other_and_for_no_other_chunk() -> None:
+    plan = build(Traffic(1 << 20, 8, 1, Resource.INTER, "all_reduce", (4, 4)), Strategy.PIPELINED, 4)
+    for step in plan.steps:
+        assert all(plan.steps[earlier].chunk == step.chunk for earlier in step.after)
+    assert sum(step.op is Op.REDUCE for step in plan.steps) == 8
+    assert math.isclose(
+        sum(s.bytes for s in plan.steps if s.op is Op.ALL_GATHER and s.resource is Resource.INTRA), 1 << 20
+    )
