@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import importlib
 import io
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+import commlayer.backend.create
+from commlayer.settings import Settings
 from commlayer.statistics import Stats, stats
+from commlayer.testing.plugin import ClusterFactory
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 PAGES = [*sorted(DOCS.glob("trainers/*.md")), DOCS / "launching.md"]
@@ -43,11 +50,122 @@ def imports(program: str) -> set[str]:
 def perform(path: Path, environment: dict[str, str], arguments: list[str]) -> tuple[str, Stats]:
     """A rank's job: the program as if called from the shell. Returns what it printed, and commlayer's statistics."""
     os.environ.update(environment)
+    commlayer.backend.autoload()  # what `import torch` does in a fresh process; this one has the parent's
     os.chdir(path.parent)
     torch.set_num_threads(1)
     sys.argv = [str(path), *arguments]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        kept = runpy.run_path(str(path), run_name="__main__")
-    del kept
+        runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue(), stats()
+
+
+def run_on_two_nodes(
+    emulated_cluster: ClusterFactory, tmp_path: Path, name: str, program: str, **environment: str
+) -> tuple[list[float], set[tuple[str, str]]]:
+    """The losses that rank 0 of 2 x 2 prints, and which collectives went by which plans."""
+    for library in sorted(imports(program)):  # before the fork: once, not in each rank
+        importlib.import_module(library)
+    path = tmp_path / name
+    path.write_text(program, encoding="utf-8")
+    results = emulated_cluster(2, 2).run(perform, path, environment, [], timeout_s=60)
+    printed, moved = results[0]
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert losses, f"{name} printed no loss: {printed!r}"
+    return losses, {(call["collective"], call["plan"]) for group in moved["groups"] for call in group["calls"]}
+
+
+def without_commlayer(program: str) -> str:
+    """The program as it was before: its backend Gloo, no line of commlayer's."""
+    ours = re.compile(r"^(import commlayer|from commlayer|plan_ddp|plan_fsdp).*\n", re.M)
+    reported = re.compile(r"^if dist.get_rank\(\) == 0:\n    for group in commlayer.*\n(?:    .*\n)+", re.M)
+    return ours.sub("", reported.sub("", program)).replace('"commlayer"', '"gloo"')
+
+
+TRAINERS = sorted(name for name in PROGRAMS if name.endswith(".py"))
+LIBRARIES = ("transformers", "accelerate", "lightning")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_program_trains_as_on_gloo(emulated_cluster: ClusterFactory, tmp_path: Path, name: str) -> None:
+    program = PROGRAMS[name]
+    for library in LIBRARIES:
+        if library in program:
+            pytest.importorskip(library, reason=f"NOT TESTED: {library} is not installed (extra 'trainers')")
+    before = without_commlayer(program)
+    assert "commlayer" not in before
+    expected, nothing = run_on_two_nodes(emulated_cluster, tmp_path, name, before)
+    assert not nothing
+    opted_in = {} if before != program else {"COMMLAYER_AS": "gloo"}
+    losses, moved = run_on_two_nodes(
+        emulated_cluster, tmp_path, name, program, COMMLAYER_PLAN="hierarchical", **opted_in
+    )
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert {("all_reduce", "hierarchical"), ("reduce_scatter", "hierarchical")} & moved, "gradients were not planned"
+
+
+@pytest.mark.cluster
+def test_torchrun_on_two_machines(
+    emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The real thing: torchrun on each node, fresh interpreters, the backend found by its entry point."""
+    path = tmp_path / "train_ddp.py"
+    path.write_text(PROGRAMS[path.name], encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "static", str(path)]
+    status = emulated_cluster(2, 1).command(torchrun, per_node=True, timeout_s=90)
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert "step 2: loss" in printed.out
+
+
+def test_a_slurm_task_becomes_a_rank(tmp_path: Path) -> None:
+    path = tmp_path / "task.sh"
+    path.write_text(PROGRAMS[path.name], encoding="utf-8")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'node7\\nnode8\\n'\n", encoding="utf-8")
+    (tmp_path / "scontrol").chmod(0o755)
+    (tmp_path / "python").symlink_to(sys.executable)
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    show = f"import os; print(*(os.environ[name] for name in {names}))"
+    shown = subprocess.run(
+        ["bash", str(path), "-c", show],
+        env=slurm | {"SLURM_JOB_NODELIST": "node[7-8]", "PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert shown.split() == ["3", "8", "1", "node7", "23456"]
+
+
+def test_the_slurm_script_is_one() -> None:
+    script = PROGRAMS["per_machine.sbatch"]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    options = re.findall(r"--[a-z-]+", script[script.index("torchrun") :])
+    known = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert options
+    assert set(options) <= set(re.findall(r"--[a-z-]+", known))
+
+
+def test_the_pytorchjob_is_one() -> None:
+    yaml = pytest.importorskip("yaml", reason="NOT TESTED: PyYAML is not installed (extra 'trainers' brings it)")
+    job = yaml.safe_load(PROGRAMS["pytorchjob.yaml"])
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {role: spec["replicas"] for role, spec in replicas.items()} == {"Master": 1, "Worker": 3}
+    for spec in replicas.values():
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch", "the operator finds its container by this name"
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        assert Settings.from_environment(environment).profile == "/profiles/cluster.json"
+
+
+def test_the_pages_name_settings_that_exist() -> None:
+    known = {f"COMMLAYER_{field.name.upper()}" for field in dataclasses.fields(Settings)} | {"COMMLAYER_AS"}
+    for page in PAGES:
+        named = set(re.findall(r"COMMLAYER_[A-Z_]+", page.read_text(encoding="utf-8")))
+        assert named <= known, page
