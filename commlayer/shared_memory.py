@@ -54,6 +54,9 @@ the slab does, and more from 128 KiB on. Gloo takes longer down to one byte, so 
 AHEAD_BYTES = 16 << 20
 """What a rank may have sent without any receiver having read it before its sends wait."""
 
+_NO_PATIENCE_S = 0.001
+"""As in transport.break_connections."""
+
 
 class Waitable(Protocol):
     """What a caller gets for a message: torch's Work, or something that can be waited for like one."""
@@ -138,8 +141,8 @@ class _OtherWork:
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
         except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                self._group.break_connections()
+            is_late = not timeout or "timed out" in str(error).lower()
+            self._group.failed(0 if is_late else timeout.total_seconds())
             raise
 
 
@@ -243,16 +246,26 @@ class SharedMemoryGroup:
             self._serve()
             while not work.is_completed():
                 if peer.ended is not None:
+                    self.failed(timeout_s)
                     raise RuntimeError(peer.ended)
                 left = until - time.monotonic()
                 if left <= 0:
-                    self.break_connections()
+                    self.failed(0)
                     verb = "recv" if isinstance(work, _Receive) else "send"
                     raise RuntimeError(
                         f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
                         f"the group, peer member {peer.rank}, shared memory)"
                     )
                 self._await_news(left)
+
+    def failed(self, timeout_s: float) -> None:
+        """A wait that was to last ``timeout_s`` has failed; 0: after all that time.
+
+        Time-outs break connections, as Gloo's do. A peer that has closed does not: whoever waited for it first writes down why
+        it leaves (see failures.py). But a wait of no patience is one that is to break connections.
+        """
+        if timeout_s <= _NO_PATIENCE_S:
+            self.break_connections()
 
     def serve(self) -> None:
         """Take in what has arrived already, and answer it."""

@@ -30,6 +30,8 @@ __all__ = ["Neighbourhood", "meet"]
 
 _CARD = struct.Struct("<?B31s32s")
 """What a rank tells all others: whether it is well, the length of its socket's name, the name, a secret."""
+_STRANGERS = 128
+"""Room in the queue for processes that connect without being asked."""
 _HELLO = struct.Struct("<I32s")
 """First message on a connection: who comes (local rank), and the secret of whom it wants to see."""
 
@@ -153,7 +155,7 @@ def _prepared(num_ranks: int, is_first: bool) -> tuple[socket.socket | None, Seg
         with ExitStack() as stack:
             stack.enter_context(listener)
             listener.bind("")  # Linux then gives it a free abstract name
-            listener.listen(num_ranks)
+            listener.listen(num_ranks + _STRANGERS)
             listener.setblocking(False)
             stack.pop_all()
     except OSError as error:

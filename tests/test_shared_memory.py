@@ -1,0 +1,609 @@
+"""Shared memory inside a node: every byte as sent, in any order, and failures that wake up whoever waits."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+from commlayer import shared_memory, shared_memory_connect
+from commlayer.planned import PlannedGroup
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
+from commlayer.settings import Settings
+from commlayer.shared_memory import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
+from commlayer.shared_memory_segment import FirstFit
+from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport import break_connections
+
+pytestmark = pytest.mark.cluster
+
+WAIT = timedelta(seconds=20)
+BYTES = torch.randint(0, 1 << 62, (2 << 20,)).view(torch.uint8)
+SIZES = (0, 1, 7, 1000, INLINE_BYTES - 1, INLINE_BYTES, INLINE_BYTES + 1, 100_001, 1 << 20)
+
+
+def start(nodes: Sequence[Sequence[int]], timeout_s: float = 20.0) -> SharedMemoryGroup:
+    """On a rank: the process group and a group over ``nodes``."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return another(nodes, timeout_s)
+
+
+def another(nodes: Sequence[Sequence[int]], timeout_s: float = 20.0) -> SharedMemoryGroup:
+    another.made = getattr(another, "made", 0) + 1  # type: ignore[attr-defined]
+    store = PrefixStore(f"shared{another.made}", _get_default_store())  # type: ignore[attr-defined]
+    world = sum(map(len, nodes))
+    gloo = dist.ProcessGroupGloo(store, dist.get_rank(), world, timedelta(seconds=timeout_s))
+    return SharedMemoryGroup(cast("dist.ProcessGroup", gloo), dist.get_rank(), nodes, timeout_s)
+
+
+def pattern(size: int, *seed: int) -> torch.Tensor:
+    """Bytes that only this message has."""
+    start = hash(seed) % (1 << 20)
+    return BYTES[start : start + size].clone()
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60), st.randoms())
+def test_first_fit_hands_out_no_byte_twice_and_forgets_none(
+    steps: list[tuple[bool, int]], chance: random.Random
+) -> None:
+    space, used = FirstFit(), {}
+    for is_release, size in steps:
+        if is_release and used:
+            start = chance.choice(sorted(used))
+            space.release(start, used.pop(start))
+        else:
+            start = space.allocate(size)
+            assert all(start + size <= other or other + used[other] <= start for other in used)
+            used[start] = size
+        assert space.top == max((start + size for start, size in used.items()), default=0)
+    for start, size in used.items():
+        space.release(start, size)
+    assert space.top == 0
+
+
+def exchange(group: SharedMemoryGroup, world: int, seed: int, sizes: Sequence[int]) -> None:
+    """Between every two ranks one message of each size, posted and waited for in an order of each rank's own."""
+    me = dist.get_rank()
+    chance = random.Random(f"{seed} {me}")
+    everything = [(peer, tag) for peer in range(world) if peer != me for tag in range(len(sizes))]
+    chance.shuffle(everything)
+    late = chance.randrange(len(everything))  # receives that are posted after the sends
+    expected, works = {}, []
+    sources = {(peer, tag): pattern(sizes[tag], seed, me, peer, tag) for peer, tag in everything}
+
+    def expect(peer: int, tag: int) -> None:
+        expected[peer, tag] = torch.full((sizes[tag],), 255, dtype=torch.uint8)
+        works.append(group.recv([expected[peer, tag]], peer, tag))
+
+    for peer, tag in everything[late:]:
+        expect(peer, tag)
+    works += [group.send([sources[peer, tag]], peer, tag) for peer, tag in everything]
+    for peer, tag in everything[:late]:
+        expect(peer, tag)
+    chance.shuffle(works)
+    for work in works:
+        assert work.wait(WAIT)
+    for (peer, tag), got in expected.items():
+        assert torch.equal(got, pattern(sizes[tag], seed, peer, me, tag)), (me, peer, tag)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_messages_arrive_as_sent(emulated_cluster: ClusterFactory, world: int) -> None:
+    def job() -> tuple[bool, ...]:
+        group = start([range(world)])
+        for seed in range(4):
+            chance = random.Random(seed)
+            exchange(group, world, seed, chance.sample(SIZES, len(SIZES)))
+        if world == 2:
+            exchange(group, world, 9, (8 << 20, 3, (8 << 20) + 1, 12 << 20))
+        dist.barrier()
+        group.serve()  # what others said of our last messages
+        assert group.unread_bytes == 0
+        return group.shares
+
+    assert emulated_cluster(nodes=1, ranks_per_node=world).run(job) == [(True,)] * world
+
+
+@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 2, 3), (1,)), ((3, 0, 1), (2,)), ((0,), (1,), (2,), (3,))])
+def test_other_nodes_are_reached_through_gloo(
+    emulated_cluster: ClusterFactory, nodes: tuple[tuple[int, ...], ...]
+) -> None:
+    def job() -> tuple[tuple[bool, ...], set[int]]:
+        group = start(nodes)
+        exchange(group, 4, 1, SIZES)
+        exchange(group, 4, 2, SIZES[::-1])
+        group.barrier().wait(WAIT)
+        return group.shares, set(group._peers)
+
+    shares = tuple(len(node) > 1 for node in nodes)
+    here = {rank: set(node) - {rank} for node in nodes for rank in node}
+    results = emulated_cluster(nodes=1, ranks_per_node=4).run(job)
+    assert results == [(shares, here[rank]) for rank in range(4)]
+
+
+def test_ranks_that_cannot_reach_each_other_say_so_and_use_gloo(emulated_cluster: ClusterFactory) -> None:
+    """A node declared across two network namespaces, as containers with networks of their own are; the other one is fine."""
+
+    def job() -> tuple[tuple[bool, ...], list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            group = start([[0, 1], [2, 5], [3, 4]])
+        exchange(group, 6, 1, SIZES)
+        return group.shares, [str(each.message) for each in caught]
+
+    cluster = emulated_cluster(nodes=2, ranks_per_node=3)
+    if not cluster.shaped:
+        pytest.skip("without network namespaces all ranks reach each other")
+    results = cluster.run(job)
+    assert {shares for shares, _ in results} == {(True, False, True)}
+    texts = {rank: texts for rank, (_, texts) in enumerate(results) if texts}
+    assert set(texts) == {5}  # who tried
+    assert "cannot be reached from rank 5" in texts[5][0]
+    assert "network namespace" in texts[5][0]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_without_a_memory_file_all_ranks_of_the_node_use_gloo(emulated_cluster: ClusterFactory, culprit: int) -> None:
+    """Rank 0 cannot make one, or rank 2 cannot map what it is given: nobody hangs, all agree."""
+
+    def job() -> tuple[tuple[bool, ...], int]:
+        def refuse(*_: Any) -> Any:
+            raise OSError("refused by the test")
+
+        if dist.is_initialized() or int(os.environ["RANK"]) == culprit:
+            shared_memory_connect.Segment.create = refuse  # type: ignore[method-assign]
+            shared_memory_connect.Segment.bytes_of = refuse  # type: ignore[method-assign]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            group = start([[0, 1, 2]])
+        exchange(group, 3, 1, SIZES)
+        return group.shares, sum("refused by the test" in str(each.message) for each in caught)
+
+    results = emulated_cluster(nodes=1, ranks_per_node=3).run(job)
+    assert results == [((False,), int(rank == culprit)) for rank in range(3)]
+
+
+def test_a_tensor_for_many_is_copied_once_and_may_change_after_the_wait(emulated_cluster: ClusterFactory) -> None:
+    size, world, rounds = 200_000, 4, 5
+
+    def job() -> int:
+        group = start([range(world)])
+        me = dist.get_rank()
+        x = torch.empty(size, dtype=torch.uint8)  # one address for all rounds
+        used = 0
+        for k in range(rounds):
+            x.copy_(pattern(size, k, me))
+            got = {peer: torch.empty(size, dtype=torch.uint8) for peer in range(world) if peer != me}
+            sends = [group.send([x], peer, k) for peer in got]
+            used = max(used, group.unread_bytes)
+            for work in sends:
+                work.wait(WAIT)
+            x.fill_(0)
+            for work in [group.recv([target], peer, k) for peer, target in got.items()]:
+                work.wait(WAIT)
+            for peer, target in got.items():
+                assert torch.equal(target, pattern(size, k, peer)), (k, me, peer)
+        return used
+
+    for used in emulated_cluster(nodes=1, ranks_per_node=world).run(job):
+        assert size <= used < 3 * size  # not three copies; perhaps somebody has not read the round before
+
+
+def test_the_slab_is_used_again(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[int, int]:
+        group = start([range(4)])
+        for seed in range(3):
+            exchange(group, 4, seed, (300_000, 200_001, 70_000))
+        before = group._slab.high_water
+        for seed in range(3, 30):
+            exchange(group, 4, seed, (70_000, 300_000, 200_001))
+            dist.barrier()
+        return before, group._slab.high_water
+
+    for before, after in emulated_cluster(nodes=1, ranks_per_node=4).run(job):
+        assert before <= after < 3 * 3 * 600_000  # a round's messages, and what fits between those of the one before
+
+
+def test_a_sender_is_not_far_ahead_of_its_receiver(emulated_cluster: ClusterFactory) -> None:
+    size, count = 3 << 20, 20
+
+    def job() -> int:
+        group = start([[0, 1]])
+        most = 0
+        if dist.get_rank() == 0:
+            x = torch.empty(size, dtype=torch.uint8)
+            for k in range(count):
+                x.fill_(k)
+                group.send([x], 1, k).wait(WAIT)
+                most = max(most, group.unread_bytes)
+        else:
+            time.sleep(0.3)  # long enough for the sender to send all that it may
+            y = torch.empty(size, dtype=torch.uint8)
+            for k in range(count):
+                group.recv([y], 0, k).wait(WAIT)
+                assert bool((y == k).all())
+        return most
+
+    most = emulated_cluster(nodes=1, ranks_per_node=2).run(job)[0]
+    assert AHEAD_BYTES - size <= most <= AHEAD_BYTES
+
+
+def test_more_small_messages_than_a_socket_holds(emulated_cluster: ClusterFactory) -> None:
+    count = 200  # 6.5 MB in lines, each way
+
+    def job() -> None:
+        group = start([[0, 1]])
+        me = dist.get_rank()
+        sends = [group.send([pattern(INLINE_BYTES - k, me, k)], 1 - me, k) for k in range(count)]
+        assert not sends[-1].is_completed()  # type: ignore[attr-defined]
+        targets = [torch.empty(INLINE_BYTES - k, dtype=torch.uint8) for k in range(count)]
+        for work in [group.recv([y], 1 - me, k) for k, y in enumerate(targets)] + sends:
+            work.wait(WAIT)
+        assert all(torch.equal(y, pattern(INLINE_BYTES - k, 1 - me, k)) for k, y in enumerate(targets))
+
+    emulated_cluster(nodes=1, ranks_per_node=2).run(job)
+
+
+def test_ranks_may_wait_for_their_calls_in_different_orders(emulated_cluster: ClusterFactory) -> None:
+    """Two calls under way, each too large for a sender to go on before it is read; waiting for one must serve the other."""
+    size = AHEAD_BYTES + 1
+
+    def job() -> None:
+        group = start([[0, 1]])
+        me = dist.get_rank()
+        calls = []
+        for k in range(2):
+            y = torch.zeros(size, dtype=torch.uint8)
+            x = torch.full((size,), 10 * me + k, dtype=torch.uint8)
+            calls.append((k, y, group.recv([y], 1 - me, k), group.send([x], 1 - me, k)))
+        for k, y, receive, send in calls if me == 0 else calls[::-1]:
+            send.wait(WAIT)
+            receive.wait(WAIT)
+            assert bool((y == 10 * (1 - me) + k).all())
+
+    emulated_cluster(nodes=1, ranks_per_node=2).run(job)
+
+
+def test_one_tag_many_times_keeps_its_order(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[int]:
+        group = start([[0, 1]])
+        me = dist.get_rank()
+        sizes = [5, 50_000, 6, 60_000]
+        targets = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        early = [group.recv([y], 1 - me, 7) for y in targets[:2]]
+        sends = [group.send([torch.full((size,), k, dtype=torch.uint8)], 1 - me, 7) for k, size in enumerate(sizes)]
+        for work in [*early, *sends]:
+            work.wait(WAIT)
+        dist.barrier()  # the others have arrived before they are expected
+        group.serve()
+        for work in [group.recv([y], 1 - me, 7) for y in targets[2:]]:
+            work.wait(WAIT)
+        return [int(y.unique()) for y in targets]
+
+    assert emulated_cluster(nodes=1, ranks_per_node=2).run(job) == [[0, 1, 2, 3]] * 2
+
+
+def test_several_threads_may_wait(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        group = start([range(3)])
+        me, size = dist.get_rank(), 50_000
+        targets = {
+            (peer, k): torch.empty(size, dtype=torch.uint8) for peer in range(3) if peer != me for k in range(20)
+        }
+        works = {key: group.recv([y], *key) for key, y in targets.items()}
+        failures: list[BaseException] = []
+
+        def watch(peer: int) -> None:
+            try:
+                for k in range(20):
+                    works[peer, k].wait(WAIT)
+                    assert torch.equal(targets[peer, k], pattern(size, peer, me, k))
+            except BaseException as error:  # noqa: BLE001  carried to the main thread
+                failures.append(error)
+
+        threads = [threading.Thread(target=watch, args=(peer,)) for peer in range(3) if peer != me]
+        for thread in threads:
+            thread.start()
+        sends = [group.send([pattern(size, me, peer, k)], peer, k) for peer, k in works]
+        for thread in threads:
+            thread.join()
+        for work in sends:
+            work.wait(WAIT)
+        assert not failures, failures
+
+    emulated_cluster(nodes=1, ranks_per_node=3).run(job)
+
+
+def test_tensors_of_the_wrong_kind_or_size_are_refused(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        group = start([[0, 1]])
+        me = dist.get_rank()
+        for wrong in (torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)[::2]):
+            with pytest.raises(TensorError, match="contiguous 1-D tensor of uint8"):
+                group.send([wrong], 1 - me, 0)
+            with pytest.raises(TensorError, match="contiguous 1-D tensor of uint8"):
+                group.recv([wrong], 1 - me, 0)
+        send = group.send([torch.zeros(40_000 + me, dtype=torch.uint8)], 1 - me, 1)
+        text = raised(lambda: group.recv([torch.zeros(40_000, dtype=torch.uint8)], 1 - me, 1).wait(WAIT))
+        send.wait(WAIT)
+        return text
+
+    texts = emulated_cluster(nodes=1, ranks_per_node=2).run(job)
+    assert texts[1] == "nothing"
+    assert "expected 40000 bytes from member 1 (tag 1), got 40001" in texts[0]
+
+
+def expect_nothing(group: SharedMemoryGroup, peer: int, timeout_s: float = 20.0) -> tuple[str, float]:
+    """Wait for a message that never comes; the error's text, and after how long."""
+    begin = time.monotonic()
+    y = torch.empty(100_000, dtype=torch.uint8)
+    text = raised(lambda: group.recv([y], peer, 77).wait(timedelta(seconds=timeout_s)))
+    return text, time.monotonic() - begin
+
+
+def test_a_killed_peer_is_noticed_at_once(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, float, str]:
+        group = start([range(3)])
+        exchange(group, 3, 1, SIZES)
+        if dist.get_rank() == 2:
+            group.send([pattern(100_000, 5)], 0, 5).wait(WAIT)
+            os.kill(os.getpid(), signal.SIGKILL)
+        text, waited = expect_nothing(group, 2)
+        if dist.get_rank() == 0:  # what it had sent before is there, and its memory too
+            y = torch.empty(100_000, dtype=torch.uint8)
+            group.recv([y], 2, 5).wait(WAIT)
+            assert torch.equal(y, pattern(100_000, 5))
+        return text, waited, raised(lambda: group.send([torch.zeros(9, dtype=torch.uint8)], 2, 1))
+
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=3).run(job, check=False, grace_s=15.0)
+    for outcome in outcomes[:2]:
+        assert outcome.failure is None, outcome.failure
+        text, waited, again = outcome.value
+        assert "closed by peer" in text
+        assert waited < 5
+        assert "closed by peer" in again
+
+
+def test_a_timeout_wakes_up_whoever_waits(emulated_cluster: ClusterFactory) -> None:
+    """Rank 0 runs out of patience with rank 1, which never comes. Ranks 2, near, and 3, far, wait for rank 0."""
+
+    def job() -> tuple[str, float]:
+        group = start([[0, 1, 2], [3]])
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+            return "", 0
+        return expect_nothing(group, 1, 0.5) if dist.get_rank() == 0 else expect_nothing(group, 0)
+
+    results = emulated_cluster(nodes=1, ranks_per_node=4).run(job)
+    assert "Timed out waiting 500ms for recv" in results[0][0]
+    assert results[0][1] >= 0.5
+    for text, waited in results[2:]:
+        assert "closed" in text.lower(), text
+        assert waited < 5
+
+
+@pytest.mark.parametrize("peer", [1, 2, 3])
+def test_breaking_connections_wakes_up_near_and_far_ranks(emulated_cluster: ClusterFactory, peer: int) -> None:
+    """Through a peer that is alive (near or far), or dead (rank 1)."""
+
+    def job() -> tuple[str, float, str]:
+        group = start([[0, 1, 2], [3]])
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 0:
+            text, waited = expect_nothing(group, 1)
+            break_connections(cast("dist.ProcessGroup", group), peer)
+            return text, waited, raised(lambda: group.recv([torch.zeros(9, dtype=torch.uint8)], 2, 1))
+        return *expect_nothing(group, 0), ""
+
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=4).run(job, check=False, grace_s=15.0)
+    for outcome in outcomes:
+        if outcome.rank != 1:
+            assert outcome.failure is None, outcome.failure
+            text, waited, _ = outcome.value
+            assert "closed" in text.lower(), text
+            assert waited < 5
+    assert "closed" in outcomes[0].value[2]
+
+
+def test_nothing_is_left_behind(emulated_cluster: ClusterFactory) -> None:
+    files = sorted(os.listdir("/dev/shm"))
+
+    def job() -> tuple[int, int, int, int]:
+        def descriptors() -> int:
+            gc.collect()
+            return len(os.listdir("/proc/self/fd"))
+
+        first = start([range(3)])
+        exchange(first, 3, 0, SIZES)
+        empty = descriptors()
+        group = another([range(3)])
+        for seed in range(3):
+            exchange(group, 3, seed, SIZES)
+        early = descriptors()
+        for seed in range(200):
+            exchange(group, 3, seed, (40_000, 9))
+        late = descriptors()
+        dist.barrier()
+        assert sorted(os.listdir("/dev/shm")) == files  # nor while they run
+        group.close()
+        group.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            group.send([torch.zeros(9, dtype=torch.uint8)], (dist.get_rank() + 1) % 3, 0)
+        del group
+        after = descriptors()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return empty, early, late, after
+
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=3).run(job, check=False, grace_s=15.0)
+    for rank in (0, 2):
+        assert outcomes[rank].failure is None, outcomes[rank].failure
+        empty, early, late, after = outcomes[rank].value
+        assert late == early > empty
+        assert after <= empty
+    assert sorted(os.listdir("/dev/shm")) == files
+
+
+class Sharing(PlannedGroup):
+    """Plans whose messages go through shared memory."""
+
+    shared: SharedMemoryGroup
+
+    def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+        group = super().connect(purpose, timeout_s)
+        if purpose != "messages":
+            return group
+        self.shared = SharedMemoryGroup(group, self.rank, self.nodes, timeout_s)
+        return cast("dist.ProcessGroup", self.shared)
+
+
+def sharing(nodes: Sequence[Sequence[int]], plan: str, timeout_s: float = 20.0) -> Sharing:
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return Sharing(
+        name="world",
+        rank=dist.get_rank(),
+        nodes=nodes,
+        global_ranks=range(dist.get_world_size()),
+        store=PrefixStore(f"sharing {plan}", _get_default_store()),
+        planner=None,
+        settings=Settings(plan=plan),
+        timeout_s=timeout_s,
+    )
+
+
+@pytest.mark.parametrize("nodes", [((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 2), (1, 3))])
+def test_plans_give_what_gloo_gives(emulated_cluster: ClusterFactory, nodes: tuple[tuple[int, ...], ...]) -> None:
+    def job() -> None:
+        for name in ("flat_direct", "hierarchical", "pipelined:3"):
+            group = sharing(nodes, name)
+            for size in (1, 1001, 60_000):
+                check_collectives(group, size)
+            shared = getattr(group, "shared", None)
+            if name == "flat_direct":
+                assert shared is not None
+            if shared is not None and shared._peers:  # else no plan was for these nodes, or this rank is alone
+                assert shared._slab.high_water > 0  # it was not Gloo
+
+    emulated_cluster(nodes=1, ranks_per_node=4).run(job)
+
+
+def check_collectives(group: PlannedGroup, size: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.randint(0, 9, (world * size,), generator=torch.Generator().manual_seed(rank), dtype=torch.int32)
+    for collective in ("all_gather", "reduce_scatter", "all_reduce"):
+        plan = group.plan(collective, x.numel() * 4)
+        if plan is None:  # not for this shape of nodes
+            continue
+        summed = x.clone()
+        dist.all_reduce(summed)
+        if collective == "all_gather":
+            mine, target, expected = x[:size].clone(), torch.zeros_like(x), torch.zeros_like(x)
+            dist.all_gather(list(expected.view(world, size).unbind(0)), mine)
+            group.run(plan, mine, target)
+        elif collective == "reduce_scatter":
+            target, expected = torch.zeros(size, dtype=torch.int32), summed.view(world, size)[rank]
+            group.run(plan, x, target)
+        else:
+            target, expected = x.clone(), summed
+            group.run(plan, target, target)
+        assert torch.equal(target, expected), (collective, size, plan.name)
+
+
+@pytest.mark.parametrize("plan", ["flat_direct", "hierarchical"])
+def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFactory, plan: str) -> None:
+    nodes, size = ((0, 1, 2), (3, 4, 5)), 60_000
+
+    def job(is_killed: bool) -> tuple[str, str, float]:
+        group = sharing(nodes, plan, timeout_s=20.0 if is_killed else 1.0)
+        x = torch.ones(6 * size, dtype=torch.int32)
+        chosen = group.plan("all_reduce", x.numel() * 4)
+        assert chosen is not None
+        group.run(chosen, x, x)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            if is_killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(4)
+            return "", "", 0
+        begin = time.monotonic()
+        with pytest.raises((PeerError, CollectiveTimeoutError)) as caught:
+            group.run(chosen, x, x)
+        return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+    for is_killed in (True, False):
+        outcomes = emulated_cluster(nodes=1, ranks_per_node=6).run(job, is_killed, check=False, grace_s=15.0)
+        for outcome in outcomes:
+            if outcome.rank != 1:
+                assert outcome.failure is None, outcome.failure
+                name, text, waited = outcome.value
+                assert name == ("PeerError" if is_killed else "CollectiveTimeoutError"), text
+                assert text.startswith("rank 1 "), (outcome.rank, text)
+                assert waited < 10
+
+
+def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFactory) -> None:
+    """A stranger that connects in between, silently or with a guess, is sent away and disturbs nobody."""
+
+    def job() -> tuple[bool, ...]:
+        original = shared_memory_connect._connected
+
+        def with_strangers(meeting: Any, cards: Any, stack: Any) -> Any:
+            if meeting.me == 2:
+                for word in (b"", b"x", shared_memory_connect._HELLO.pack(1, b"?" * 32)):
+                    stranger = stack.enter_context(shared_memory_connect.socket.socket(1, 1))
+                    stranger.connect(cards[0].name)
+                    stranger.send(word)
+            return original(meeting, cards, stack)
+
+        shared_memory_connect._connected = with_strangers
+        group = start([range(3)])
+        exchange(group, 3, 1, SIZES)
+        return group.shares
+
+    assert emulated_cluster(nodes=1, ranks_per_node=3).run(job) == [(True,)] * 3
+
+
+def test_no_room_left_is_an_error_of_that_message(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        group = start([[0, 1]])
+
+        def refuse(*_: Any) -> Any:
+            raise OSError("no room, says the test")
+
+        group._slab.place = refuse  # type: ignore[method-assign]
+        return raised(lambda: group.send([torch.zeros(1 << 20, dtype=torch.uint8)], 1 - dist.get_rank(), 1))
+
+    for text in emulated_cluster(nodes=1, ranks_per_node=2).run(job):
+        assert "no shared memory for a message of 1048576 bytes: no room, says the test" in text
+
+
+assert shared_memory.__doc__
