@@ -10,28 +10,29 @@ import click
 
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.traffic import GROUPS, group_traffic, size_of, traffic_for, words
 from commlayer.profiles import catalog
-from commlayer.profiles.errors import UsageError
-from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Decision, Policy, choose
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.traffic import Traffic, moe_bytes
+from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 from commlayer.units import format_bytes
 
-__all__ = ["as_dict", "best_of_each", "plan", "traffic_for"]
+__all__ = ["as_dict", "best_of_each", "plan"]
 
 _BEST_COUNTS = 3
 """How many chunk counts of one strategy the table shows without --all."""
 
+_COLLECTIVES = click.Choice(["all_to_all", *GROUP_COLLECTIVES])
 _STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
 
 
 @click.command()
 @click.option("--profile", "-p", "profile_name", type=PROFILE, required=True, help="What the cluster's links can do.")
-@click.option("--bytes", "-b", "nbytes", type=BYTES, help="Send buffer of one rank: 16MiB, 64KiB, 1.5GB, 256e6.")
+@click.option("--collective", type=_COLLECTIVES, default="all_to_all", show_default=True, help="What is called.")
+@click.option("--group", type=click.Choice(GROUPS), help="Who calls a collective other than all_to_all.  [world]")
+@click.option("--bytes", "-b", "nbytes", type=BYTES, help="Size in nccl-tests' sense: 16MiB, 64KiB, 1.5GB, 256e6.")
 @click.option("--batch", type=int, help="In place of --bytes: sequences a rank.")
 @click.option("--sequence", type=int, help="… tokens a sequence.")
 @click.option("--hidden", type=int, help="… elements a token.")
@@ -59,6 +60,8 @@ _STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
 @json_option
 def plan(
     profile_name: str,
+    collective: str,
+    group: str | None,
     tp: int | None,
     ep: int | None,
     link: str | None,
@@ -73,16 +76,23 @@ def plan(
     as_json: bool,
     **size: Any,
 ) -> None:
-    """Choose how to move an all_to_all on a cluster, and say why.
+    """Choose how to move a collective on a cluster, and say why.
 
-    Prices every candidate (strategy and number of chunks) on the profile, without running anything.
+    Prices every candidate (strategy and number of chunks) on the profile, without running anything. An all_to_all is that
+    of tokens that are replicated inside nodes (--tp, --ep); the other collectives are those of the backend, whose ranks
+    all hold data of their own: of all ranks, of a node, or of one rank on each node (--group world, node, rail).
 
     \b
       commlayer plan --profile monta-a800-2x8 --bytes 256e6
       commlayer plan --profile h100-eos-2x8 --batch 4 --sequence 4096 --hidden 7168 --top-k 8 --json
+      commlayer plan --profile cluster.json --collective all_reduce --bytes 32MiB
     """
     profile = catalog.resolve(profile_name)
-    traffic = traffic_for(profile, _size(**size), tp, ep, link)
+    nbytes = size_of(**size)
+    if collective == "all_to_all":
+        traffic = traffic_for(profile, nbytes, tp, ep, link)
+    else:
+        traffic = group_traffic(profile, collective, nbytes, group, {"--tp": tp, "--ep": ep, "--link": link})
     policy = Policy(
         strategies=tuple(Strategy(name) for name in strategies) or tuple(Strategy),
         max_chunks=max_chunks,
@@ -101,60 +111,6 @@ def plan(
         _show(decision, profile, show_all)
 
 
-def _size(
-    nbytes: int | None, batch: int | None, sequence: int | None, hidden: int | None, dtype: str, top_k: int
-) -> int:
-    parts = {"--batch": batch, "--sequence": sequence, "--hidden": hidden}
-    given = [name for name, value in parts.items() if value is not None]
-    if nbytes is not None:
-        if given:
-            raise UsageError(
-                f"expected --bytes or {', '.join(parts)}, got --bytes and {', '.join(given)}: drop one side"
-            )
-        return nbytes
-    if batch is None or sequence is None or hidden is None:
-        missing = ", ".join(name for name in parts if name not in given)
-        raise UsageError(
-            f"expected --bytes, or all of {', '.join(parts)}, got {', '.join(given) or 'none of them'}: add "
-            f"{'--bytes 16MiB, say' if not given else missing}"
-        )
-    return moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
-
-
-def traffic_for(
-    profile: Profile, nbytes: int, tp: int | None = None, ep: int | None = None, link: str | None = None
-) -> Traffic:
-    """The traffic, by default between all nodes, with tokens replicated over each whole node.
-
-    Raises:
-        UsageError: groups that do not fit on the profile's cluster.
-        PlanError: a size that the group does not divide.
-    """
-    topology = Topology.parse(profile.topology)
-    crossed = Resource(link) if link else Resource.INTER if topology.num_nodes > 1 else Resource.INTRA
-    is_inter = crossed is Resource.INTER
-    if tp is None:
-        tp = topology.ranks_per_node if is_inter else 1
-    if ep is None:
-        ep = topology.num_nodes if is_inter else topology.ranks_per_node // tp
-    largest = max(len(node) for node in topology.nodes)
-    if tp > largest:
-        raise UsageError(
-            f"--tp {tp}: expected at most {largest}, the ranks on a node of {profile.name} ({profile.topology}): tokens "
-            "are replicated inside a node"
-        )
-    if is_inter and ep > topology.num_nodes:
-        raise UsageError(
-            f"--ep {ep}: expected at most {topology.num_nodes}, the nodes of {profile.name} ({profile.topology}): a group "
-            "that crosses nodes has one rank on each. For a group inside a node: --link intra"
-        )
-    if not is_inter and ep * tp > largest:
-        raise UsageError(
-            f"--ep {ep} --tp {tp}: expected at most {largest} ranks inside a node of {profile.name} ({profile.topology})"
-        )
-    return Traffic(nbytes, ep, tp, crossed)
-
-
 def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
     """The decision for ``--json``; times in µs, ``margin`` and ``tolerance`` as fractions."""
     traffic = decision.traffic
@@ -166,10 +122,12 @@ def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
             "topology": profile.topology,
         },
         "traffic": {
+            "collective": traffic.collective,
             "bytes": traffic.logical_bytes,
             "tp": traffic.replication,
             "ep": traffic.group_size,
             "link": traffic.link.value,
+            "nodes": list(traffic.nodes),
         },
         "decision": {
             **_candidate(decision.timeline),
@@ -231,11 +189,7 @@ def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
 
 
 def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
-    traffic = decision.traffic
-    click.echo(
-        f"all_to_all of {format_bytes(traffic.logical_bytes)} a rank, ep {traffic.group_size} over {traffic.link.value}, "
-        f"tp {traffic.replication}; profile {profile.name} ({profile.kind}, {profile.topology})\n"
-    )
+    click.echo(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
     shown = _shown(decision, show_all)
     flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
     rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
@@ -279,6 +233,7 @@ def _write_trace(path: Path, decision: Decision) -> None:
 def _draw(path: Path, decision: Decision, profile: Profile) -> None:
     from commlayer.drawing.figures import plans_figure, save_figure
 
-    title = f"all_to_all of {format_bytes(decision.traffic.logical_bytes)} a rank on {profile.name} ({profile.kind})"
+    traffic = decision.traffic
+    title = f"{traffic.collective} of {format_bytes(traffic.logical_bytes)} on {profile.name} ({profile.kind})"
     save_figure(plans_figure(best_of_each(decision), title, chosen=decision.plan.name), path)
     click.echo(f"picture: {path}", err=True)

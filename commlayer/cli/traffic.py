@@ -1,0 +1,105 @@
+"""What a command line says is to be moved, as Traffic on a profile's cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.traffic import Traffic, moe_bytes
+from commlayer.units import format_bytes
+
+__all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "words"]
+
+GROUPS = ("world", "node", "rail")
+"""All ranks, those of a node, one on each node."""
+
+
+def size_of(
+    nbytes: int | None, batch: int | None, sequence: int | None, hidden: int | None, dtype: str, top_k: int
+) -> int:
+    parts = {"--batch": batch, "--sequence": sequence, "--hidden": hidden}
+    given = [name for name, value in parts.items() if value is not None]
+    if nbytes is not None:
+        if given:
+            raise UsageError(
+                f"expected --bytes or {', '.join(parts)}, got --bytes and {', '.join(given)}: drop one side"
+            )
+        return nbytes
+    if batch is None or sequence is None or hidden is None:
+        missing = ", ".join(name for name in parts if name not in given)
+        raise UsageError(
+            f"expected --bytes, or all of {', '.join(parts)}, got {', '.join(given) or 'none of them'}: add "
+            f"{'--bytes 16MiB, say' if not given else missing}"
+        )
+    return moe_bytes(batch=batch, sequence=sequence, hidden=hidden, dtype=dtype, top_k=top_k)
+
+
+def traffic_for(
+    profile: Profile, nbytes: int, tp: int | None = None, ep: int | None = None, link: str | None = None
+) -> Traffic:
+    """The traffic, by default between all nodes, with tokens replicated over each whole node.
+
+    Raises:
+        UsageError: groups that do not fit on the profile's cluster.
+        PlanError: a size that the group does not divide.
+    """
+    topology = Topology.parse(profile.topology)
+    crossed = Resource(link) if link else Resource.INTER if topology.num_nodes > 1 else Resource.INTRA
+    is_inter = crossed is Resource.INTER
+    if tp is None:
+        tp = topology.ranks_per_node if is_inter else 1
+    if ep is None:
+        ep = topology.num_nodes if is_inter else topology.ranks_per_node // tp
+    largest = max(len(node) for node in topology.nodes)
+    if tp > largest:
+        raise UsageError(
+            f"--tp {tp}: expected at most {largest}, the ranks on a node of {profile.name} ({profile.topology}): tokens "
+            "are replicated inside a node"
+        )
+    if is_inter and ep > topology.num_nodes:
+        raise UsageError(
+            f"--ep {ep}: expected at most {topology.num_nodes}, the nodes of {profile.name} ({profile.topology}): a group "
+            "that crosses nodes has one rank on each. For a group inside a node: --link intra"
+        )
+    if not is_inter and ep * tp > largest:
+        raise UsageError(
+            f"--ep {ep} --tp {tp}: expected at most {largest} ranks inside a node of {profile.name} ({profile.topology})"
+        )
+    return Traffic(nbytes, ep, tp, crossed)
+
+
+def group_traffic(
+    profile: Profile, collective: str, nbytes: int, group: str | None, others: Mapping[str, object]
+) -> Traffic:
+    """The traffic of a collective of the backend. ``others``: options that are for the all_to_all only.
+
+    Raises:
+        UsageError: one of those was given; a group that the cluster does not have.
+    """
+    for option, value in others.items():
+        if value is not None:
+            raise UsageError(f"{option} is for --collective all_to_all, got it with {collective}: use --group")
+    topology = Topology.parse(profile.topology)
+    sizes = tuple(len(node) for node in topology.nodes)
+    if group == "node":
+        sizes = sizes[:1]
+    elif group == "rail":
+        if len(sizes) == 1:
+            raise UsageError(f"--group rail: {profile.name} has one node ({profile.topology}): use --group node")
+        sizes = (1,) * len(sizes)
+    link = Resource.INTER if len(sizes) > 1 else Resource.INTRA
+    return Traffic(nbytes, sum(sizes), 1, link, collective, sizes)
+
+
+def words(traffic: Traffic) -> str:
+    """What moves, for people."""
+    size = format_bytes(traffic.logical_bytes)
+    if traffic.collective == "all_to_all":
+        return (
+            f"all_to_all of {size} a rank, ep {traffic.group_size} over {traffic.link.value}, tp {traffic.replication}"
+        )
+    where = "one node" if len(traffic.nodes) == 1 else f"nodes of {'+'.join(map(str, traffic.nodes))}"
+    return f"{traffic.collective} of {size} over {traffic.group_size} ranks on {where}"
