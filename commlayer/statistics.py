@@ -81,7 +81,7 @@ class GroupCounters:
 
     def __init__(self, group: str, rank: int, ranks: list[int]) -> None:
         self.group, self.rank, self.ranks = group, rank, ranks
-        self.description = ""
+        self.describe: Callable[[], str] = str
         self.reasons: Callable[[], Mapping[str, int]] = dict
         self._reasons_before: dict[str, int] = {}
         self._rows: dict[tuple[str, str], Row] = {}
@@ -96,8 +96,8 @@ class GroupCounters:
 
     def close(self) -> None:
         """The group is gone: keep its numbers, but nothing of it."""
-        last = dict(self.reasons())
-        self.reasons = lambda: last
+        reasons, description = dict(self.reasons()), self.describe()
+        self.reasons, self.describe = (lambda: reasons), (lambda: description)
 
     def reset(self) -> None:
         for row in self._rows.values():  # in place: groups hold them
@@ -109,7 +109,7 @@ class GroupCounters:
         unplanned = {reason: count - before.get(reason, 0) for reason, count in self.reasons().items()}
         return {
             "group": self.group,
-            "description": self.description,
+            "description": self.describe(),
             "ranks": list(self.ranks),
             "calls": [
                 {

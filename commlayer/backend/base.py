@@ -6,6 +6,7 @@ on purpose: no objects made, no dictionaries built, one attribute that says whet
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import perf_counter_ns
@@ -69,16 +70,20 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
     ) -> None:
         super().__init__(rank, len(global_ranks))
         self._name, self._rank, self._size = name, rank, len(global_ranks)
-        self._global_ranks, self._store = tuple(global_ranks), store
+        self._global_ranks = tuple(global_ranks)
+        self._store: Any = store  # these two also Destroyed, in the end
+        self._planned: Any = planned
         self._gloo: Any = gloo  # a Backend, whose methods torch's annotations lack, or Destroyed
-        self._planned, self._signatures = planned, signatures
+        self._signatures = signatures
         self._is_planning = is_planning and self._size > 1
         self._needs_look = self._is_planning or signatures is not None
-        self._progress = ProgressQueue(f"commlayer {name[:8]}")
+        me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
+        self._progress = ProgressQueue(f"commlayer {name[:8]}", lambda: group.who if (group := me()) else name)
         self._coalescing: list[Work] | None = None
         self._sequence = 0
         self.counters = GroupCounters(name, global_ranks[rank], list(global_ranks))
         self.counters.reasons = lambda: planned.reasons
+        self.counters.describe = lambda: group.group_desc if (group := me()) else ""
         node_of = {member: index for index, members in enumerate(planned.nodes) for member in members}
         near = [member for member in range(self._size) if node_of[member] == node_of[rank] and member != rank]
         self._near = near
@@ -113,7 +118,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
             with _record(f"commlayer:{label} (queued)"):
                 pass
-        work = self._progress.submit(f"{label}, group {self._name}", outputs, task, args)
+        work = self._progress.submit(label, outputs, task, args)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work

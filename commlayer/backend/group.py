@@ -105,7 +105,8 @@ class CommlayerGroup(Messages):
 
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""
-        return self._store
+        store: Store = self._store
+        return store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of calls that bring none of their own."""
@@ -143,7 +144,7 @@ class CommlayerGroup(Messages):
         self._children += 1
         if self._rank not in new_ranks:
             return None
-        name = group_name or f"{self._name}/split{self._children}"
+        name = group_name or f"{self._name}/split{self._children}:{'_'.join(map(str, new_ranks))}"
         group = make_group(
             name=name,
             rank=new_ranks.index(self._rank),
@@ -176,13 +177,14 @@ class CommlayerGroup(Messages):
             self._planned.abort(f"{who} was aborted")
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
-        self._gloo = Destroyed(who)
         gloo.shutdown()
         if self._nccl is not None:
             (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
-        self.counters.description = self.group_desc
         self.counters.close()
         self._forget_world()
+        # Whoever still holds this object must not keep threads, connections and the store with it.
+        self._gloo = self._planned = self._store = Destroyed(who)
+        self._nccl = self._signatures = None
 
     def _forget_world(self) -> None:
         from commlayer.backend import world

@@ -41,7 +41,8 @@ class Message(Work):
                 raise self._error
             return True
         try:
-            self._work.wait(timeout) if timeout.total_seconds() > 0 else self._work.wait()
+            # Without a timeout Gloo takes the one that the group was made with, not the one it has now.
+            self._work.wait(timeout if timeout.total_seconds() > 0 else self._group.present_timeout)
         except RuntimeError as error:
             self._done, self._error = True, self._group.message_error(error, self._what)
             raise self._error from error
@@ -117,6 +118,10 @@ class Messages(Reductions):
             return message
         self._coalescing.append(message)
         return None  # as NCCL: what is coalesced is waited for as a whole
+
+    @property
+    def present_timeout(self) -> timedelta:
+        return self._gloo.options._timeout  # type: ignore[no-any-return]
 
     def message_error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""

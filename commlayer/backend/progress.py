@@ -69,8 +69,8 @@ class QueuedWork(Work):
             self._gate.release()
         else:
             raise CollectiveTimeoutError(
-                f"{self._label}: Timed out waiting {timeout_s * 1000:.0f}ms in wait(); the call itself goes on and ends by "
-                "the group's timeout: wait longer, or look at the log of the rank that is late"
+                f"{self._queue.who()}, {self._label}: Timed out waiting {timeout_s * 1000:.0f}ms in wait(); the call itself "
+                "goes on and ends by the group's timeout: wait longer, or look at the log of the rank that is late"
             )
 
     def is_completed(self) -> bool:
@@ -85,7 +85,7 @@ class QueuedWork(Work):
     def result(self) -> Outputs:
         """The call's outputs. Raises UsageError before it has ended."""
         if not self._done:
-            raise UsageError(f"{self._label}: result() before the call has ended: wait() first")
+            raise UsageError(f"{self._queue.who()}, {self._label}: result() before the call has ended: wait() first")
         return self._outputs
 
     def synchronize(self) -> None:
@@ -150,10 +150,10 @@ DONE = _Done()
 
 
 class ProgressQueue:
-    """The order of one group's collectives. ``name`` is the thread's."""
+    """The order of one group's collectives. ``name`` is the thread's; ``who`` names rank and group in errors."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, who: Callable[[], str]) -> None:
+        self._name, self.who = name, who
         self._running = threading.Lock()  # held while a task runs
         self._counting = threading.Lock()  # guards the counter, and the order of the queue
         self.futures_lock = threading.Lock()
@@ -184,7 +184,10 @@ class ProgressQueue:
             return work
         with self._counting:
             if self._closed:
-                raise GroupError(f"{label}: this group was destroyed: make another with torch.distributed.new_group")
+                raise GroupError(
+                    f"{self.who()}: {label} after the group was destroyed (or aborted): make another with "
+                    "torch.distributed.new_group, or call destroy_process_group later"
+                )
             self._pending += 1
             if self._thread is None:
                 # A daemon: a rank whose main thread dies must end at once, so that its peers see it.
@@ -199,7 +202,7 @@ class ProgressQueue:
             item = self._tasks.get()
             if item is None:
                 self._tasks.put(None)
-                raise GroupError(f"{self._name}: the group was destroyed while a callback waited for a later call")
+                raise GroupError(f"{self.who()}: destroyed while a callback waited for a later call")
             self._run_item(*item)
 
     def drain(self, timeout_s: float = -1) -> bool:
