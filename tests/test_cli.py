@@ -166,7 +166,8 @@ def test_plan_json_shape() -> None:
         "kind": "paper",
         "topology": "2x8",
     }
-    assert content["traffic"] == {"bytes": 256_000_000, "tp": 8, "ep": 2, "link": "inter"}
+    expected = {"collective": "all_to_all", "bytes": 256_000_000, "tp": 8, "ep": 2, "link": "inter", "nodes": []}
+    assert content["traffic"] == expected
     wanted = {"strategy", "chunks", "wire", "gather", "predicted_us", "bottleneck"}
     assert wanted | {"margin", "tolerance", "reason"} <= set(content["decision"])
     for candidate in content["candidates"]:
