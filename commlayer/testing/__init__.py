@@ -1,1 +1,70 @@
-"""Tools for testing code that runs on a cluster: the pytest fixture `emulated_cluster` (see `commlayer.emulation`)."""
+"""Tools for testing code that runs on a cluster.
+
+The pytest fixture `emulated_cluster` (see `commlayer.emulation`); `check_communicator`, which every communicator must pass; a
+communicator of threads for unit tests (`FakeWorld`), and one that fails on purpose (`FaultyVerbs`). See docs/testing.md.
+Names are loaded on first use: pytest loads this package with its plugin, and must not load torch for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlayer.testing.conformance import (
+        DTYPES,
+        OPS,
+        REDUCE_DTYPES,
+        ConformanceError,
+        FailedCheck,
+        check_communicator,
+    )
+    from commlayer.testing.fake import FakeVerbs, FakeWorld
+    from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
+    from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
+    from commlayer.testing.process_group import ProcessGroupVerbs
+    from commlayer.testing.verbs import Pending, ReduceOp, Verbs
+
+__all__ = [
+    "DTYPES",
+    "OPS",
+    "REDUCE_DTYPES",
+    "ConformanceError",
+    "FailedCheck",
+    "FakeVerbs",
+    "FakeWorld",
+    "Fault",
+    "FaultyVerbs",
+    "InjectedFault",
+    "Pending",
+    "ProcessGroupVerbs",
+    "ReduceOp",
+    "Verbs",
+    "check_communicator",
+    "delay_at",
+    "fail_at",
+    "outcomes_on_nodes",
+    "run_on_nodes",
+    "wrong_bytes_at",
+]
+
+_HOMES = {
+    **dict.fromkeys(("DTYPES", "OPS", "REDUCE_DTYPES"), "conformance"),
+    **dict.fromkeys(("ConformanceError", "FailedCheck", "check_communicator"), "conformance"),
+    **dict.fromkeys(("FakeVerbs", "FakeWorld"), "fake"),
+    **dict.fromkeys(("Fault", "FaultyVerbs", "InjectedFault", "delay_at", "fail_at", "wrong_bytes_at"), "faults"),
+    **dict.fromkeys(("outcomes_on_nodes", "run_on_nodes"), "nodes"),
+    "ProcessGroupVerbs": "process_group",
+    **dict.fromkeys(("Pending", "ReduceOp", "Verbs"), "verbs"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -171,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["COMMLAYER_PLAN"] = options.plan
     expected = read_expected()
     if options.backend != "gloo":
-        importlib.import_module(options.module)
+        for module in options.module:
+            importlib.import_module(module)
     reports = []
     for world_size in options.world:
         outcomes, seconds = run_world(options.backend, world_size, options.only, options.timeout)
@@ -193,7 +194,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", default="commlayer", help="name for init_process_group")
     parser.add_argument(
-        "--module", default="commlayer.backend", help="imported first, so that the backend is registered"
+        "--module",
+        nargs="+",
+        default=["commlayer.backend.create", "commlayer.calibrate"],
+        help="imported before the ranks fork: registers the backend, and loads what it would load in every rank",
     )
     parser.add_argument("--world", type=int, nargs="+", choices=sorted(NODES), default=[4, 3, 2])
     parser.add_argument("--only", nargs="+", default=(), metavar="TEST", help="these tests instead of all")

@@ -1,0 +1,132 @@
+"""The verbs on any torch process group: Gloo, NCCL, commlayer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.testing.verbs import Pending, ReduceOp
+
+__all__ = ["ProcessGroupVerbs"]
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "product": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+# Newer names of all_gather_into_tensor and reduce_scatter_tensor, which warn since torch 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class ProcessGroupVerbs:
+    """`Verbs` that are nothing but torch.distributed's calls on ``group`` (None: the world). See `Verbs` for each of them.
+
+    Raises:
+        UsageError: this process is not a member of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+        if dist.get_rank(group) < 0:
+            raise UsageError(f"rank {dist.get_rank()} is not a member of the group of ranks {self._ranks}")
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Pending | None:
+        received, sent = (None if each is None else list(each) for each in (output_splits, source_splits))
+        work: Pending | None = dist.all_to_all_single(output, source, received, sent, self._group, async_op)
+        return work
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+        work: Pending | None = _all_gather(output, source, group=self._group, async_op=async_op)
+        return work
+
+    def reduce_scatter(
+        self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
+    ) -> Pending | None:
+        work: Pending | None = _reduce_scatter(output, source, op=_OPS[op], group=self._group, async_op=async_op)
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
+        work: Pending | None = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=async_op)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
+        work: Pending | None = dist.broadcast(tensor, src=self._global(root), group=self._group, async_op=async_op)
+        return work
+
+    def gather(
+        self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
+    ) -> Pending | None:
+        blocks = self._blocks(output, source, root)
+        work: Pending | None = dist.gather(source, blocks, dst=self._global(root), group=self._group, async_op=async_op)
+        return work
+
+    def scatter(
+        self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
+    ) -> Pending | None:
+        blocks = self._blocks(source, output, root)
+        work: Pending | None = dist.scatter(
+            output, blocks, src=self._global(root), group=self._group, async_op=async_op
+        )
+        return work
+
+    def reduce(
+        self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
+    ) -> Pending | None:
+        work: Pending | None = dist.reduce(
+            tensor, dst=self._global(root), op=_OPS[op], group=self._group, async_op=async_op
+        )
+        return work
+
+    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
+        if async_op:
+            return dist.isend(tensor, dst=self._global(to), group=self._group)
+        dist.send(tensor, dst=self._global(to), group=self._group)
+        return None
+
+    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Pending | None:
+        if async_op:
+            return dist.irecv(tensor, src=self._global(source), group=self._group)
+        dist.recv(tensor, src=self._global(source), group=self._group)
+        return None
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def _global(self, rank: int) -> int:
+        """torch names the peers of a group by their ranks in the job."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {self.rank}: expected a rank from 0 to {self.size - 1}, got {rank}")
+        return self._ranks[rank]
+
+    def _blocks(self, whole: torch.Tensor | None, block: torch.Tensor, root: int) -> list[torch.Tensor] | None:
+        """``whole`` as the list of blocks that torch takes on the root."""
+        if self.rank != root:
+            return None
+        if whole is None or whole.numel() != self.size * block.numel():
+            got = "None" if whole is None else f"{whole.numel()} elements"
+            raise TensorError(f"rank {root}: expected {self.size} blocks of {block.numel()} elements, got {got}")
+        return list(whole.view(self.size, *block.shape).unbind(0))
