@@ -1,9 +1,9 @@
 """Messages between CPU ranks of one node through shared memory, behind the two verbs of a process group that a plan needs.
 
 A sender copies its tensor into a slab of memory that the node's ranks share and writes a line about it to the receiver's
-socket; the receiver copies it out where it belongs and writes a line back, which frees the slab's bytes. A tensor that goes
-to several ranks (all_gather, broadcast) is copied in once. Small messages travel in the line itself. Messages to other nodes
-are handed to the Gloo group beneath.
+socket; the receiver copies it out where it belongs, and says so in its next line, which frees the slab's bytes. A tensor that
+goes to several ranks (all_gather, broadcast) is copied in once. Small messages travel in the line itself. Messages to other
+nodes are handed to the Gloo group beneath.
 
 - *Posting never blocks.* A slab grows by as much as is posted, a line that a full socket refuses is kept and sent later. So
   ranks may all send to each other before anybody receives.
@@ -15,14 +15,15 @@ are handed to the Gloo group beneath.
   takes too long raises "Timed out" and closes all connections, of Gloo too, so that the others wake up.
 
 Why sockets ring the bell: one write and one poll a message, about 10 µs, in order, with timeouts, with the memory barriers
-that shared memory needs, and an end that is noticed by itself; with two ranks on a core nothing may spin. Rejected:
-- Gloo's own small messages as bells: two for each message, each of which passes through an I/O thread on both sides, which
-  costs as much as copying half a megabyte.
-- futexes or semaphores in the memory: a microsecond less, but nobody wakes up when a peer dies, so that every wait must be
-  cut into slices that look after the peer; and a plain store from Python is no barrier on ARM.
-- reading the sender's own memory (process_vm_readv), which saves one of two copies (all_to_all of 1 MiB blocks, 8 ranks: 3 ms
-  instead of 7; all_gather, where the copy is shared: 6 instead of 4; Gloo: 50 and more): it takes the right to trace other
-  processes, which Ubuntu's kernels do not grant by default.
+that shared memory needs, and an end that is noticed by itself; with several ranks on a core nothing may spin. Rejected:
+
+- Gloo's own small messages as bells. A message of one byte between two ranks takes it 400 to 2500 µs on two cores, of which
+  the socket takes 100 to 200: it passes through I/O threads.
+- Futexes or semaphores in the memory. Nobody wakes up when a peer dies, so every wait must be cut into slices that look
+  after the peer; and a plain store from Python is no barrier on ARM. (Not measured.)
+- Reading the sender's own memory (process_vm_readv), which saves one of two copies where each rank gets something else. It
+  takes the right to trace other processes, which Ubuntu's kernels do not grant by default. 8 ranks on two idle cores, bare
+  copies of 1 MiB blocks: all_to_all 3 ms instead of 7, all_gather (one copy in, many out) 6 instead of 4.
 """
 
 from __future__ import annotations
@@ -86,6 +87,13 @@ class _Peer:
     posted: dict[int, deque[_Receive]] = field(default_factory=dict)
     arrived: dict[int, deque[_Arrival]] = field(default_factory=dict)
     ended: str | None = None
+    unsaid_bytes: int = 0
+    """What we have read of its slab without having told it."""
+
+    def say(self, kind: Kind, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
+        """Send a line, and whatever was left unsaid."""
+        self.unsaid_bytes = 0
+        self.line.put(kind, tag, size, place, payload)
 
 
 class _Receive:
@@ -141,8 +149,8 @@ class _OtherWork:
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
         except RuntimeError as error:
-            is_late = not timeout or "timed out" in str(error).lower()
-            self._group.failed(0 if is_late else timeout.total_seconds())
+            has_passed = timeout is None or "timed out" in str(error).lower()
+            self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())
             raise
 
 
@@ -196,7 +204,7 @@ class SharedMemoryGroup:
         with self._changed:
             self._require_open(neighbour)
             if size <= INLINE_BYTES:
-                neighbour.line.put(Kind.INLINE, tag, size, 0, tensor.numpy().data)
+                neighbour.say(Kind.INLINE, tag, size, 0, tensor.numpy().data)
                 return _Send(self, neighbour, None)
             block = self._slab.find(tensor)
             if block is None:
@@ -207,7 +215,7 @@ class SharedMemoryGroup:
                 except OSError as error:
                     raise RuntimeError(f"no shared memory for a message of {size} bytes: {error}") from error
             block.readers.append(peer)
-            neighbour.line.put(Kind.SLAB, tag, size, block.start)
+            neighbour.say(Kind.SLAB, tag, size, block.start)
             return _Send(self, neighbour, block)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
@@ -390,9 +398,13 @@ class SharedMemoryGroup:
                 work.error = f"cannot map the shared memory of a message of {arrival.size} bytes: {error}"
         else:
             tensor.numpy().data[:] = place
-        if isinstance(place, int):
-            peer.line.put(Kind.READ, 0, 0, place)
         work.is_done = True
+        if isinstance(place, int):
+            # Told with our next message, where that is soon enough: else it would wake up a peer that has nothing to do.
+            # All peers together leave less unsaid than what makes the sender wait.
+            peer.unsaid_bytes += arrival.size
+            is_urgent = peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES
+            (peer.say if is_urgent else peer.line.keep)(Kind.READ, 0, 0, place)
 
 
 def _checked(tensor: torch.Tensor) -> torch.Tensor:

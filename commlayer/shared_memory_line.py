@@ -41,30 +41,33 @@ class Line:
         self.socket, self._poll = connection, poll
         self._inbox = b""
         self._outbox = bytearray()
+        self._is_full = False  # the socket, when last tried
         self.queued = self.flushed = 0
         poll.register(connection, select.EPOLLIN)
 
     def put(self, kind: Kind, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
-        """Send a line, or as much as the socket takes; the rest when it can."""
-        line = _HEAD.pack(kind, tag, size, place)
+        """Send what was kept and a line, or as much of it as the socket takes; the rest when it can."""
+        self.keep(kind, tag, size, place)
         if payload is not None:
-            line += payload
-        self.queued += len(line)
-        if not self._outbox:
-            taken = self._write(line)
-            if taken == len(line):
-                return
-            line = line[taken:]
-            self._poll.modify(self.socket, select.EPOLLIN | select.EPOLLOUT)
-        self._outbox += line
+            self.queued += len(payload)
+            self._outbox += payload
+        if not self._is_full:
+            self.flush()
+
+    def keep(self, kind: Kind, tag: int, size: int, place: int) -> None:
+        """A line that may wait for the next that is put: it need not wake up anybody."""
+        self.queued += _HEAD.size
+        self._outbox += _HEAD.pack(kind, tag, size, place)
 
     def flush(self) -> None:
-        """Send what was kept. Called when the socket has room."""
+        """Send what was kept. Also to be called when the socket that was full has room."""
         del self._outbox[: self._write(self._outbox)]
-        if not self._outbox:
-            self._poll.modify(self.socket, select.EPOLLIN)
+        is_full = bool(self._outbox)
+        if is_full is not self._is_full:
+            self._is_full = is_full
+            self._poll.modify(self.socket, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
 
-    def _write(self, data: bytes | bytearray) -> int:
+    def _write(self, data: bytearray) -> int:
         """How many bytes the socket took."""
         try:
             taken = self.socket.send(data, socket.MSG_NOSIGNAL)

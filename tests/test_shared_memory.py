@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -21,12 +22,12 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer import shared_memory, shared_memory_connect
+from commlayer import shared_memory_connect
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.settings import Settings
 from commlayer.shared_memory import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
-from commlayer.shared_memory_segment import FirstFit
+from commlayer.shared_memory_segment import FirstFit, Segment
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport import break_connections
 
@@ -71,7 +72,8 @@ def raised(call: Callable[[], Any]) -> str:
 def test_first_fit_hands_out_no_byte_twice_and_forgets_none(
     steps: list[tuple[bool, int]], chance: random.Random
 ) -> None:
-    space, used = FirstFit(), {}
+    space = FirstFit()
+    used: dict[int, int] = {}
     for is_release, size in steps:
         if is_release and used:
             start = chance.choice(sorted(used))
@@ -123,7 +125,7 @@ def test_messages_arrive_as_sent(emulated_cluster: ClusterFactory, world: int) -
             exchange(group, world, 9, (8 << 20, 3, (8 << 20) + 1, 12 << 20))
         dist.barrier()
         group.serve()  # what others said of our last messages
-        assert group.unread_bytes == 0
+        assert group.unread_bytes <= AHEAD_BYTES // 2  # what may be left unsaid
         return group.shares
 
     assert emulated_cluster(nodes=1, ranks_per_node=world).run(job) == [(True,)] * world
@@ -175,9 +177,9 @@ def test_without_a_memory_file_all_ranks_of_the_node_use_gloo(emulated_cluster: 
         def refuse(*_: Any) -> Any:
             raise OSError("refused by the test")
 
-        if dist.is_initialized() or int(os.environ["RANK"]) == culprit:
-            shared_memory_connect.Segment.create = refuse  # type: ignore[method-assign]
-            shared_memory_connect.Segment.bytes_of = refuse  # type: ignore[method-assign]
+        if int(os.environ["RANK"]) == culprit:
+            Segment.create = refuse  # type: ignore[method-assign, assignment]  # a fault
+            Segment.bytes_of = refuse  # type: ignore[method-assign, assignment]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             group = start([[0, 1, 2]])
@@ -199,8 +201,9 @@ def test_a_tensor_for_many_is_copied_once_and_may_change_after_the_wait(emulated
         for k in range(rounds):
             x.copy_(pattern(size, k, me))
             got = {peer: torch.empty(size, dtype=torch.uint8) for peer in range(world) if peer != me}
+            before = group.unread_bytes
             sends = [group.send([x], peer, k) for peer in got]
-            used = max(used, group.unread_bytes)
+            used = max(used, group.unread_bytes - before)
             for work in sends:
                 work.wait(WAIT)
             x.fill_(0)
@@ -211,7 +214,7 @@ def test_a_tensor_for_many_is_copied_once_and_may_change_after_the_wait(emulated
         return used
 
     for used in emulated_cluster(nodes=1, ranks_per_node=world).run(job):
-        assert size <= used < 3 * size  # not three copies; perhaps somebody has not read the round before
+        assert size <= used < 2 * size  # not three copies
 
 
 def test_the_slab_is_used_again(emulated_cluster: ClusterFactory) -> None:
@@ -226,7 +229,7 @@ def test_the_slab_is_used_again(emulated_cluster: ClusterFactory) -> None:
         return before, group._slab.high_water
 
     for before, after in emulated_cluster(nodes=1, ranks_per_node=4).run(job):
-        assert before <= after < 3 * 3 * 600_000  # a round's messages, and what fits between those of the one before
+        assert before <= after < AHEAD_BYTES  # of 46 MB that were sent
 
 
 def test_a_sender_is_not_far_ahead_of_its_receiver(emulated_cluster: ClusterFactory) -> None:
@@ -579,7 +582,7 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
         def with_strangers(meeting: Any, cards: Any, stack: Any) -> Any:
             if meeting.me == 2:
                 for word in (b"", b"x", shared_memory_connect._HELLO.pack(1, b"?" * 32)):
-                    stranger = stack.enter_context(shared_memory_connect.socket.socket(1, 1))
+                    stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                     stranger.connect(cards[0].name)
                     stranger.send(word)
             return original(meeting, cards, stack)
@@ -599,11 +602,8 @@ def test_no_room_left_is_an_error_of_that_message(emulated_cluster: ClusterFacto
         def refuse(*_: Any) -> Any:
             raise OSError("no room, says the test")
 
-        group._slab.place = refuse  # type: ignore[method-assign]
+        group._slab.place = refuse  # type: ignore[method-assign, assignment]  # a fault
         return raised(lambda: group.send([torch.zeros(1 << 20, dtype=torch.uint8)], 1 - dist.get_rank(), 1))
 
     for text in emulated_cluster(nodes=1, ranks_per_node=2).run(job):
         assert "no shared memory for a message of 1048576 bytes: no room, says the test" in text
-
-
-assert shared_memory.__doc__
