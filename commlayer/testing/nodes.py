@@ -23,18 +23,25 @@ T = TypeVar("T")
 
 
 def run_on_nodes(
-    cluster: EmulatedCluster, sizes: Sequence[int], fn: Callable[..., T], *args: Any, timeout_s: float = 120.0
+    cluster: EmulatedCluster,
+    sizes: Sequence[int],
+    fn: Callable[..., T],
+    *args: Any,
+    cyclic: bool = False,
+    timeout_s: float = 120.0,
 ) -> list[T]:
     """Call ``fn(*args)`` in ``sizes[n]`` processes of node n; the results by rank.
 
-    Where nodes are not namespaces (mode loopback) the ranks find ``COMMLAYER_TOPOLOGY`` declared.
+    ``cyclic``: deal the ranks out to one node after the other, as Slurm's ``--distribution=cyclic`` does, instead of filling
+    node after node. Where nodes are not namespaces (mode loopback) the ranks find ``COMMLAYER_TOPOLOGY`` declared.
 
     Raises:
-        UsageError: the cluster has other nodes, or too few seats on one.
+        UsageError: the cluster has other nodes, or too few seats on one; cyclic ranks on loopback, which cannot be declared.
         RanksFailedError, RanksTimedOutError: as `EmulatedCluster.run`; they number the seats of the cluster, not the ranks.
     """
-    values = cluster.run(_Seated(tuple(sizes), cluster, fn, args), timeout_s=timeout_s)
-    return [values[seat] for seat in _seats(cluster, sizes)]
+    job = _Seated(tuple(sizes), cluster, fn, args, cyclic)
+    values = cluster.run(job, timeout_s=timeout_s)
+    return [values[seat] for seat in job.seats]
 
 
 def outcomes_on_nodes(
@@ -51,10 +58,10 @@ def outcomes_on_nodes(
     """
     job = _Seated(tuple(sizes), cluster, fn, args)
     outcomes = cluster.run(job, timeout_s=timeout_s, grace_s=grace_s, check=False)
-    return [outcomes[seat] for seat in _seats(cluster, sizes)]
+    return [outcomes[seat] for seat in job.seats]
 
 
-def _seats(cluster: EmulatedCluster, sizes: Sequence[int]) -> list[int]:
+def _seats(cluster: EmulatedCluster, sizes: Sequence[int], cyclic: bool) -> list[int]:
     """The cluster's own rank of each of our ranks."""
     fits = len(sizes) == cluster.nodes and all(0 < size <= cluster.ranks_per_node for size in sizes)
     if not fits:
@@ -62,24 +69,36 @@ def _seats(cluster: EmulatedCluster, sizes: Sequence[int]) -> list[int]:
             f"expected 1 to {cluster.ranks_per_node} ranks for each of the {cluster.nodes} nodes of {cluster}, got "
             f"{tuple(sizes)}: make an EmulatedCluster({len(sizes)}, {max(sizes, default=1)})"
         )
-    return [node * cluster.ranks_per_node + local for node, size in enumerate(sizes) for local in range(size)]
+    if cyclic and not cluster.shaped:
+        raise UsageError(
+            "cyclic ranks need nodes that are namespaces: a declared topology has the ranks of a node in a row"
+        )
+    places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
+    if cyclic:
+        places.sort(key=lambda place: (place[1], place[0]))
+    return [node * cluster.ranks_per_node + local for node, local in places]
 
 
 class _Seated:
     """What runs in every process of the cluster: an empty seat returns None, the others learn their new rank."""
 
     def __init__(
-        self, sizes: tuple[int, ...], cluster: EmulatedCluster, fn: Callable[..., Any], args: Sequence[Any]
+        self,
+        sizes: tuple[int, ...],
+        cluster: EmulatedCluster,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        cyclic: bool = False,
     ) -> None:
         self._sizes, self._fn, self._args = sizes, fn, args
-        self._seats, self._declare = _seats(cluster, sizes), not cluster.shaped
+        self.seats, self._declare = _seats(cluster, sizes, cyclic), not cluster.shaped
 
     def __call__(self) -> Any:
         seat, node = int(os.environ["RANK"]), int(os.environ["GROUP_RANK"])
-        if seat not in self._seats:
+        if seat not in self.seats:
             return None
-        os.environ["RANK"] = str(self._seats.index(seat))
-        os.environ["WORLD_SIZE"] = str(len(self._seats))
+        os.environ["RANK"] = str(self.seats.index(seat))
+        os.environ["WORLD_SIZE"] = str(len(self.seats))
         os.environ["LOCAL_WORLD_SIZE"] = str(self._sizes[node])
         if self._declare:
             os.environ["COMMLAYER_TOPOLOGY"] = (
