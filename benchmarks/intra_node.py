@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median, quantiles
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer.emulation import EmulatedCluster
 from commlayer.planned import PlannedGroup
 from commlayer.settings import Settings
-from commlayer.shared_memory import SharedMemoryGroup
 from commlayer.units import format_bytes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
@@ -34,19 +32,6 @@ SIZES = (64 << 10, 1 << 20, 8 << 20, 32 << 20)
 """Of the gathered or unreduced whole, bytes."""
 WAYS = ("gloo", "direct", "shared")
 _WARM_UP_ROUNDS = 2
-
-
-class Sharing(PlannedGroup):
-    """Plans whose messages inside a node go through shared memory."""
-
-    def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
-        group = super().connect(purpose, timeout_s)
-        if purpose != "messages":
-            return group
-        shared = SharedMemoryGroup(group, self.rank, self.nodes, timeout_s)
-        if not all(shared.shares):
-            raise SystemExit("the ranks of this machine share no memory: see the warning above")
-        return cast("dist.ProcessGroup", shared)
 
 
 @dataclass(frozen=True)
@@ -70,15 +55,15 @@ class Row:
         return f"{self.middle(way) / self.middle(other):.2f}"
 
 
-def planned(kind: type[PlannedGroup], world: int) -> PlannedGroup:
-    return kind(
+def planned(intra: str, world: int) -> PlannedGroup:
+    return PlannedGroup(
         name="node",
         rank=dist.get_rank(),
         nodes=[range(world)],
         global_ranks=range(world),
-        store=PrefixStore(kind.__name__, _get_default_store()),
+        store=PrefixStore(intra, _get_default_store()),
         planner=None,
-        settings=Settings(plan="flat_direct"),
+        settings=Settings(plan="flat_direct", intra=intra),
         timeout_s=60,
     )
 
@@ -121,10 +106,11 @@ def ways(
 
 def on_rank(rounds: int) -> list[tuple[str, int, dict[str, list[float]]]]:
     torch.set_num_threads(1)
+    warnings.simplefilter("error", RuntimeWarning)  # ranks that share no memory are nothing to compare
     warnings.simplefilter("ignore", FutureWarning)  # torch's old names of its verbs, which older versions need
     dist.init_process_group("gloo")
     world = dist.get_world_size()
-    direct, shared = planned(PlannedGroup, world), planned(Sharing, world)
+    direct, shared = planned("gloo", world), planned("shared", world)
     found = []
     for collective in COLLECTIVES:
         for num_bytes in SIZES:
