@@ -45,6 +45,9 @@ _PROBE_TOLERANCE = 0.25
 """What two samples of four sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much a
 curve bends, not how wrong it is."""
 
+_PROBE_MIN_BYTES = 64 << 10
+"""Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
+
 
 def planner_for(settings: Settings, topology: Topology, ranks: AllRanks, *, is_whole_job: bool) -> Planner | None:
     """The planner of a job's groups; None where nothing is planned. Collective over ``ranks``, equal on all of them.
@@ -61,7 +64,7 @@ def planner_for(settings: Settings, topology: Topology, ranks: AllRanks, *, is_w
     profile = _calibrated(settings, topology, ranks)
     if profile is None:
         return None
-    return Planner(profile, Policy(tolerance=_PROBE_TOLERANCE))
+    return Planner(profile, Policy(tolerance=_PROBE_TOLERANCE, min_bytes=_PROBE_MIN_BYTES))
 
 
 def cache_folder(settings: Settings) -> Path:

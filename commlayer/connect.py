@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -12,10 +14,13 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from commlayer.failures import FailureBoard
 from commlayer.groups import Grid
 from commlayer.profiles.errors import ClusterError, GroupError
+from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
+from commlayer.settings import Settings
+from commlayer.shared_memory import SharedMemoryGroup
 from commlayer.transport import Channel, GlooTransport, Transport
 
-__all__ = ["connect", "device_type", "gloo_channel"]
+__all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
 
 
 def device_type(group: dist.ProcessGroup | None) -> str:
@@ -28,14 +33,15 @@ def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> T
 
     Raises ClusterError where a rank does not come.
     """
-    wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks), Op.ALL_GATHER: ("tp", grid.tp_ranks)}
-    make = _nccl_channel if device == "cuda" else gloo_channel
+    is_ep_inside = grid.link is Resource.INTRA
+    wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks, is_ep_inside), Op.ALL_GATHER: ("tp", grid.tp_ranks, True)}
+    make = _nccl_channel if device == "cuda" else _gloo_channel
     channels = {}
-    for op, (name, ranks) in wanted.items():
+    for op, (name, ranks, is_inside) in wanted.items():
         if len(ranks) < 2:
             continue
         try:
-            channels[op] = make(name, ranks, board, timedelta(seconds=timeout_s))
+            channels[op] = make(name, ranks, board, timedelta(seconds=timeout_s), is_inside=is_inside)
         except RuntimeError as error:
             raise ClusterError(
                 f"rank {board.rank} could not connect to ranks {list(ranks)} (group {name}): {error}; look at their logs"
@@ -47,7 +53,9 @@ def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> T
     return GlooTransport(channels, board, board.rank)
 
 
-def gloo_channel(name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta) -> Channel:
+def _gloo_channel(
+    name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta, *, is_inside: bool
+) -> Channel:
     """Straight from the store, under a name that all ranks agreed on.
 
     Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
@@ -56,12 +64,37 @@ def gloo_channel(name: str, ranks: tuple[int, ...], board: FailureBoard, timeout
     store = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", board.store)
     group = dist.ProcessGroupGloo(store, ranks.index(board.rank), len(ranks), timeout)
     verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
+    if is_inside:
+        settings = Settings.from_environment()
+        verbs = sharing_memory(verbs, ranks.index(board.rank), [range(len(ranks))], timeout.total_seconds(), settings)
     return Channel(name, verbs, tuple((rank, index) for index, rank in enumerate(ranks)))
 
 
-def _nccl_channel(name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta) -> Channel:
+def sharing_memory(
+    group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float, settings: Settings
+) -> dist.ProcessGroup:
+    """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the machine allow it.
+
+    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError where a rank does not come.
+    """
+    if not wants_shared_memory(settings) or all(len(members) == 1 for members in nodes):
+        return group
+    return cast("dist.ProcessGroup", SharedMemoryGroup(group, rank, nodes, timeout_s))
+
+
+def wants_shared_memory(settings: Settings) -> bool:
+    """Whether messages inside a node may go past its network; an emulated link that is shaped is there to be used."""
+    if settings.intra != "auto":
+        return settings.intra == "shared"
+    links = os.environ.get("COMMLAYER_EMULATED_LINKS")
+    return links is None or "intra unshaped" in links
+
+
+def _nccl_channel(
+    name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta, *, is_inside: bool
+) -> Channel:
     """A registered group, because torch's batched messages need one; so ranks must be in equal numbers of groups here."""
-    del board
+    del board, is_inside  # NCCL finds its own way inside a node
     group = dist.new_group(
         list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
     )

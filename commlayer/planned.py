@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agreement import AgreedMaximum
+from commlayer.connect import sharing_memory
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait
 from commlayer.profiles.errors import ClusterError, PlanError, SettingsError
@@ -32,6 +33,7 @@ from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
+from commlayer.shared_memory import SharedMemoryGroup
 from commlayer.transport import Channel, GlooTransport, break_connections
 
 __all__ = ["PlannedGroup", "parse_plan"]
@@ -274,6 +276,11 @@ class PlannedGroup:
 
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end, and so have its peers."""
+        if self._transport is not None:
+            for channel in set(self._transport.channels.values()):
+                group: object = channel.group
+                if isinstance(group, SharedMemoryGroup):
+                    group.close()
         self._transport, self._agreed, self.own_calls = None, None, None
 
     def _prepare(self, plan: Plan, root: int) -> _Prepared:
@@ -290,6 +297,10 @@ class PlannedGroup:
     def _connected(self) -> GlooTransport:
         if self._transport is None:
             group = self.connect("messages", self.timeout_s)
+            try:
+                group = sharing_memory(group, self.rank, self.nodes, self.timeout_s, self.settings)
+            except RuntimeError as error:
+                raise self._lonely("messages", error) from error
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
             board = FailureBoard(self._store, "commlayer/failure", self.global_ranks[self.rank])
             self._transport = GlooTransport(dict.fromkeys(Op, channel), board, self.global_ranks[self.rank])
@@ -301,11 +312,14 @@ class PlannedGroup:
         try:
             group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise ClusterError(
-                f"rank {self.global_ranks[self.rank]} could not connect to ranks {list(self.global_ranks)} (group "
-                f"{self.name}, {purpose}): {error}; look at their logs"
-            ) from error
+            raise self._lonely(purpose, error) from error
         return cast("dist.ProcessGroup", group)  # a backend has those of a group's verbs that are called
+
+    def _lonely(self, purpose: str, error: RuntimeError) -> ClusterError:
+        return ClusterError(
+            f"rank {self.global_ranks[self.rank]} could not connect to ranks {list(self.global_ranks)} (group {self.name}, "
+            f"{purpose}): {error}; look at their logs"
+        )
 
     def _stage(self, needed: int) -> torch.Tensor:
         """Staging memory, kept between calls: allocating (and first touching) it costs as much as a copy."""

@@ -31,9 +31,10 @@ class Settings:
     (the backend's groups have torch's own). debug: ``off``, or ``detail`` to compare every call across ranks before it
     moves a byte. emulation: ``auto``, ``netns`` or ``loopback``. plan: one plan for every call of the backend to which it
     applies, such as ``hierarchical`` or ``pipelined:4`` (tests, comparisons). reduction: ``native``, or ``ordered`` for FP32
-    sums in rank order. stats: ``1`` prints :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or
-    ``nccl``, the name under which trainers get this backend that accept only names they know. cache: folder of measured
-    profiles.
+    sums in rank order. intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or
+    ``auto``: shared memory where they have it, except on an emulated cluster whose inside is shaped. stats: ``1`` prints
+    :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or ``nccl``, the name under which trainers get
+    this backend that accept only names they know. cache: folder of measured profiles.
     """
 
     profile: str | None = None
@@ -43,6 +44,7 @@ class Settings:
     emulation: str = "auto"
     plan: str | None = None
     reduction: str = "native"
+    intra: str = "auto"
     stats: str = "0"
     as_backend: str | None = None
     cache: str | None = None
@@ -80,6 +82,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "debug": ("off", "detail"),
     "emulation": ("auto", "netns", "loopback"),
     "reduction": ("native", "ordered"),
+    "intra": ("auto", "gloo", "shared"),
     "stats": ("0", "1"),
     "as_backend": (None, "gloo", "nccl"),
 }

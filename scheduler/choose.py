@@ -30,7 +30,7 @@ class Policy:
 
     ``gather`` None follows the profile. ``tolerance`` None takes the error of the curves: a simpler plan is preferred
     when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal. Where there is
-    nothing to move the plan is flat, also if ``strategies`` lacks it.
+    nothing to move, or less than ``min_bytes``, the plan is flat, also if ``strategies`` lacks it.
 
     Raises UsageError for a value out of its range.
     """
@@ -38,6 +38,7 @@ class Policy:
     strategies: tuple[Strategy, ...] = tuple(Strategy)
     max_chunks: int = 32
     min_slice_bytes: int = 4096
+    min_bytes: int = 0
     gather: Gather | None = None
     interference: bool = True
     tolerance: float | None = None
@@ -49,6 +50,7 @@ class Policy:
                 f"one or more of Strategy's {', '.join(strategy.value for strategy in Strategy)}",
             ),
             "max_chunks": (self.max_chunks >= 1, "at least 1"),
+            "min_bytes": (self.min_bytes >= 0, "at least 0"),
             "min_slice_bytes": (self.min_slice_bytes >= 0, "at least 0"),
             "gather": (
                 self.gather is None or isinstance(self.gather, Gather),
@@ -126,7 +128,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     policy = policy or Policy()
     gather = policy.gather or Gather(profile.gather)
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks)
-    allowed = policy.strategies if traffic.logical_bytes else (Strategy.FLAT,)
+    allowed = policy.strategies if traffic.logical_bytes >= max(1, policy.min_bytes) else (Strategy.FLAT,)
     priced = tuple(price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in allowed)
     if not priced:
         names = ", ".join(strategy.value for strategy in allowed)

@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
 from commlayer.backend.base import Destroyed
+from commlayer.backend.graveyard import bury
 from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
 
@@ -178,6 +179,7 @@ class CommlayerGroup(Messages):
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
         gloo.shutdown()
+        bury(gloo)
         if self._nccl is not None:
             (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
         self.counters.close()
