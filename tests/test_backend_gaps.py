@@ -388,6 +388,13 @@ def test_coalesced(emulated_cluster: ClusterFactory) -> None:
         total = sum(range(size))
         assert xs[0].tolist() == [total + size] * 3
         assert xs[1].tolist() == [[2 * total] * 2] * 2
+        for tensors in ([torch.full((3,), float(rank))], [torch.full((3,), float(rank)), torch.zeros(1)]):
+            dist.all_reduce_coalesced(tensors, op=dist.ReduceOp.AVG)
+            assert tensors[0].tolist() == [total / size] * 3
+            group.allreduce_coalesced(tensors).wait()  # SUM, in torch's way to call without options
+            assert tensors[0].tolist() == [total] * 3
+        with pytest.raises(TypeError, match="expected AllgatherOptions, got AllreduceOptions"):
+            group.all_gather_single_coalesced([], [], dist.AllreduceOptions())
         ins = [torch.full((2,), float(rank)), torch.full((1,), rank, dtype=torch.int16)]
         outs = [torch.empty(2 * size), torch.empty(size, dtype=torch.int16)]
         group.all_gather_single_coalesced(outs, ins).wait()

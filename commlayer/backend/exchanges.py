@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import AllToAllOptions, Work
 from commlayer.backend.base import timeout_of
 from commlayer.backend.moves import Moves, Tensors
 from commlayer.backend.options import make
-from commlayer.backend.tensors import as_bytes, is_plain, join, land, landing, spread
+from commlayer.backend.tensors import as_bytes, is_plain, join, land, landing, real, reals, spread
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["Exchanges"]
@@ -36,6 +36,8 @@ class Exchanges(Moves):
         """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
         if type(opts) is not AllToAllOptions:
             opts = make(AllToAllOptions, opts, named.pop("timeout", None), named)
+        if type(input) is not torch.Tensor or type(output) is not torch.Tensor:
+            input, output = real(input), real(output)
         if not input.is_cpu:
             device = self._on_device(input)
             return device.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
@@ -48,6 +50,7 @@ class Exchanges(Moves):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Work:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from it; shapes may all differ."""
         opts = make(AllToAllOptions, opts, named.pop("timeout", None), named)
+        outputs, inputs = reals(outputs), reals(inputs)
         if inputs and not inputs[0].is_cpu:
             return self._on_device(inputs[0]).alltoall(outputs, inputs, opts)
         for name, tensors in (("output", outputs), ("input", inputs)):

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.reductions import Reductions
-from commlayer.backend.tensors import flat, land, landing
+from commlayer.backend.tensors import flat, land, landing, real
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 
 __all__ = ["Message", "Messages"]
@@ -142,7 +142,7 @@ class Messages(Reductions):
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(tensors) != 1:
             self._refuse(f"{verb} takes one tensor, got {len(tensors)}")
-        return tensors[0]
+        return real(tensors[0])
 
     def _refuse(self, why: str) -> NoReturn:
         raise TensorError(f"{self.who}: {why}")

@@ -23,12 +23,13 @@ from torch._C._distributed_c10d import (
 
 from commlayer.backend.base import GroupBase
 from commlayer.backend.options import make
-from commlayer.backend.tensors import MOVABLE, as_bytes, flat, is_plain, land, landing, spread
+from commlayer.backend.tensors import MOVABLE, as_bytes, flat, is_plain, land, landing, real, reals, spread
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["Moves"]
 
 Tensors = Sequence[torch.Tensor]
+_TENSOR = torch.Tensor
 
 
 class Moves(GroupBase):
@@ -40,6 +41,8 @@ class Moves(GroupBase):
         """``output`` holds n times the elements of ``input``, in any shape; block k comes from rank k."""
         if type(opts) is not AllgatherOptions:
             opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
+        if type(input) is not _TENSOR or type(output) is not _TENSOR:
+            input, output = real(input), real(output)
         if not input.is_cpu:
             return self._on_device(input).all_gather_single(output, input, opts)
         return self._issue(opts, "all_gather", [output], self._all_gather, output, input, opts)
@@ -47,6 +50,7 @@ class Moves(GroupBase):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Work:
         """:meth:`all_gather_single` of each pair, as one call."""
         opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
+        outputs, inputs = reals(outputs), reals(inputs)
         if inputs and not inputs[0].is_cpu:
             return self._on_device(inputs[0]).all_gather_single_coalesced(outputs, inputs, opts)
         return self._issue(opts, "all_gather", list(outputs), self._all_gather_each, outputs, inputs, opts)
@@ -56,6 +60,7 @@ class Moves(GroupBase):
         opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
+        outputs, inputs = [reals(row) for row in outputs], reals(inputs)
         if not inputs[0].is_cpu:
             return self._on_device(inputs[0]).allgather(outputs, inputs, opts)
         self._one_list("all_gather", outputs, inputs)
@@ -64,6 +69,7 @@ class Moves(GroupBase):
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, **named: Any) -> Work:
         """``outputs[k][i]`` becomes input i of rank k."""
         opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
+        outputs, inputs = [reals(row) for row in outputs], reals(inputs)
         if inputs and not inputs[0].is_cpu:
             return self._on_device(inputs[0]).allgather_coalesced(outputs, inputs, opts)
         if len(outputs) != self._size or any(len(row) != len(inputs) for row in outputs):
@@ -82,7 +88,7 @@ class Moves(GroupBase):
         if type(opts) is not BroadcastOptions:
             tensors = named.pop("tensor", tensors)
             opts = make(BroadcastOptions, opts, timeout, named)
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).broadcast(tensors, opts)
         return self._issue(opts, "broadcast", tensors, self._broadcast, tensors, opts)
@@ -92,6 +98,7 @@ class Moves(GroupBase):
         opts = make(GatherOptions, opts, timeout, named)
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
+        outputs, inputs = [reals(row) for row in outputs], reals(inputs)
         if not inputs[0].is_cpu:
             return self._on_device(inputs[0]).gather(outputs, inputs, opts)
         return self._issue(opts, "gather", outputs[0] if outputs else [], self._gather, outputs, inputs, opts)
@@ -101,6 +108,7 @@ class Moves(GroupBase):
         opts = make(ScatterOptions, opts, timeout, named)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
+        outputs, inputs = reals(outputs), [reals(row) for row in inputs]
         if not outputs[0].is_cpu:
             return self._on_device(outputs[0]).scatter(outputs, inputs, opts)
         return self._issue(opts, "scatter", outputs, self._scatter, outputs, inputs, opts)

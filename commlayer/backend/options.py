@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 def make(kind: type[Options], opts: Any, timeout: timedelta | None, named: dict[str, Any]) -> Options:
     """Options of ``kind``; ``opts`` may be one, a reduce operation, a root, a timeout or None. Asynchronous, as torch's are.
 
-    Raises TypeError for a keyword that no form of the call has.
+    Raises TypeError for another kind of options, and for a keyword that no form of the call has.
     """
     opts = named.pop("opts", opts)
     if isinstance(opts, kind) and timeout is None and not named:
@@ -31,6 +31,8 @@ def make(kind: type[Options], opts: Any, timeout: timedelta | None, named: dict[
         made.reduceOp = opts
     elif isinstance(opts, int):
         made.rootRank = opts
+    elif opts is not None and not isinstance(opts, kind):
+        raise TypeError(f"expected {kind.__name__}, got {type(opts).__name__}")
     if "op" in named:
         made.reduceOp = named.pop("op")
     if "root" in named:
@@ -49,7 +51,7 @@ def like(kind: type[Options], opts: Any) -> Options:
     return made  # type: ignore[no-any-return]
 
 
-def with_op(kind: type[Options], opts: Any, op: ReduceOp.RedOpType) -> Options:
+def with_op(kind: type[Options], opts: Any, op: Any) -> Options:
     """New options of ``kind`` with the timeout of ``opts`` and another operation."""
     made: Any = like(kind, opts)
     made.reduceOp = op

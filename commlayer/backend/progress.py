@@ -49,6 +49,7 @@ class QueuedWork(Work):
         self._gate.acquire()
         self._done = False
         self._error: BaseException | None = None
+        self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Outputs] | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -92,31 +93,38 @@ class QueuedWork(Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Outputs]:
-        """A future of the outputs. Its callbacks run before the group's next collective."""
+        """A future of the outputs. Its callbacks run before the group's next collective.
+
+        Of a call that failed it raises RuntimeError with the text of what the call raised.
+        """
         with self._queue.futures_lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                ended: torch.futures.Future[None] = torch.futures.Future()
+                # What C++ sees as an error can only come out of a callback. ``Future.set_exception`` is a value there, and
+                # DDP, which takes it for the tensors, dies of it.
+                self._future = ended.then(self._deliver)
                 if self._done:
-                    self._complete(self._future)
+                    ended.set_result(None)
+                else:
+                    self._ended = ended
             return self._future
 
     def finish(self, error: BaseException | None) -> None:
         """The call has ended; called once, on the thread that ran it."""
         with self._queue.futures_lock:
             self._error, self._done = error, True
-            future = self._future
-        if future is not None:
-            self._complete(future)
+            ended = self._ended
+        if ended is not None:
+            ended.set_result(None)
 
     def open(self) -> None:
         """Let those go on who wait."""
         self._gate.release()
 
-    def _complete(self, future: torch.futures.Future[Outputs]) -> None:
-        if self._error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(self._error)
+    def _deliver(self, _: object) -> Outputs:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
 
 
 class _Done(Work):

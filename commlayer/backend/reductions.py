@@ -23,7 +23,7 @@ from commlayer.backend.arithmetic import AVG, NATIVE, PLAN_NAMES, carrier, reduc
 from commlayer.backend.exchanges import Exchanges
 from commlayer.backend.moves import Tensors
 from commlayer.backend.options import like, make, with_op
-from commlayer.backend.tensors import flat, join, land, spread
+from commlayer.backend.tensors import flat, join, land, real, reals, spread
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 
@@ -40,15 +40,16 @@ class Reductions(Exchanges):
         if type(opts) is not AllreduceOptions:
             tensors = named.pop("tensor", tensors)
             opts = make(AllreduceOptions, opts, timeout, named)
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
+        tensors = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).allreduce(tensors, opts)
         return self._issue(opts, "all_reduce", tensors, self._all_reduce, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         """:meth:`allreduce` of all ``tensors`` (one dtype), as one call."""
-        opts = make(AllreduceOptions, opts, timeout, named)  # also the base of AllreduceCoalescedOptions
+        kind = AllreduceOptions if isinstance(opts, AllreduceOptions) else AllreduceCoalescedOptions
+        opts = make(kind, opts, timeout, named)
+        tensors = reals(tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).allreduce_coalesced(tensors, opts)
         return self._issue(opts, "all_reduce", list(tensors), self._all_reduce_joined, tensors, opts)
@@ -57,7 +58,7 @@ class Reductions(Exchanges):
         """As :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others' tensors are undefined after it."""
         tensors = named.pop("tensor", tensors)
         opts = make(ReduceOptions, opts, timeout, named)
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).reduce(tensors, opts)
         return self._issue(opts, "reduce", tensors, self._reduce, tensors, opts)
@@ -66,6 +67,8 @@ class Reductions(Exchanges):
         """``input`` holds n times the elements of ``output``, in any shape; rank k gets the reduction of block k."""
         if type(opts) is not ReduceScatterOptions:
             opts = make(ReduceScatterOptions, opts, named.pop("timeout", None), named)
+        if type(input) is not torch.Tensor or type(output) is not torch.Tensor:
+            input, output = real(input), real(output)
         if not input.is_cpu:
             return self._on_device(input).reduce_scatter_single(output, input, opts)
         return self._issue(opts, "reduce_scatter", [output], self._reduce_scatter, output, input, opts)
@@ -75,6 +78,7 @@ class Reductions(Exchanges):
     ) -> Work:
         """:meth:`reduce_scatter_single` of each pair, as one call."""
         opts = make(ReduceScatterOptions, opts, named.pop("timeout", None), named)
+        outputs, inputs = reals(outputs), reals(inputs)
         if inputs and not inputs[0].is_cpu:
             return self._on_device(inputs[0]).reduce_scatter_single_coalesced(outputs, inputs, opts)
         return self._issue(opts, "reduce_scatter", list(outputs), self._reduce_scatter_each, outputs, inputs, opts)
@@ -84,6 +88,7 @@ class Reductions(Exchanges):
         opts = make(ReduceScatterOptions, opts, timeout, named)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
+        outputs, inputs = reals(outputs), [reals(row) for row in inputs]
         if not outputs[0].is_cpu:
             return self._on_device(outputs[0]).reduce_scatter(outputs, inputs, opts)
         self._one_list("reduce_scatter", inputs, outputs)
@@ -132,7 +137,8 @@ class Reductions(Exchanges):
                 f"{self.who}: all_reduce_coalesced needs one dtype, got {sorted({str(x.dtype) for x in tensors})}"
             )
         if any(x.layout is not _STRIDED for x in tensors):
-            self._flat("all_reduce", 0, self._gloo.allreduce_coalesced, tensors, like(AllreduceCoalescedOptions, opts))
+            options = with_op(AllreduceCoalescedOptions, opts, opts.reduceOp)
+            self._flat("all_reduce", 0, self._gloo.allreduce_coalesced, tensors, options)
             return
         with torch.inference_mode():
             if len(tensors) == 1:
@@ -247,8 +253,4 @@ class Reductions(Exchanges):
 
 def _plain(opts: Any) -> AllreduceOptions:
     """AllreduceOptions of the same content: Gloo's two calls take different ones."""
-    if type(opts) is AllreduceOptions:
-        return opts
-    plain: Any = like(AllreduceOptions, opts)
-    plain.reduceOp = opts.reduceOp
-    return plain  # type: ignore[no-any-return]
+    return opts if type(opts) is AllreduceOptions else with_op(AllreduceOptions, opts, opts.reduceOp)

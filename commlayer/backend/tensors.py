@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["MOVABLE", "as_bytes", "flat", "is_plain", "join", "land", "landing", "spread"]
+__all__ = ["MOVABLE", "as_bytes", "flat", "is_plain", "join", "land", "landing", "real", "reals", "spread"]
 
 MOVABLE = frozenset(
     {
@@ -26,6 +27,34 @@ MOVABLE = frozenset(
 """Dtypes that Gloo's collectives move by themselves; all others travel as bytes (uint8 views)."""
 
 _STRIDED = torch.strided
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def real(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or the tensor inside it: torch's dispatcher, which would look there, is not asked on the way to here.
+
+    The results of functional collectives are such wrappers, with no memory of their own. Raises TensorError for others
+    (fake tensors, DTensor).
+    """
+    if type(x) in _PLAIN:
+        return x
+    wait = getattr(x, "trigger_wait", None)
+    if wait is not None:
+        inside: torch.Tensor = wait()
+        return real(inside)
+    if isinstance(x, FakeTensor) or hasattr(x, "to_local"):
+        raise TensorError(
+            f"a {type(x).__name__} holds no bytes to move: "
+            + ("pass its to_local()" if hasattr(x, "to_local") else "pass a tensor")
+        )
+    return x
+
+
+def reals(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """:func:`real` of all of them; the same list where nothing is to be done."""
+    if all(type(x) is torch.Tensor for x in tensors):
+        return tensors
+    return [real(x) for x in tensors]
 
 
 def is_plain(x: torch.Tensor) -> bool:
