@@ -85,7 +85,6 @@ class Suite:
         self._environment = {
             "BACKEND": at_run_time,
             "WORLD_SIZE": str(world_size),
-            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",  # it would name a command that does not exist here
         }
         module = _load(_OpenGate(backend, gates), self._environment)
         self._case: Any = type(
@@ -140,7 +139,9 @@ class Suite:
 def _load(backend: _OpenGate, environment: dict[str, str]) -> ModuleType:
     """A new copy of the suite's module, whose constant BACKEND is ``backend``."""
     try:
-        from torch.testing._internal.common_distributed import DistTestCases
+        # Read when torch's test tools are loaded: the command that they would name does not exist here.
+        with mock.patch.dict(os.environ, PYTORCH_PRINT_REPRO_ON_FAILURE="0"):
+            from torch.testing._internal.common_distributed import DistTestCases
     except ModuleNotFoundError as error:
         raise SystemExit(f"PyTorch's own tests need {error.name}: pip install {error.name}") from error
 
