@@ -148,12 +148,14 @@ def measured(ranks: int, rounds: int) -> list[Row]:
     return rows
 
 
-def document(rows: list[Row], rounds: int) -> str:
+def document(rows: list[Row], rounds: int, busy: float) -> str:
+    """``busy``: the machine's load average before the run."""
     lines = [
         "# Collectives inside one node",
         "",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, all ranks on one machine, one thread each.",
+        f"Load of the machine from other work when the run began: {busy:.1f}.",
         f"{rounds} rounds, the ways alternately; of each round the slowest rank's time. Times in ms: median (quartiles).",
         "Size: of the gathered or unreduced whole. *Gloo*: torch.distributed's own call. *Direct*: the plan `flat_direct` over",
         "Gloo's messages. *Shared*: the same plan over shared memory.",
@@ -174,8 +176,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each size (default 15)")
     parser.add_argument("--output", type=Path, help="also write the table there")
     options = parser.parse_args()
+    busy = os.getloadavg()[0]
     rows = [row for ranks in options.ranks for row in measured(ranks, options.rounds)]
-    text = document(rows, options.rounds)
+    text = document(rows, options.rounds, busy)
     if options.output is not None:
         options.output.write_text(text, encoding="utf-8")
     print(text)

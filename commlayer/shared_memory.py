@@ -17,8 +17,8 @@ nodes are handed to the Gloo group beneath.
 Why sockets ring the bell: one write and one poll a message, about 10 µs, in order, with timeouts, with the memory barriers
 that shared memory needs, and an end that is noticed by itself; with several ranks on a core nothing may spin. Rejected:
 
-- Gloo's own small messages as bells. A message of one byte between two ranks takes it 400 to 2500 µs on two cores, of which
-  the socket takes 100 to 200: it passes through I/O threads.
+- Gloo's own small messages as bells. Two ranks that send each other a byte take 0.4 to 2.5 ms with it on two busy cores
+  (lowest tenth, median), and 0.1 to 0.2 ms with the sockets: Gloo's go through I/O threads.
 - Futexes or semaphores in the memory. Nobody wakes up when a peer dies, so every wait must be cut into slices that look
   after the peer; and a plain store from Python is no barrier on ARM. (Not measured.)
 - Reading the sender's own memory (process_vm_readv), which saves one of two copies where each rank gets something else. It
