@@ -14,7 +14,7 @@ nodes are handed to the Gloo group beneath.
 - *Failures* look like Gloo's. The kernel closes a dead rank's sockets, so its peers wake up at once ("closed"); a wait that
   takes too long raises "Timed out" and closes all connections, of Gloo too, so that the others wake up.
 
-Why sockets ring the bell: one write and one poll a message, about 10 µs, in order, with timeouts, with the memory barriers
+Why sockets ring the bell: one write and one read a message, in order, with timeouts, with the memory barriers
 that shared memory needs, and an end that is noticed by itself; with several ranks on a core nothing may spin. Rejected:
 
 - Gloo's own small messages as bells. Two ranks that send each other a byte take 0.4 to 2.5 ms with it on two busy cores
