@@ -11,10 +11,13 @@ out of patience is often one that waits for an innocent rank.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
@@ -23,10 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "FailureBoard", "Wait"]
 
+Answer = TypeVar("Answer")
+
 _SETTLE_BROKEN_S = 0.3
 """Whoever closes a connection in good order has written before; a dead rank never will."""
 _SETTLE_TIMEOUT_S = 5.0
 """Ranks that started later run out of patience later."""
+_STORE_PATIENCE_S = 5.0
 _POLL_S = 0.02
 
 
@@ -81,6 +87,7 @@ class FailureBoard:
         self.store = store
         self.key = key
         self.rank = rank
+        self._is_unreachable = False
 
     def report(self, wait: Wait, failure: Failure) -> None:
         """Write for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
@@ -91,11 +98,12 @@ class FailureBoard:
         self._write({"peers": [], "what": why})
 
     def explain(self, wait: Wait, failure: Failure) -> ClusterError:
-        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most."""
+        """The error to raise for a broken wait. Never raises itself, and takes ten seconds at most."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
         note = ""
         try:
-            verdict = self._follow(wait, failure, time.monotonic() + settle_s)
+            until = time.monotonic() + settle_s
+            verdict = self._bounded(lambda: self._follow(wait, failure, until), settle_s + _STORE_PATIENCE_S)
         except Exception:  # noqa: BLE001  any failure of the store means the same here, and the first error matters more
             verdict = _Verdict(wait.peers, failure.what, wait.rank)
             note = " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
@@ -103,7 +111,7 @@ class FailureBoard:
         seen = "" if verdict.seen_by == wait.rank else f" (seen by rank {verdict.seen_by})"
         kind = CollectiveTimeoutError if verdict.what.startswith("did not answer") else PeerError
         return kind(
-            f"{culprit} {verdict.what}{seen}; here: {wait}.{note} This Communicator cannot be used any more: look at the "
+            f"{culprit} {verdict.what}{seen}; here: {wait}.{note} Nothing more can be sent here: look at the "
             f"log of {culprit}, then restart the job"
         )
 
@@ -130,6 +138,25 @@ class FailureBoard:
                 what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
                 return _Verdict(wait.peers, what, wait.rank)
 
+    def _bounded(self, ask: Callable[[], Answer], seconds: float) -> Answer:
+        """``ask()`` of the store, which waits for ever where the way to it is cut and nothing says so."""
+        if self._is_unreachable:
+            raise TimeoutError
+        answer: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:  # noqa: BLE001  carried to the thread that asks
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="commlayer-store", daemon=True).start()
+        try:
+            return answer.result(seconds)
+        except FutureTimeoutError:
+            self._is_unreachable = True  # the thread still holds the store's lock: nobody may ask again
+            raise
+
     def _read(self, rank: int, until: float) -> dict[str, Any] | None:
         """What ``rank`` wrote, or None when it has not until then. The clock runs once for all reads of one verdict."""
         key = f"{self.key}/{rank}"
@@ -141,8 +168,9 @@ class FailureBoard:
         return report
 
     def _write(self, report: dict[str, Any]) -> None:
+        key, text = f"{self.key}/{self.rank}", json.dumps(report)
         try:
-            self.store.compare_set(f"{self.key}/{self.rank}", "", json.dumps(report))  # the first one counts
+            self._bounded(lambda: self.store.compare_set(key, "", text), _STORE_PATIENCE_S)  # the first one counts
         except Exception:  # noqa: BLE001  see explain
             return
 

@@ -271,8 +271,10 @@ class PlannedGroup:
             self._board.leave(why)
         if self._transport is not None:
             self._transport.abort()
-        if self.own_calls is not None and len(self.global_ranks) > 1:
-            break_connections(self.own_calls, (self.rank + 1) % len(self.global_ranks))
+        if self.own_calls is not None:
+            break_connections(
+                self.own_calls, [member for member in range(len(self.global_ranks)) if member != self.rank]
+            )
 
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end, and so have its peers."""

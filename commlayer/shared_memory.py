@@ -292,8 +292,7 @@ class SharedMemoryGroup:
                 peer.ended = peer.ended or "Connection closed by this rank after a failure"
                 peer.line.shutdown()
             self._changed.notify_all()
-        for other in self._others:  # some may be dead; the first that is not makes Gloo close all
-            break_connections(self.group, other)
+        break_connections(self.group, self._others)
 
     def close(self) -> None:
         """Let go of sockets and memory. Not collective: sends that were waited for still arrive. Nobody may be waiting."""

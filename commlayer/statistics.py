@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
@@ -54,24 +55,16 @@ class Row:
     __slots__ = ("calls", "inter", "intra", "logical_bytes", "time_ns")
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         self.calls = self.logical_bytes = self.time_ns = self.inter = self.intra = 0
 
-    def add(self, num_bytes: int, time_ns: int) -> None:
-        """One call whose wire bytes are not known."""
+    def add(self, num_bytes: int, time_ns: int, inter: int = -1, intra: int = 0) -> None:
+        """One call, which sent so many bytes over each link class; ``inter`` -1: not known."""
         self.calls += 1
         self.logical_bytes += num_bytes
         self.time_ns += time_ns
-        self.inter = -1
-
-    def add_sent(self, num_bytes: int, time_ns: int, inter: int, intra: int) -> None:
-        """One call that sent so many bytes over each link class."""
-        self.calls += 1
-        self.logical_bytes += num_bytes
-        self.time_ns += time_ns
-        if self.inter >= 0:
+        if inter < 0:
+            self.inter = -1
+        elif self.inter >= 0:
             self.inter += inter
             self.intra += intra
 
@@ -84,15 +77,16 @@ class GroupCounters:
         self.describe: Callable[[], str] = str
         self.reasons: Callable[[], Mapping[str, int]] = dict
         self._reasons_before: dict[str, int] = {}
-        self._rows: dict[tuple[str, str], Row] = {}
+        self.flat: defaultdict[str, Row] = defaultdict(Row)
+        """Counters of the inner backend's own calls, by collective."""
+        self.planned: defaultdict[tuple[str, str], Row] = defaultdict(Row)
+        """Counters of planned calls, by collective and plan."""
         _groups.append(self)
 
-    def row(self, collective: str, plan: str = "flat") -> Row:
-        """The counters of one collective moved by one plan; the same object each time."""
-        found = self._rows.get((collective, plan))
-        if found is None:
-            found = self._rows[collective, plan] = Row()
-        return found
+    def _rows(self) -> list[tuple[str, str, Row]]:
+        flat = [(collective, "flat", row) for collective, row in self.flat.items()]
+        planned = [(collective, plan, row) for (collective, plan), row in self.planned.items()]
+        return sorted(flat + planned, key=lambda row: row[:2])
 
     def close(self) -> None:
         """The group is gone: keep its numbers, but nothing of it."""
@@ -100,8 +94,8 @@ class GroupCounters:
         self.reasons, self.describe = (lambda: reasons), (lambda: description)
 
     def reset(self) -> None:
-        for row in self._rows.values():  # in place: groups hold them
-            row.clear()
+        self.flat.clear()
+        self.planned.clear()
         self._reasons_before = dict(self.reasons())
 
     def read(self) -> GroupStats:
@@ -120,8 +114,7 @@ class GroupCounters:
                     "wire_bytes": None if row.inter < 0 else {"inter": row.inter, "intra": row.intra},
                     "time_us": row.time_ns / 1000,
                 }
-                for (collective, plan), row in sorted(self._rows.items())
-                if row.calls
+                for collective, plan, row in self._rows()
             ],
             "unplanned": {reason: count for reason, count in unplanned.items() if count},
         }

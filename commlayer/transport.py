@@ -160,8 +160,7 @@ class GlooTransport:
             return
         self._is_aborted = True
         for channel in set(self.channels.values()):
-            peer = next(place for rank, place in channel.peers if rank != self.rank)
-            break_connections(channel.group, peer)
+            break_connections(channel.group, [place for rank, place in channel.peers if rank != self.rank])
 
     def close(self) -> None:
         for channel in dict.fromkeys(self.channels.values()):
@@ -180,10 +179,14 @@ class GlooTransport:
             ) from error
 
 
-def break_connections(group: dist.ProcessGroup, peer: int) -> None:
-    """Make Gloo close every connection of ``group``; ``peer`` is any other rank of it."""
-    with contextlib.suppress(RuntimeError):  # it times out, or the connection is already gone
-        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+def break_connections(group: dist.ProcessGroup, peers: Sequence[int]) -> None:
+    """Make Gloo close every connection of ``group``; ``peers`` are the other ranks of it.
+
+    Each in turn, because a receive from one that is gone already is refused, and closes nothing.
+    """
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
 
 class GlooCall:

@@ -1,0 +1,226 @@
+"""What becomes of planned calls of the backend when ranks die, links fail or programs are wrong: an error that says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlayer
+import commlayer.backend.create
+import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+from commlayer.emulation import request_shape
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
+from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport import GlooCall
+
+pytestmark = pytest.mark.cluster
+
+VICTIM = 3
+COUNT = 40_000  # of float32: large enough for several chunks
+
+
+def start(plan: str = "hierarchical", timeout_s: float = 20.0, **environment: str) -> int:
+    """On a rank: the backend, with a plan forced on every call. Returns the rank."""
+    torch.set_num_threads(1)
+    os.environ.update(COMMLAYER_PLAN=plan, **environment)
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank()
+
+
+def plans_run(collective: str) -> set[str]:
+    calls = [call for group in commlayer.stats()["groups"] for call in group["calls"]]
+    return {call["plan"] for call in calls if call["collective"] == collective}
+
+
+def leave_nothing_behind() -> list[str]:
+    """Shared memory that somebody forgot."""
+    return [name for name in os.listdir("/dev/shm") if "commlayer" in name]
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_rank_killed_at_any_stage_is_named_by_all_others(emulated_cluster: ClusterFactory, step: int) -> None:
+    """The six stages of a hierarchical all_reduce: share, sum, partial sums, last sum, to the rails, inside."""
+
+    def job() -> tuple[str, str, float]:
+        rank = start()
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        assert plans_run("all_reduce") == {"hierarchical"}
+        if rank == VICTIM:
+            post = GlooCall.post
+
+            def dying(call: GlooCall, index: int) -> None:
+                if index == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                post(call, index)
+
+            GlooCall.post = dying  # type: ignore[method-assign]
+        begin = time.monotonic()
+        try:
+            for _ in range(2):  # a rank that needs nothing more of the victim may get through the first
+                dist.all_reduce(x)
+        except RuntimeError as error:
+            return type(error).__name__, str(error), time.monotonic() - begin
+        raise AssertionError("a rank was killed, and nobody noticed")
+
+    outcomes = emulated_cluster(2, 2).run(job, check=False, grace_s=15.0)
+    for outcome in outcomes:
+        if outcome.rank == VICTIM:
+            continue
+        assert outcome.failure is None, outcome.failure
+        kind, text, took_s = outcome.value
+        assert kind == "PeerError", text
+        assert f"rank {VICTIM}" in text, text
+        assert "all_reduce" in text
+        assert took_s < 10, f"noticed only after {took_s:.1f} s"
+    assert leave_nothing_behind() == []
+
+
+def cut_the_link() -> None:
+    """Take this node's network interface down. Connections stay open, and nothing passes."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as network:
+        network.link("set", index=network.link_lookup(ifname="eth0")[0], state="down")
+
+
+def test_a_cut_link_ends_in_a_timeout_that_names_who_waits_for_whom(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(2, 2, inter="400mbit")
+    if not cluster.shaped:
+        pytest.skip("loopback cannot be cut")
+
+    def job() -> tuple[str, float]:
+        rank = start(timeout_s=3.0)
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        dist.barrier()
+        if rank == 2:
+            cut_the_link()  # of node 1: node 0 keeps the store
+        begin = time.monotonic()
+        with pytest.raises(ClusterError) as caught:
+            dist.all_reduce(x)
+        assert isinstance(caught.value, (CollectiveTimeoutError, PeerError))
+        return str(caught.value), time.monotonic() - begin
+
+    for rank, (text, took_s) in enumerate(cluster.run(job, timeout_s=30.0)):
+        assert f"rank {rank}" in text
+        assert "all_reduce" in text
+        assert "hierarchical" in text
+        assert took_s < 20, f"rank {rank} noticed only after {took_s:.1f} s"
+
+
+def test_a_link_slowed_tenfold_in_mid_run_only_takes_longer(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(2, 2, inter="400mbit")
+
+    def job() -> bool:
+        rank = start("pipelined:3")
+        for _ in range(2):
+            x = torch.full((COUNT,), rank + 1.0)
+            work = dist.all_reduce(x, async_op=True)
+            if rank == 0 and cluster.shaped:
+                request_shape(inter="40mbit")
+            assert work is not None
+            work.wait()
+            assert torch.equal(x, torch.full((COUNT,), 10.0))
+        return plans_run("all_reduce") == {"pipelined×3"}
+
+    assert all(cluster.run(job))
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_different_collectives_on_two_ranks_are_named_with_debug(emulated_cluster: ClusterFactory, plan: str) -> None:
+    def job() -> str:
+        rank = start(plan, COMMLAYER_DEBUG="detail")
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        call = partial(dist.broadcast, x, 0) if rank == 2 else partial(dist.all_reduce, x)
+        with pytest.raises(DisagreementError) as caught:
+            call()
+        return str(caught.value)
+
+    for text in emulated_cluster(2, 2).run(job):
+        assert "all_reduce" in text
+        assert "broadcast" in text
+        assert "rank 2" in text
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_different_collectives_without_debug_are_an_error_and_no_hang(
+    emulated_cluster: ClusterFactory, plan: str
+) -> None:
+    def job() -> tuple[bool, str]:
+        rank = start(plan, timeout_s=3.0)
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        begin = time.monotonic()
+        try:
+            if rank == 2:
+                dist.barrier()
+            else:
+                dist.all_reduce(x)
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            return time.monotonic() - begin < 15, str(error)
+        return False, "no error"
+
+    outcomes = emulated_cluster(2, 2).run(job, check=False, grace_s=20.0, timeout_s=40.0)
+    told = [outcome.value for outcome in outcomes if outcome.failure is None]
+    assert told, "Gloo ended every process"
+    for is_soon, text in told:
+        assert is_soon, text
+        assert "rank" in text
+
+
+def test_splits_that_do_not_match_are_named_with_debug(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        rank = start(COMMLAYER_DEBUG="detail")
+        splits = [3, 3, 3, 3]
+        x = torch.ones(12)
+        dist.all_to_all_single(torch.empty(12), x, splits, splits)
+        output_splits = [3, 4, 3, 3] if rank == 2 else splits  # rank 1 sends three
+        with pytest.raises(DisagreementError) as caught:
+            dist.all_to_all_single(torch.empty(sum(output_splits)), x, output_splits, splits)
+        return str(caught.value)
+
+    for text in emulated_cluster(2, 2).run(job):
+        assert "rank 1" in text
+        assert "rank 2" in text
+
+
+def test_a_destroyed_group_says_so(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        start()
+        group: Any = dist.new_group([0, 1, 2, 3])
+        x = torch.ones(COUNT)
+        dist.all_reduce(x, group=group)
+        dist.destroy_process_group(group)
+        with pytest.raises(ValueError, match="not initialized"):  # torch's own
+            dist.all_reduce(x, group=group)
+        with pytest.raises(GroupError, match="destroyed"):
+            group.allreduce([x]).wait()
+
+    emulated_cluster(2, 2).run(job)
+
+
+def test_a_rank_that_never_comes_is_named(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        rank = start(timeout_s=2.0)
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        if rank == VICTIM:
+            time.sleep(8)
+            return ""
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            dist.all_reduce(x)
+        return str(caught.value)
+
+    found = emulated_cluster(2, 2).run(job)
+    assert all(f"rank {VICTIM}" in text for rank, text in enumerate(found) if rank != VICTIM), found
