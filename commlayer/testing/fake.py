@@ -26,6 +26,7 @@ from commlayer.profiles.errors import (
     TensorError,
     UsageError,
 )
+from commlayer.testing.fake_results import Part, complete
 from commlayer.testing.verbs import Pending, ReduceOp
 
 __all__ = ["FakeVerbs", "FakeWorld"]
@@ -33,26 +34,11 @@ __all__ = ["FakeVerbs", "FakeWorld"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What one rank brings to a collective."""
-
-    verb: str
-    agreed: tuple[Any, ...]  # dtype, root, op: equal on all ranks
-    source: torch.Tensor | None = None
-    target: torch.Tensor | None = None
-    source_splits: tuple[int, ...] = ()
-    target_splits: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.verb}({', '.join(str(value).removeprefix('torch.') for value in self.agreed)})"
-
-
 @dataclass
 class _Call:
     """One collective: the parts that have come, and its end."""
 
-    parts: dict[int, _Part] = field(default_factory=dict)
+    parts: dict[int, Part] = field(default_factory=dict)
     done: bool = False
     error: ClusterError | None = None
 
@@ -105,7 +91,7 @@ class FakeWorld:
             raise errors[0]
         return results
 
-    def _join(self, rank: int, part: _Part) -> _FakePending:
+    def _join(self, rank: int, part: Part) -> _FakePending:
         """Bring a part to the rank's next collective; the last one computes it."""
         with self._changed:
             sequence = self._num_calls[rank]
@@ -114,7 +100,7 @@ class FakeWorld:
             call.parts[rank] = part
             if len(call.parts) == self.size:
                 try:
-                    _complete([call.parts[each] for each in range(self.size)])
+                    complete([call.parts[each] for each in range(self.size)])
                 except ClusterError as error:
                     call.error = error
                 call.done = True
@@ -210,24 +196,24 @@ class FakeVerbs:
         async_op: bool = False,
     ) -> Pending | None:
         splits = self._splits("source", source, source_splits), self._splits("output", output, output_splits)
-        return self._collective(_Part("all_to_all", (source.dtype,), source, output, *splits), async_op)
+        return self._collective(Part("all_to_all", (source.dtype,), source, output, *splits), async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
         self._check_blocks("output", output, source)
-        return self._collective(_Part("all_gather", (source.dtype,), source, output), async_op)
+        return self._collective(Part("all_gather", (source.dtype,), source, output), async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> Pending | None:
         self._check_blocks("source", source, output)
-        return self._collective(_Part("reduce_scatter", (source.dtype, op), source, output), async_op)
+        return self._collective(Part("reduce_scatter", (source.dtype, op), source, output), async_op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
-        return self._collective(_Part("all_reduce", (tensor.dtype, op), tensor, tensor), async_op)
+        return self._collective(Part("all_reduce", (tensor.dtype, op), tensor, tensor), async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
         self._check_rank(root)
-        return self._collective(_Part("broadcast", (tensor.dtype, root), tensor, tensor), async_op)
+        return self._collective(Part("broadcast", (tensor.dtype, root), tensor, tensor), async_op)
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
@@ -235,7 +221,7 @@ class FakeVerbs:
         self._check_rank(root)
         if self.rank == root:
             self._check_blocks("output", output, source)
-        return self._collective(_Part("gather", (source.dtype, root), source, output), async_op)
+        return self._collective(Part("gather", (source.dtype, root), source, output), async_op)
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
@@ -243,13 +229,13 @@ class FakeVerbs:
         self._check_rank(root)
         if self.rank == root:
             self._check_blocks("source", source, output)
-        return self._collective(_Part("scatter", (output.dtype, root), source, output), async_op)
+        return self._collective(Part("scatter", (output.dtype, root), source, output), async_op)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> Pending | None:
         self._check_rank(root)
-        return self._collective(_Part("reduce", (tensor.dtype, root, op), tensor, tensor), async_op)
+        return self._collective(Part("reduce", (tensor.dtype, root, op), tensor, tensor), async_op)
 
     def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
         self._check_rank(to, other=True)
@@ -261,9 +247,9 @@ class FakeVerbs:
         return _started(self._world._receive(self.rank, source, tensor), async_op)
 
     def barrier(self) -> None:
-        self._collective(_Part("barrier", ()), async_op=False)
+        self._collective(Part("barrier", ()), async_op=False)
 
-    def _collective(self, part: _Part, async_op: bool) -> Pending | None:
+    def _collective(self, part: Part, async_op: bool) -> Pending | None:
         return _started(self._world._join(self.rank, part), async_op)
 
     def _splits(self, name: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> tuple[int, ...]:
@@ -298,117 +284,3 @@ def _started(pending: _FakePending, async_op: bool) -> Pending | None:
         return pending
     pending.wait()
     return None
-
-
-# What the collectives compute: everyone's parts in, everyone's results out
-
-
-def _complete(parts: Sequence[_Part]) -> None:
-    for rank, part in enumerate(parts):
-        if (part.verb, part.agreed) != (parts[0].verb, parts[0].agreed):
-            raise DisagreementError(f"rank 0 calls {parts[0]}, rank {rank} calls {part}: all must call the same")
-    results = _RESULTS[parts[0].verb](parts)
-    for part, result in zip(parts, results, strict=True):
-        if result is not None and part.target is not None:
-            part.target.copy_(result.view(part.target.dtype).view(part.target.shape))
-
-
-def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The elements as 1-D uint8, which torch can slice and join for every dtype."""
-    assert tensor is not None  # checked by the rank that brought it
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _sources(parts: Sequence[_Part]) -> list[torch.Tensor]:
-    sources = [_bytes(part.source) for part in parts]
-    for rank, source in enumerate(sources):
-        if len(source) != len(sources[0]):
-            raise DisagreementError(
-                f"{parts[0]}: rank 0 brings {len(sources[0])} bytes, rank {rank} brings {len(source)}: sizes must be equal"
-            )
-    return sources
-
-
-def _all_to_all(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    ranks = range(len(parts))
-    for a in ranks:
-        for b in ranks:
-            if parts[a].source_splits[b] != parts[b].target_splits[a]:
-                raise DisagreementError(
-                    f"all_to_all: rank {a} sends {parts[a].source_splits[b]} rows to rank {b}, which expects "
-                    f"{parts[b].target_splits[a]}"
-                )
-    blocks = []
-    for part in parts:
-        data, rows = _bytes(part.source), sum(part.source_splits)
-        row_bytes = len(data) // rows if rows else 0
-        blocks.append(data.split([count * row_bytes for count in part.source_splits]))
-    return [torch.cat([blocks[a][b] for a in ranks]) for b in ranks]
-
-
-def _all_gather(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    return [torch.cat(_sources(parts))] * len(parts)
-
-
-def _root_of(parts: Sequence[_Part]) -> int:
-    root: int = parts[0].agreed[1]
-    return root
-
-
-def _gather(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    root = _root_of(parts)
-    return [torch.cat(_sources(parts)) if rank == root else None for rank in range(len(parts))]
-
-
-def _scatter(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    data = _bytes(parts[_root_of(parts)].source)
-    return list(data.view(len(parts), -1).unbind(0)) if len(data) else [data] * len(parts)
-
-
-def _broadcast(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    return [_sources(parts)[_root_of(parts)].clone()] * len(parts)
-
-
-def _reduced(parts: Sequence[_Part]) -> torch.Tensor:
-    _sources(parts)  # of equal sizes
-    combine = _COMBINE[parts[0].agreed[-1]]
-    total: torch.Tensor | None = None
-    for part in parts:
-        assert part.source is not None
-        mine = part.source.detach().reshape(-1)
-        total = mine.clone() if total is None else combine(total, mine)
-    assert total is not None
-    return total
-
-
-def _all_reduce(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    return [_reduced(parts)] * len(parts)
-
-
-def _reduce(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    return [_reduced(parts) if rank == _root_of(parts) else None for rank in range(len(parts))]
-
-
-def _reduce_scatter(parts: Sequence[_Part]) -> list[torch.Tensor | None]:
-    total = _reduced(parts)
-    return list(total.view(len(parts), -1).unbind(0)) if len(total) else [total] * len(parts)
-
-
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-
-_RESULTS: dict[str, Callable[[Sequence[_Part]], list[torch.Tensor | None]]] = {
-    "all_to_all": _all_to_all,
-    "all_gather": _all_gather,
-    "gather": _gather,
-    "scatter": _scatter,
-    "broadcast": _broadcast,
-    "all_reduce": _all_reduce,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "barrier": lambda parts: [None] * len(parts),
-}
