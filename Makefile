@@ -24,10 +24,10 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv with everything that development needs
 
@@ -61,6 +61,9 @@ lint: $(READY)  ## style, format, types, import contracts
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))'
+
+bench-collectives: $(READY)  ## the backend's collectives against torch's on Gloo; writes a dated result document
+	$(RUN) benchmarks/collectives.py $(ARGS)
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)

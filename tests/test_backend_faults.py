@@ -62,7 +62,7 @@ def test_a_rank_killed_at_any_stage_is_named_by_all_others(emulated_cluster: Clu
                     os.kill(os.getpid(), signal.SIGKILL)
                 post(call, index)
 
-            GlooCall.post = dying  # type: ignore[method-assign]
+            GlooCall.post = dying  # type: ignore[method-assign, assignment]
         begin = time.monotonic()
         try:
             for _ in range(2):  # a rank that needs nothing more of the victim may get through the first

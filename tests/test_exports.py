@@ -17,7 +17,7 @@ import commlayer.errors
 from commlayer.profiles import errors
 
 MODULES = ["commlayer", *sorted(found.name for found in pkgutil.walk_packages(commlayer.__path__, "commlayer."))]
-LAZY = ["commlayer", "commlayer.drawing", "commlayer.integrations", "commlayer.profiles"]
+LAZY = ["commlayer", "commlayer.drawing", "commlayer.integrations", "commlayer.profiles", "commlayer.testing"]
 
 
 def place(name: str) -> tuple[int, str]:

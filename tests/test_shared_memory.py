@@ -421,7 +421,7 @@ def test_breaking_connections_wakes_up_near_and_far_ranks(emulated_cluster: Clus
             os.kill(os.getpid(), signal.SIGKILL)
         if dist.get_rank() == 0:
             text, waited = expect_nothing(group, 1)
-            break_connections(cast("dist.ProcessGroup", group), peer)
+            break_connections(cast("dist.ProcessGroup", group), [peer])
             return text, waited, raised(lambda: group.recv([torch.zeros(9, dtype=torch.uint8)], 2, 1))
         return *expect_nothing(group, 0), ""
 
