@@ -20,7 +20,8 @@ class AgreedMaximum:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._value = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode(False):  # a tensor made in that mode can be written in it only
+            self._value = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)

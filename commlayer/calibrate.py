@@ -29,21 +29,21 @@ __all__ = ["PROBE", "cache_folder", "cluster_key", "planner_for"]
 
 PROBE = SweepOptions(
     min_bytes=4096,
-    max_bytes=16 << 20,
-    factor=8,
-    repeats=Repeats(warmup=0, min_repeats=2, max_repeats=4, budget_us=4e4),
-    group_max_bytes=16 << 20,
-    group_factor=8,
-    group_repeats=Repeats(warmup=0, min_repeats=2, max_repeats=3, budget_us=3e4),
+    max_bytes=3 << 20,
+    factor=24,  # three sizes: 4 KiB, 96 KiB, 2.25 MiB
+    repeats=Repeats(warmup=0, min_repeats=1, max_repeats=2, budget_us=4e4),
+    group_max_bytes=3 << 20,
+    group_factor=24,
+    group_repeats=Repeats(warmup=0, min_repeats=1, max_repeats=2, budget_us=4e4),
     interference_rounds=0,
     check=False,
     longest_us=3e4,
     is_probe=True,
 )
-"""What is measured when a job starts without a profile: about two seconds on an emulated 2×4."""
+"""What is measured when a job starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 _PROBE_TOLERANCE = 0.25
-"""What two samples of four sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much a
-curve bends, not how wrong it is."""
+"""What one or two samples of three sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much
+a curve bends, not how wrong it is."""
 
 _PROBE_MIN_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
@@ -126,7 +126,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks) -> Prof
             PROBE,
             name=f"probe-{topology.shape}",
             kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
-            source="measured when a job started without a profile, two samples of a few sizes a curve",
+            source="measured when a job started without a profile, one or two samples of a few sizes a curve",
             topology=topology,
             ranks=ranks,
         )

@@ -102,5 +102,8 @@ class Executor:
     def _stage(self, needed: int, device: torch.device) -> torch.Tensor:
         """Staging memory, kept between calls: allocating (and first touching) it costs as much as the copy itself."""
         if self._staging is None or self._staging.numel() < needed or self._staging.device != device:
-            self._staging = torch.empty(needed, dtype=torch.uint8, device=device)
+            with torch.inference_mode(
+                False
+            ):  # a tensor made in that mode can be written in it only, and this one is kept
+                self._staging = torch.empty(needed, dtype=torch.uint8, device=device)
         return self._staging[:needed]

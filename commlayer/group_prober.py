@@ -48,7 +48,7 @@ class GroupCurve:
 def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCurve]:
     """What is measured on a cluster of equal nodes beside the steps of replicated tokens, which are not repeated here.
 
-    ``is_probe``: without broadcasts, and of the rails nothing but the steps.
+    ``is_probe``: of the rails nothing but the steps, and no broadcasts inside nodes.
     """
     n, m, width = topology.world_size, topology.num_nodes, topology.ranks_per_node
     link = Resource.INTER if m > 1 else Resource.INTRA
@@ -65,7 +65,8 @@ def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCur
     return [
         curve
         for curve in curves
-        if curve.collective != "broadcast" and not (curve.where == "rail" and curve.collective in _OWN_CALLS)
+        if not (curve.where == "rail" and curve.collective in _OWN_CALLS)
+        and (curve.collective, curve.where) != ("broadcast", "node")
     ]
 
 
@@ -101,6 +102,7 @@ class GroupProber:
             settings=Settings(plan=Strategy.DIRECT.value),
             timeout_s=timeout_s,
         )
+        planned.connect_messages()  # now, not within the first sample
         return planned, planned.connect("own calls", timeout_s)
 
     def runner(self, curve: GroupCurve, size: int, *, check: bool) -> Callable[[], float]:

@@ -143,7 +143,7 @@ class PlannedGroup:
             assert self.planner is not None  # plan() has asked
             return self.planner.decide(traffic).plan
         except PlanError as error:
-            return str(error)
+            return str(error).partition("; it has ")[0]  # of what the profile has, the list would be read at every exit
 
     def _traffic(self, collective: str, num_bytes: int, is_ordered: bool = False) -> Traffic:
         shape = tuple(len(node) for node in self.nodes)
@@ -180,6 +180,7 @@ class PlannedGroup:
             size *= 4
         return False
 
+    @torch.inference_mode()  # an asynchronous call runs on another thread than the mode that its tensors were made in
     def run(
         self,
         plan: Plan,
@@ -197,7 +198,7 @@ class PlannedGroup:
         Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
         """
         prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
-        transport = self._connected()
+        transport = self.connect_messages()
         buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target)}
         if prepared.staging_bytes:
             buffers[Buffer.STAGING] = self._stage(prepared.staging_bytes)
@@ -205,6 +206,7 @@ class PlannedGroup:
         drive(plan, call)
         call.finish()
 
+    @torch.inference_mode()
     def run_all_to_all(
         self,
         plan: Plan,
@@ -219,7 +221,7 @@ class PlannedGroup:
 
         Contiguous tensors. Raises as :meth:`run`.
         """
-        transport = self._connected()
+        transport = self.connect_messages()
         two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
         staging = self._stage(two_level.staging_bytes)
         own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
@@ -296,7 +298,8 @@ class PlannedGroup:
         self._prepared[id(plan), root] = prepared
         return prepared
 
-    def _connected(self) -> GlooTransport:
+    def connect_messages(self) -> GlooTransport:
+        """The transport of the plans; made at the first call of this, which is collective."""
         if self._transport is None:
             group = self.connect("messages", self.timeout_s)
             try:
@@ -326,7 +329,10 @@ class PlannedGroup:
     def _stage(self, needed: int) -> torch.Tensor:
         """Staging memory, kept between calls: allocating (and first touching) it costs as much as a copy."""
         if self._staging.numel() < needed:
-            self._staging = torch.empty(needed, dtype=torch.uint8)
+            with torch.inference_mode(
+                False
+            ):  # a tensor made in that mode can be written in it only, and this one is kept
+                self._staging = torch.empty(needed, dtype=torch.uint8)
         return self._staging[:needed]
 
 

@@ -52,7 +52,7 @@ class SweepOptions:
     ``group_max_bytes`` (None: an eighth of ``max_bytes``), ``group_factor`` (None: ``factor`` squared) and ``group_repeats``
     are for the curves of plans over nodes and of the backend's own calls, of which there are many.
     ``interference_rounds`` 0: pairs of resources are not measured. ``longest_us``: a curve ends at the first size that takes
-    longer. ``is_probe``: leave out the calls that few jobs plan: broadcasts, and those of rails.
+    longer. ``is_probe``: leave out what few jobs plan: broadcasts inside nodes, and calls on rails.
     ``inter_gbps`` and ``intra_gbps`` are the links' rates per rank where they are known (shaped, or from a data sheet);
     None takes the largest bus bandwidth measured. ``timeout_s`` bounds every collective.
     """
@@ -148,10 +148,11 @@ def _entries(options: SweepOptions, e: int, t: int, link: Resource, *, has_one_c
     """What is measured on ep groups of ``e`` ranks and tp groups of ``t``."""
 
     def sizes(share: float) -> tuple[int, ...]:
-        largest = max(options.min_bytes, int(options.max_bytes * share))
-        return sizes_between(options.min_bytes, largest, options.factor)
+        # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But
+        # of the few sizes of a probe none may be missing, and inside a node they cost little.
+        largest = options.max_bytes if options.is_probe else int(options.max_bytes * share)
+        return sizes_between(options.min_bytes, max(options.min_bytes, largest), options.factor)
 
-    # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time.
     exchange = partial(exchange_probe, group_size=e, link=link)
     entries = [_Entry("all_to_all", link, e, sizes(1.0), exchange)]
     one_call = partial(one_call_probe, group_size=e, link=link)

@@ -96,7 +96,10 @@ class Segment:
             # The old map lives on where it is in use. Maps are twice as large each time, so there are few.
             length = max(_SMALLEST_MAP_BYTES, 1 << (stop - 1).bit_length())
             memory = mmap.mmap(self._fd, length, offset=slab * _SLAB_BYTES)
-            self._slabs[slab] = torch.frombuffer(memory, dtype=torch.uint8)
+            with torch.inference_mode(
+                False
+            ):  # it outlives this call, and an inference tensor can be written in that mode only
+                self._slabs[slab] = torch.frombuffer(memory, dtype=torch.uint8)
         return self._slabs[slab][start:stop]
 
     def close(self) -> None:

@@ -224,3 +224,24 @@ def test_a_rank_that_never_comes_is_named(emulated_cluster: ClusterFactory) -> N
 
     found = emulated_cluster(2, 2).run(job)
     assert all(f"rank {VICTIM}" in text for rank, text in enumerate(found) if rank != VICTIM), found
+
+
+def test_calls_inside_and_outside_of_inference_mode_mix(emulated_cluster: ClusterFactory) -> None:
+    """Memory that is kept between calls must not take on the mode of the call that made it."""
+
+    def job() -> None:
+        rank = start()
+        for is_inference in (True, False, True):
+            with torch.inference_mode(is_inference):
+                x = torch.full((COUNT,), rank + 1.0)
+                dist.all_reduce(x)
+                assert torch.equal(x, torch.full((COUNT,), 10.0))
+                whole = torch.empty(4 * COUNT)
+                work = dist.all_gather_single(whole, x, async_op=True)
+                assert work is not None
+                work.wait()
+                assert torch.equal(whole, x.repeat(4))
+                dist.all_to_all_single(whole, whole.clone(), [COUNT] * 4, [COUNT] * 4)
+        assert plans_run("all_to_all") == plans_run("all_gather") == {"hierarchical"}
+
+    emulated_cluster(2, 2).run(job)
