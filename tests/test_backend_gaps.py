@@ -245,7 +245,8 @@ def test_outputs_are_checked_by_number_of_elements(emulated_cluster: ClusterFact
         rank, size, _ = start()
         mine = torch.arange(6.0).view(2, 3) + 10 * rank
         expected = torch.cat([(torch.arange(6.0) + 10 * r) for r in range(size)])
-        for shape in [(6 * size,), (size, 2, 3), (2 * size, 3), (3, 2 * size), (size, 6)]:
+        shapes = [(6 * size,), (size, 2, 3), (2 * size, 3), (3, 2 * size), (size, 6)]
+        for shape in [*shapes, shapes[rank]]:  # in the end another one on each rank
             out = torch.empty(shape)
             dist.all_gather_single(out, mine)
             same(out.view(-1), expected)
@@ -329,6 +330,8 @@ def test_wrong_splits_are_refused_before_anything_is_sent(emulated_cluster: Clus
                 dist.all_to_all_single(torch.empty(4), torch.empty(4), [5, -1], [2, 2])
             with pytest.raises(TensorError, match="3 rows of the input do not divide by 2 ranks"):
                 dist.all_to_all_single(torch.empty(4), torch.empty(3))
+            with pytest.raises(TensorError, match=r"4 elements go out.*the output has 2"):
+                dist.all_to_all_single(torch.empty(2), torch.empty(4))
             with pytest.raises(TensorError, match="2 output tensors, got 1"):
                 dist.all_to_all([torch.empty(1)], [torch.empty(1)] * 2)
         x, out = torch.full((size,), float(rank)), torch.empty(size)

@@ -24,16 +24,16 @@ from torch._C._distributed_c10d import ReduceOp
 
 from commlayer.profiles.errors import InternalError, TensorError
 
-__all__ = ["NATIVE", "PLAN_NAMES", "Carrier", "carrier", "reduce_rows"]
+__all__ = ["FLOATS", "NATIVE", "PLAN_NAMES", "Carrier", "carrier", "reduce_rows"]
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 SUM, AVG, PRODUCT, MIN, MAX = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
 BAND, BOR, BXOR, PREMUL_SUM = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR, ReduceOp.PREMUL_SUM
 
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
-_NUMBERS = _FLOATS | _INTEGERS
+_NUMBERS = FLOATS | _INTEGERS
 _BITWISE = (BAND, BOR, BXOR)
 
 NATIVE: dict[ReduceOp.RedOpType, frozenset[torch.dtype]] = {
@@ -41,7 +41,7 @@ NATIVE: dict[ReduceOp.RedOpType, frozenset[torch.dtype]] = {
     PRODUCT: _NUMBERS,
     MIN: _NUMBERS,
     MAX: _NUMBERS,
-    AVG: _FLOATS,
+    AVG: FLOATS,
     BAND: _INTEGERS,
     BOR: _INTEGERS,
     BXOR: _INTEGERS,
@@ -90,7 +90,7 @@ def carrier(op: Any, dtype: torch.dtype, group_size: int) -> Carrier:
         return _complex(op, dtype, group_size)
     if dtype is torch.bool:
         return _boolean(kind)
-    if kind == PREMUL_SUM and dtype in _FLOATS:
+    if kind == PREMUL_SUM and dtype in FLOATS:
         factor = op.factor
         return Carrier(SUM, lambda x: (x * factor).to(x.dtype), _same)
     if dtype in _INTEGERS or dtype in _WIDER or dtype is torch.uint64:

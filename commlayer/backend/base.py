@@ -1,7 +1,11 @@
 """What all collectives of a group share: its state, the order of its calls, errors, statistics.
 
-A call that nothing has to be done for must cost no more than Gloo's own through torch's dispatcher, so this path is short
-on purpose: no objects made, no dictionaries built, one attribute that says whether plans or signatures need a look.
+A call that nothing has to be done for must cost no more than Gloo's own through torch's dispatcher, which is about 3 µs.
+After a thread switch, and Gloo makes two in every call, Python runs from cold caches, and every attribute costs three times
+what a loop would measure. So the verbs have a direct path: a call of plain tensors, nothing queued, no plans
+nor signatures to look at, goes to Gloo in the verb itself (see ``_is_direct``). It takes no lock: without calls under way
+there is only its caller's thread, unless a program issues on one group from several threads that nothing orders, and then
+ranks do not agree on an order anyway.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from time import perf_counter_ns
+from time import perf_counter_ns as now
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp, Store, Work
 
 from commlayer.backend.cuda import Inner, Nccl
+from commlayer.backend.issued import IssuedWork
 from commlayer.backend.progress import DONE, ProgressQueue, Task
 from commlayer.backend.signature import SignatureCheck
 from commlayer.planned import PlannedGroup
@@ -25,11 +30,19 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters
 
-__all__ = ["GroupBase", "timeout_of"]
+__all__ = ["GroupBase", "Refused", "now", "timeout_of"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
 Call = Callable[..., Work]
+
+
+_REFUSAL = "Cannot use ReduceOp"
+"""How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
+
+
+class Refused(Exception):
+    """The inner backend has not this operation. The verb then goes the long way, which has, or says why not."""
 
 
 class Destroyed:
@@ -77,17 +90,20 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._signatures = signatures
         self._is_planning = is_planning and self._size > 1
         self._needs_look = self._is_planning or signatures is not None
+        self._is_direct = not self._needs_look
         me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
         self._progress = ProgressQueue(f"commlayer {name[:8]}", lambda: group.who if (group := me()) else name)
         self._coalescing: list[Work] | None = None
+        self._latest: IssuedWork | None = None  # asynchronous, under way in the inner backend
         self._sequence = 0
         self.counters = GroupCounters(name, global_ranks[rank], list(global_ranks))
         self.counters.reasons = lambda: planned.reasons
         self.counters.describe = lambda: group.group_desc if (group := me()) else ""
         node_of = {member: index for index, members in enumerate(planned.nodes) for member in members}
-        near = [member for member in range(self._size) if node_of[member] == node_of[rank] and member != rank]
-        self._near = near
         self._far = [member for member in range(self._size) if node_of[member] != node_of[rank]]
+        self._share_far = len(self._far) / self._size
+        """How much of an even all_to_all leaves this node."""
+        self._share_near = (self._size - len(self._far) - 1) / self._size
         self._sent_plans: dict[tuple[int, int], tuple[Plan, int, int]] = {}
 
     @property
@@ -112,9 +128,14 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _issue(self, opts: Any, label: str, outputs: Any, task: Task, *args: Any) -> Work:
         """Run ``task(*args)`` in this group's order: now, or, for an asynchronous call, on the progress thread."""
+        latest = self._latest
         if not opts.asyncOp:
+            if latest is not None:
+                latest.settle()
             self._progress.run(label, task, args)
             return DONE
+        if latest is not None:  # tasks read and write tensors outside the inner backend, too
+            self._progress.submit(label, None, latest.settle, ())
         if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
             with _record(f"commlayer:{label} (queued)"):
                 pass
@@ -177,27 +198,54 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     # Running
 
-    def _flat(self, collective: str, num_bytes: int, call: Call, *args: Any) -> None:
-        """The inner backend's own call. ``args[-1]`` are its options."""
-        self._sequence += 1
-        started = perf_counter_ns()
+    def _flat(self, collective: str, num_bytes: int, call: Call, *args: Any, inter: int = -1, intra: int = 0) -> None:
+        """The inner backend's own call. ``args[-1]`` are its options; ``inter``, ``intra``: the bytes it sends, where known."""
         if _profiling():
             with _record(f"commlayer:{collective} flat"):
-                work = call(*args)  # what it raises here is a refusal: nothing was sent
-                self._finish(work, collective, started, args[-1])
+                self._await(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
         else:
-            work = call(*args)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._fail(error, collective, started, args[-1])
-        self.counters.row(collective).add(num_bytes, perf_counter_ns() - started)
+            self._await(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
 
-    def _finish(self, work: Work, collective: str, started: int, opts: Any) -> None:
+    def _await(
+        self, collective: str, num_bytes: int, started: int, work: Work, opts: Any, inter: int = -1, intra: int = 0
+    ) -> Work:
+        """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
+        self._sequence += 1
         try:
             work.wait()
         except RuntimeError as error:
             self._fail(error, collective, started, opts)
+        row = self.counters.flat[collective]
+        row.calls += 1
+        row.logical_bytes += num_bytes
+        row.time_ns += now() - started
+        if inter < 0:
+            row.inter = -1
+        elif row.inter >= 0:
+            row.inter += inter
+            row.intra += intra
+        return DONE
+
+    def _under_way(
+        self, collective: str, num_bytes: int, work: Work, opts: Any, outputs: Any, inter: int = -1, intra: int = 0
+    ) -> Work:
+        """An asynchronous call that has just been issued."""
+        self._sequence += 1
+        sequence, started = self._sequence, now()
+
+        def end(error: RuntimeError | None) -> None:
+            if error is not None:
+                self._fail(error, collective, started, opts, sequence)
+            self.counters.flat[collective].time_ns += now() - started
+            if self._latest is issued:  # it holds the call's tensors
+                self._latest = None
+
+        self.counters.flat[collective].add(num_bytes, 0, inter, intra)
+        issued = IssuedWork(self._progress, collective, outputs, work, end)
+        self._latest = issued
+        if self._coalescing is not None:
+            self._coalescing.append(issued)
+        return issued
 
     def _run_plan(
         self,
@@ -213,12 +261,13 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
     ) -> None:
         """Run a plan on contiguous tensors."""
         self._sequence += 1
-        started = perf_counter_ns()
-        with _record(f"commlayer:{collective} {plan.name}"):
+        started = now()
+        # Plans write into views, and keep buffers between calls; the mode in which the caller is must not matter to either.
+        with torch.inference_mode(), _record(f"commlayer:{collective} {plan.name}"):
             self._planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
-        spent = perf_counter_ns() - started
+        spent = now() - started
         _, inter, intra = self._sent_plans.get((id(plan), root)) or self._sent(plan, root)
-        self.counters.row(collective, plan.name).add_sent(num_bytes, spent, inter, intra)
+        self.counters.planned[collective, plan.name].add(num_bytes, spent, inter, intra)
 
     def _sent(self, plan: Plan, root: int) -> tuple[Plan, int, int]:
         """What a run of ``plan`` sends. The plan is kept with it, so that its id stays its own."""
@@ -235,15 +284,20 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         seconds: float = self._gloo.options._timeout.total_seconds()  # where torch's own _set_pg_timeout puts it
         return seconds
 
-    def _fail(self, error: RuntimeError, collective: str, started: int, opts: Any) -> NoReturn:
-        """A wait broke: say who, where, and what; tell the other ranks."""
-        waited_s = (perf_counter_ns() - started) / 1e9
+    def _fail(
+        self, error: RuntimeError, collective: str, started: int, opts: Any, sequence: int | None = None
+    ) -> NoReturn:
+        """A wait broke: say who, where, and what; tell the other ranks. ``sequence``: of the call, where not the latest."""
+        if _REFUSAL in str(error):
+            raise Refused(str(error)) from error
+        waited_s = (now() - started) / 1e9
         seconds = timeout_of(opts)
         timeout_s = self._timeout_s if seconds is None else seconds
-        explained = self._planned.explain(error, collective, self._sequence, waited_s, timeout_s)
+        number = sequence or self._sequence
+        explained = self._planned.explain(error, collective, number, waited_s, timeout_s)
         # What the inner backend said stays in the text: programs look for "Timed out" or "Connection closed".
         kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
-        raise kind(f"{self.who}, {collective} #{self._sequence}: {explained}. Gloo's own message: {error}") from error
+        raise kind(f"{self.who}, {collective} #{number}: {explained}. Gloo's own message: {error}") from error
 
 
 def timeout_of(opts: Any) -> float | None:

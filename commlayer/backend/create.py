@@ -54,6 +54,7 @@ def make_group(
     """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone."""
     skip_methods()
     teach_monitored_barrier()
+    store = _own_keys(store, len(global_ranks))
     gloo = _gloo(store, "gloo", rank, len(global_ranks), timeout)
     job = None if is_default else world.current()
     if job is None:
@@ -94,6 +95,15 @@ def make_group(
     if is_default:
         world.remember(job, group)
     return group
+
+
+def _own_keys(store: Store, size: int) -> Store:
+    """``store`` without what an earlier group of the same name has left in it.
+
+    Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
+    found there. All ranks come once for each group, so the count of arrivals says which group of the name this is.
+    """
+    return PrefixStore(f"{(store.add('commlayer/arrivals', 1) - 1) // size}/", store)
 
 
 def _gloo(store: Store, tag: str, rank: int, size: int, timeout: timedelta) -> Any:

@@ -18,6 +18,7 @@ _MODULES = (
     "base",
     "exchanges",
     "group",
+    "issued",
     "messages",
     "moves",
     "options",

@@ -6,19 +6,20 @@ What is beyond Gloo: lists of any shapes, all dtypes, tensors that are not conti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, Work
 
-from commlayer.backend.base import timeout_of
+from commlayer.backend.base import now, timeout_of
 from commlayer.backend.moves import Moves, Tensors
 from commlayer.backend.options import make
-from commlayer.backend.tensors import as_bytes, is_plain, join, land, landing, real, reals, spread
+from commlayer.backend.tensors import MOVABLE, as_bytes, is_plain, join, land, landing, real, reals, spread
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["Exchanges"]
+
+_TENSOR = torch.Tensor
 
 
 class Exchanges(Moves):
@@ -34,18 +35,40 @@ class Exchanges(Moves):
         **named: Any,
     ) -> Work:
         """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
+        if (
+            self._is_direct
+            and type(opts) is AllToAllOptions
+            and type(input) is _TENSOR is type(output)
+            and input.dtype in MOVABLE
+            and input.is_cpu
+            and input.is_contiguous()
+            and output.is_contiguous()
+            and self._latest is None
+            and not self._progress.pending
+        ):
+            num_bytes = input.nbytes
+            self._check_splits("input", input, input_split_sizes)  # Gloo checks late, and not whether any is negative
+            if input_split_sizes or output_split_sizes or output.nbytes != num_bytes or output.dtype is not input.dtype:
+                self._check_splits("output", output, output_split_sizes)
+                self._check_alike(output, input, input_split_sizes or output_split_sizes)
+            sent = self._sent_bytes(num_bytes, input_split_sizes)
+            started = now()
+            work = self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+            if opts.asyncOp:
+                return self._under_way("all_to_all", num_bytes, work, opts, [output], *sent)
+            return self._await("all_to_all", num_bytes, started, work, opts, *sent)
         if type(opts) is not AllToAllOptions:
             opts = make(AllToAllOptions, opts, named.pop("timeout", None), named)
-        if type(input) is not torch.Tensor or type(output) is not torch.Tensor:
+        if type(input) is not _TENSOR or type(output) is not _TENSOR:
             input, output = real(input), real(output)
         if not input.is_cpu:
             device = self._on_device(input)
             return device.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
-        received = self._splits("output", output, output_split_sizes)
-        sent = self._splits("input", input, input_split_sizes)
-        if output.dtype != input.dtype:
-            raise TensorError(f"{self.who}: all_to_all from {input.dtype} to {output.dtype}: both must be the same")
-        return self._issue(opts, "all_to_all", [output], self._all_to_all, output, input, received, sent, opts)
+        self._check_splits("output", output, output_split_sizes)
+        self._check_splits("input", input, input_split_sizes)
+        self._check_alike(output, input, input_split_sizes or output_split_sizes)
+        splits = output_split_sizes, input_split_sizes
+        return self._issue(opts, "all_to_all", [output], self._all_to_all, output, input, *splits, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Work:
         """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from it; shapes may all differ."""
@@ -63,55 +86,63 @@ class Exchanges(Moves):
     # How: these run in the group's order
 
     def _all_to_all(
-        self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int], opts: Any
+        self, output: torch.Tensor, input: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
     ) -> None:
-        """``received``, ``sent``: elements from and to each rank; empty: even."""
-        if self._needs_look:
-            self._all_to_all_looked_at(output, input, received, sent, opts)
-        elif not received and not sent and is_plain(input) and is_plain(output):
-            self._all_to_all_flat(input.nbytes, input.nbytes, output, input, [], [], opts)
-        else:
-            self._all_to_all_as_bytes(output, input, received, sent, opts)
+        """``received``, ``sent``: rows from and to each rank; empty: even."""
+        if self._needs_look and self._all_to_all_by_plan(output, input, received, sent, opts):
+            return
+        num_bytes = input.nbytes
+        inter, intra = self._sent_bytes(num_bytes, sent)
+        if is_plain(input) and is_plain(output):
+            call = self._gloo.alltoall_base
+            self._flat("all_to_all", num_bytes, call, output, input, received, sent, opts, inter=inter, intra=intra)
+            return
+        with torch.inference_mode():
+            source, target = as_bytes(input), landing(output)
+            into = target.view(torch.uint8)
+            received, sent = _in_bytes(output, received), _in_bytes(input, sent)
+            call = self._gloo.alltoall_base
+            self._flat("all_to_all", num_bytes, call, into, source, received, sent, opts, inter=inter, intra=intra)
+            land(output, target)
 
-    def _all_to_all_looked_at(
-        self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int], opts: Any
-    ) -> None:
-        sent = sent or [input.numel() // self._size] * self._size
-        received = received or [output.numel() // self._size] * self._size
+    def _sent_bytes(self, num_bytes: int, sent: Sequence[int]) -> tuple[int, int]:
+        """What this rank sends between nodes and inside its own: Gloo sends every block straight to its rank."""
+        if not sent:
+            return int(num_bytes * self._share_far), int(num_bytes * self._share_near)
+        rows = sum(sent)
+        width = num_bytes // rows if rows else 0
+        inter = width * sum(map(sent.__getitem__, self._far)) if self._far else 0
+        return inter, num_bytes - inter - width * sent[self._rank]
+
+    def _all_to_all_by_plan(
+        self, output: torch.Tensor, input: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
+    ) -> bool:
+        """Compare signatures and splits, where that is asked for; run a plan, where there is one."""
         if self._signatures is not None:
             seconds = timeout_of(opts) or self._timeout_s
             self._signatures.compare(self._sequence + 1, f"all_to_all({input.dtype})", seconds)
-            self._signatures.compare_splits(self._sequence + 1, sent, received, "elements", seconds)
+            given, wanted = (self._elements(x, splits) for x, splits in ((input, sent), (output, received)))
+            self._signatures.compare_splits(self._sequence + 1, given, wanted, "elements", seconds)
         plan = self._planned.plan_all_to_all(max(input.nbytes, output.nbytes)) if self._is_planning else None
         if plan is None:
-            self._all_to_all_as_bytes(output, input, received, sent, opts)
-            return
+            return False
         item = input.element_size()
         with torch.inference_mode():
             source, target = as_bytes(input), landing(output)
             self._sequence += 1
-            started = perf_counter_ns()
+            started = now()
             with torch._C._profiler._RecordFunctionFast(f"commlayer:all_to_all {plan.name}"):
                 self._planned.run_all_to_all(
                     plan,
                     source,
                     target.view(torch.uint8),
-                    [count * item for count in sent],
-                    [count * item for count in received],
+                    [count * item for count in self._elements(input, sent)],
+                    [count * item for count in self._elements(output, received)],
                     timeout_s=timeout_of(opts),
                 )
-            self.counters.row("all_to_all", plan.name).add(input.nbytes, perf_counter_ns() - started)
+            self.counters.planned["all_to_all", plan.name].add(input.nbytes, now() - started)
             land(output, target)
-
-    def _all_to_all_as_bytes(
-        self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int], opts: Any
-    ) -> None:
-        item = input.element_size()
-        with torch.inference_mode():
-            source, target = as_bytes(input), landing(output)
-            sent, received = [count * item for count in sent], [count * item for count in received]
-            self._all_to_all_flat(input.nbytes, source.numel(), target.view(torch.uint8), source, received, sent, opts)
-            land(output, target)
+        return True
 
     def _all_to_all_lists(self, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
         if any(x.dtype != inputs[0].dtype for x in (*inputs, *outputs)):
@@ -122,43 +153,39 @@ class Exchanges(Moves):
             self._all_to_all(arrived, join(inputs), received, sent, opts)
             spread(arrived, outputs)
 
-    def _all_to_all_flat(
-        self,
-        num_bytes: int,
-        total: int,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        received: list[int],
-        sent: list[int],
-        opts: Any,
-    ) -> None:
-        """Gloo's own, which sends every block straight to its rank: so what crosses which link is known here.
+    def _elements(self, x: torch.Tensor, splits: Sequence[int]) -> list[int]:
+        """Rows for each rank (empty: even) → elements."""
+        if not splits:
+            return [x.numel() // self._size] * self._size
+        rows = sum(splits)
+        return [count * x.numel() // rows if rows else 0 for count in splits]
 
-        Where one rank passes splits and another does not, both forms meet on the wire; Gloo sends the same messages.
-        """
-        row = self.counters.row("all_to_all")
-        before = row.inter, row.intra
-        self._flat("all_to_all", num_bytes, self._gloo.alltoall_base, output, input, received, sent, opts)
-        block = total // self._size
-        row.inter, row.intra = before
-        if row.inter >= 0:
-            row.inter += sum(sent[peer] for peer in self._far) if sent else block * len(self._far)
-            row.intra += sum(sent[peer] for peer in self._near) if sent else block * len(self._near)
+    def _check_alike(self, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]) -> None:
+        if output.dtype != input.dtype:
+            raise TensorError(f"{self.who}: all_to_all from {input.dtype} to {output.dtype}: both must be the same")
+        if not splits and output.numel() != input.numel():
+            raise TensorError(
+                f"{self.who}: all_to_all with even splits: {input.numel()} elements go out, so as many come in, but the output "
+                f"has {output.numel()}; pass split sizes if they differ"
+            )
 
-    def _splits(self, name: str, x: torch.Tensor, splits: Sequence[int]) -> list[int]:
-        """Rows → elements for each rank; empty: even. Raises before anything is sent."""
-        rows = x.size(0) if x.dim() else x.numel()
+    def _check_splits(self, name: str, x: torch.Tensor, splits: Sequence[int]) -> None:
+        """Before anything is sent: ``splits`` (empty: even) are rows of ``x`` for each rank."""
+        rows = x.size(0) if x.dim() else 1
         if not splits:
             if rows % self._size:
                 raise TensorError(
                     f"{self.who}: all_to_all with even splits: {rows} rows of the {name} do not divide by {self._size} ranks; "
                     f"pass {name}_split_sizes"
                 )
-            return []
-        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
+        elif sum(splits) != rows or len(splits) != self._size or min(splits) < 0:
             raise TensorError(
                 f"{self.who}: {name}_split_sizes must be {self._size} numbers that add up to the {rows} rows of the {name}, got "
                 f"{list(splits)}"
             )
-        width = x.numel() // rows if rows else 0
-        return [count * width for count in splits]
+
+
+def _in_bytes(x: torch.Tensor, splits: Sequence[int]) -> list[int]:
+    """Rows → bytes."""
+    rows = sum(splits)
+    return [count * x.nbytes // rows if rows else 0 for count in splits]

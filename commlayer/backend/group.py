@@ -172,6 +172,8 @@ class CommlayerGroup(Messages):
             return
         gloo, who = self._gloo, self.who
         if drain:
+            if self._latest is not None:
+                self._latest.settle()
             self._progress.drain()
             self._planned.close()
         else:

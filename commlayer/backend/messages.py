@@ -111,8 +111,7 @@ class Messages(Reductions):
             work = getattr(self._gloo, verb)([moved], *to)
         except RuntimeError as error:  # a connection that is known to be broken is found here
             raise self.message_error(error, what) from error
-        row = self.counters.row(verb)
-        row.add(tensor.nbytes, 0)
+        self.counters.flat[verb].add(tensor.nbytes, 0)
         message = Message(self, work, what, tensor, moved)
         if self._coalescing is None:
             return message

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from commlayer.backend.base import GroupBase
+from commlayer.backend.base import GroupBase, now
 from commlayer.backend.options import make
 from commlayer.backend.tensors import MOVABLE, as_bytes, flat, is_plain, land, landing, real, reals, spread
 from commlayer.profiles.errors import TensorError
@@ -29,7 +29,7 @@ from commlayer.profiles.errors import TensorError
 __all__ = ["Moves"]
 
 Tensors = Sequence[torch.Tensor]
-_TENSOR = torch.Tensor
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
 
 
 class Moves(GroupBase):
@@ -39,6 +39,26 @@ class Moves(GroupBase):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **named: Any) -> Work:
         """``output`` holds n times the elements of ``input``, in any shape; block k comes from rank k."""
+        if (
+            self._is_direct
+            and type(opts) is AllgatherOptions
+            and type(input) is _TENSOR is type(output)
+            and input.dtype in MOVABLE
+            and input.is_cpu
+            and input.is_contiguous()
+            and output.is_contiguous()
+            and self._latest is None
+            and not self._progress.pending
+        ):
+            started = now()
+            try:
+                work = self._gloo._allgather_base(output, input, opts)
+            except RuntimeError:  # shapes or dtypes that Gloo does not take; nothing was sent
+                pass
+            else:
+                if opts.asyncOp:
+                    return self._under_way("all_gather", output.nbytes, work, opts, [output])
+                return self._await("all_gather", output.nbytes, started, work, opts)
         if type(opts) is not AllgatherOptions:
             opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
         if type(input) is not _TENSOR or type(output) is not _TENSOR:
@@ -85,10 +105,29 @@ class Moves(GroupBase):
 
     def broadcast(self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         """The tensors of rank ``opts.rootRank`` become those of all."""
+        if self._is_direct and type(opts) is BroadcastOptions and type(tensors) is list:
+            tensor = tensors[0]
+            if (
+                type(tensor) is _TENSOR
+                and tensor.dtype in MOVABLE
+                and tensor.is_cpu
+                and tensor.layout is _STRIDED
+                and tensor.is_contiguous()
+                and len(tensors) == 1
+                and self._latest is None
+                and not self._progress.pending
+            ):
+                started, work = now(), self._gloo.broadcast(tensors, opts)
+                if opts.asyncOp:
+                    return self._under_way("broadcast", tensor.nbytes, work, opts, tensors)
+                return self._await("broadcast", tensor.nbytes, started, work, opts)
         if type(opts) is not BroadcastOptions:
             tensors = named.pop("tensor", tensors)
             opts = make(BroadcastOptions, opts, timeout, named)
-        tensors = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        if type(tensors[0]) is not _TENSOR:
+            tensors = reals(tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).broadcast(tensors, opts)
         return self._issue(opts, "broadcast", tensors, self._broadcast, tensors, opts)

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, UsageError
 
-__all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task"]
+__all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task", "too_long"]
 
 Task = Callable[..., None]
 Outputs = Any
@@ -37,6 +37,14 @@ _NO_TIMEOUT = timedelta(0)
 """torch's value for "as long as the call itself is allowed to take"."""
 _EXIT_PATIENCE_S = 1.0
 """How long the interpreter's end waits for a progress thread that is inside a call."""
+
+
+def too_long(queue: ProgressQueue, label: str, timeout_s: float) -> CollectiveTimeoutError:
+    """The error of a wait() that was told to give up early."""
+    return CollectiveTimeoutError(
+        f"{queue.who()}, {label}: Timed out waiting {timeout_s * 1000:.0f}ms in wait(); the call itself goes on and ends by "
+        "the group's timeout: wait longer, or look at the log of the rank that is late"
+    )
 
 
 class QueuedWork(Work):
@@ -69,10 +77,7 @@ class QueuedWork(Work):
         elif self._gate.acquire(timeout=timeout_s if timeout_s > 0 else -1):
             self._gate.release()
         else:
-            raise CollectiveTimeoutError(
-                f"{self._queue.who()}, {self._label}: Timed out waiting {timeout_s * 1000:.0f}ms in wait(); the call itself "
-                "goes on and ends by the group's timeout: wait longer, or look at the log of the rank that is late"
-            )
+            raise too_long(self._queue, self._label, timeout_s)
 
     def is_completed(self) -> bool:
         return self._done
@@ -165,7 +170,7 @@ class ProgressQueue:
         self._running = threading.Lock()  # held while a task runs
         self._counting = threading.Lock()  # guards the counter, and the order of the queue
         self.futures_lock = threading.Lock()
-        self._pending = 0
+        self.pending = 0  # calls that are queued or under way
         self._tasks: SimpleQueue[tuple[QueuedWork, Task, tuple[Any, ...]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._thread_id = 0
@@ -177,7 +182,7 @@ class ProgressQueue:
 
     def run(self, label: str, task: Task, args: tuple[Any, ...]) -> None:
         """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""
-        if self._pending and not self.is_progress_thread():
+        if self.pending and not self.is_progress_thread():
             self.submit(label, None, task, args).wait()
             return
         with self._running:
@@ -196,7 +201,7 @@ class ProgressQueue:
                     f"{self.who()}: {label} after the group was destroyed (or aborted): make another with "
                     "torch.distributed.new_group, or call destroy_process_group later"
                 )
-            self._pending += 1
+            self.pending += 1
             if self._thread is None:
                 # A daemon: a rank whose main thread dies must end at once, so that its peers see it.
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -226,12 +231,9 @@ class ProgressQueue:
 
     def _work(self) -> None:
         self._thread_id = threading.get_ident()
-        # Copies into outputs must work for tensors that need gradients and for inference tensors; the caller's own mode
-        # is not this thread's.
-        with torch.inference_mode():
-            while (item := self._tasks.get()) is not None:
-                self._run_item(*item)
-                del item  # or the last call's tensors would live until the next call
+        while (item := self._tasks.get()) is not None:
+            self._run_item(*item)
+            del item  # or the last call's tensors would live until the next call
         self._thread_id = 0  # the system may give it to another thread
 
     def _run_item(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:
@@ -239,7 +241,7 @@ class ProgressQueue:
             self._execute(work, task, args)  # with the callbacks of its future
         finally:
             with self._counting:
-                self._pending -= 1
+                self.pending -= 1
             work.open()  # last, so that a caller who then makes a synchronous call finds nothing queued
 
     def _execute(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from commlayer.backend.arithmetic import AVG, NATIVE, PLAN_NAMES, carrier, reduce_rows
+from commlayer.backend.arithmetic import AVG, FLOATS, NATIVE, PLAN_NAMES, carrier, reduce_rows
+from commlayer.backend.base import Refused, now
 from commlayer.backend.exchanges import Exchanges
 from commlayer.backend.moves import Tensors
 from commlayer.backend.options import like, make, with_op
@@ -30,6 +31,7 @@ from commlayer.scheduler.plan import Plan
 __all__ = ["Reductions"]
 
 _STRIDED = torch.strided
+_TENSOR = torch.Tensor
 
 
 class Reductions(Exchanges):
@@ -37,10 +39,37 @@ class Reductions(Exchanges):
 
     def allreduce(self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         """Every element becomes its reduction over all ranks, the same bits on every rank. In place."""
+        if self._is_direct and type(opts) is AllreduceOptions and type(tensors) is list:
+            tensor = tensors[0]
+            if (
+                # Asking for the operation costs as much as all this together. Gloo has those that floats commonly get, and
+                # says before it sends anything where it has not.
+                type(tensor) is _TENSOR
+                and tensor.dtype in FLOATS
+                and tensor.is_cpu
+                and tensor.layout is _STRIDED
+                and tensor.is_contiguous()
+                and len(tensors) == 1
+                and self._latest is None
+                and not self._progress.pending
+            ):
+                if not opts.asyncOp:
+                    try:
+                        return self._await(
+                            "all_reduce", tensor.nbytes, now(), self._gloo.allreduce(tensors, opts), opts
+                        )
+                    except Refused:
+                        pass
+                elif self._is_native(tensor, opts):
+                    work = self._gloo.allreduce(tensors, opts)
+                    return self._under_way("all_reduce", tensor.nbytes, work, opts, tensors)
         if type(opts) is not AllreduceOptions:
             tensors = named.pop("tensor", tensors)
             opts = make(AllreduceOptions, opts, timeout, named)
-        tensors = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        if isinstance(tensors, torch.Tensor):
+            tensors = [tensors]
+        if type(tensors[0]) is not _TENSOR:
+            tensors = reals(tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).allreduce(tensors, opts)
         return self._issue(opts, "all_reduce", tensors, self._all_reduce, tensors, opts)
@@ -65,9 +94,29 @@ class Reductions(Exchanges):
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **named: Any) -> Work:
         """``input`` holds n times the elements of ``output``, in any shape; rank k gets the reduction of block k."""
+        if (
+            self._is_direct
+            and type(opts) is ReduceScatterOptions
+            and not opts.asyncOp
+            and type(input) is _TENSOR is type(output)
+            and input.dtype in FLOATS
+            and input.dtype is output.dtype
+            and input.dim() == 1 == output.dim()
+            and input.is_cpu
+            and input.is_contiguous()
+            and output.is_contiguous()
+            and input.numel() == self._size * output.numel()
+            and self._latest is None
+            and not self._progress.pending
+        ):
+            try:  # see allreduce
+                work = self._gloo._reduce_scatter_base(output, input, opts)
+                return self._await("reduce_scatter", input.nbytes, now(), work, opts)
+            except Refused:
+                pass
         if type(opts) is not ReduceScatterOptions:
             opts = make(ReduceScatterOptions, opts, named.pop("timeout", None), named)
-        if type(input) is not torch.Tensor or type(output) is not torch.Tensor:
+        if type(input) is not _TENSOR or type(output) is not _TENSOR:
             input, output = real(input), real(output)
         if not input.is_cpu:
             return self._on_device(input).reduce_scatter_single(output, input, opts)
@@ -101,11 +150,14 @@ class Reductions(Exchanges):
 
     # How: these run in the group's order
 
+    def _is_native(self, tensor: torch.Tensor, opts: Any) -> bool:
+        return tensor.dtype in NATIVE[opts.reduceOp.op]
+
     def _all_reduce(self, tensors: Tensors, opts: Any) -> None:
         tensor, op = tensors[0], opts.reduceOp.op
         if (
             len(tensors) > 1 or tensor.layout is not _STRIDED
-        ):  # sparse, or one tensor for each of a rank's devices: Gloo's own
+        ):  # sparse, or a tensor for each of a rank's devices: Gloo's own
             self._all_reduce_unusual(tensors, op, opts)
             return
         if tensor.dtype not in NATIVE[op] or not tensor.is_contiguous():
@@ -173,15 +225,13 @@ class Reductions(Exchanges):
                 f"{self._size} times the elements of the output, which has {output.numel()} of {output.dtype}"
             )
         op = opts.reduceOp.op
-        is_native = input.dtype in NATIVE[op] and input.is_contiguous() and output.is_contiguous()
-        if not is_native:
+        if input.dtype not in NATIVE[op] or not (input.is_contiguous() and output.is_contiguous()):
             with torch.inference_mode():
                 self._reduce_scatter_carried(output, input, opts)
             return
         num_bytes = input.nbytes
         plan = self._look("reduce_scatter", input, num_bytes, op=op, timeout=opts.timeout) if self._needs_look else None
-        if output.dim() != 1 or input.dim() != 1 or plan is not None:
-            output, input = output.detach().view(-1), input.detach().view(-1)
+        output, input = output.detach().view(-1), input.detach().view(-1)
         if plan is None:
             self._flat("reduce_scatter", num_bytes, self._gloo._reduce_scatter_base, output, input, opts)
         else:

@@ -1,0 +1,112 @@
+"""An asynchronous call that the inner backend has under way already: a flat one, made while nothing else was.
+
+No thread of ours waits for it, as none does on Gloo itself, until somebody wants a future. Then the progress thread does,
+and what the program issues from then on is queued behind the future's callbacks. Where that is, the program's text says,
+so it is the same place on every rank.
+
+There is one such call in a group at most: Gloo, which has two threads, would start a second before the first has ended,
+and two calls on one tensor would race. (One thread would keep them apart, but makes every call 10 to 20 % slower.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from commlayer.backend.progress import ProgressQueue, QueuedWork, too_long
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["IssuedWork"]
+
+_NO_TIMEOUT = timedelta(0)
+End = Callable[[RuntimeError | None], None]
+"""Counts the call, or raises what its failure means."""
+
+
+class IssuedWork(Work):
+    """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever thread sees the end."""
+
+    def __init__(self, queue: ProgressQueue, label: str, outputs: Any, inner: Work, end: End) -> None:
+        super().__init__()
+        self._queue, self._label, self._outputs, self._inner, self._end = queue, label, outputs, inner, end
+        self._lock = threading.Lock()
+        self._done = False
+        self._error: BaseException | None = None
+        self._queued: QueuedWork | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
+
+        Raises PeerError, CollectiveTimeoutError: also where ``timeout`` passes first (the call goes on).
+        """
+        if not self._done:
+            seconds = timeout.total_seconds()
+            try:
+                self._inner.wait(timeout) if seconds > 0 else self._inner.wait()
+            except RuntimeError as error:
+                if seconds > 0 and not self._inner.is_completed():
+                    raise too_long(self._queue, self._label, seconds) from error
+                self._close(error)
+            else:
+                self._close(None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def settle(self) -> None:
+        """Return when the call has ended, well or not: whoever waits for it is told which."""
+        with contextlib.suppress(RuntimeError):
+            self.wait()
+
+    def _close(self, error: RuntimeError | None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            try:
+                self._end(error)
+            except Exception as explained:  # noqa: BLE001  carried to whoever waits
+                self._error = explained
+            self._done = True
+
+    def is_completed(self) -> bool:
+        return self._done or bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        if not self._done and self._inner.is_completed():
+            try:
+                self.wait()
+            except Exception as error:  # noqa: BLE001
+                return error
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        """The call's outputs. Raises UsageError before it has ended."""
+        if not self.is_completed():
+            raise UsageError(f"{self._queue.who()}, {self._label}: result() before the call has ended: wait() first")
+        return self._outputs
+
+    def _wait_queued(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs. Its callbacks run before the group's next collective."""
+        with self._lock:
+            if self._queued is None:
+                if self._done:  # also after the group's end
+                    self._queued = QueuedWork(self._queue, self._label, self._outputs)
+                    self._queued.finish(self._error)
+                else:
+                    self._queued = self._queue.submit(self._label, self._outputs, self._wait_queued, ())
+        return self._queued.get_future()
