@@ -50,23 +50,35 @@ class Stats(TypedDict):
 
 
 class Row:
-    """Counters of one collective moved by one plan. ``inter`` and ``intra`` are bytes; -1: not known."""
+    """Counters of one collective moved by one plan. ``inter``, ``intra``: bytes sent; ``even``: bytes of calls that sent
+    every rank of the group the same share, whose links are told apart when somebody reads."""
 
-    __slots__ = ("calls", "inter", "intra", "logical_bytes", "time_ns")
+    __slots__ = ("calls", "even", "inter", "intra", "is_known", "logical_bytes", "time_ns")
+    UNKNOWN, EVEN = -1, -2
+    """In place of the bytes between nodes: not known; by shares."""
 
     def __init__(self) -> None:
-        self.calls = self.logical_bytes = self.time_ns = self.inter = self.intra = 0
+        self.calls = self.logical_bytes = self.time_ns = self.inter = self.intra = self.even = 0
+        self.is_known = True
 
-    def add(self, num_bytes: int, time_ns: int, inter: int = -1, intra: int = 0) -> None:
-        """One call, which sent so many bytes over each link class; ``inter`` -1: not known."""
+    def add(self, num_bytes: int, time_ns: int, inter: int = UNKNOWN, intra: int = 0) -> None:
+        """One call, which sent so many bytes over each link class."""
         self.calls += 1
         self.logical_bytes += num_bytes
         self.time_ns += time_ns
-        if inter < 0:
-            self.inter = -1
-        elif self.inter >= 0:
+        if inter >= 0:
             self.inter += inter
             self.intra += intra
+        elif inter == Row.EVEN:
+            self.even += num_bytes
+        else:
+            self.is_known = False
+
+    def wire_bytes(self, shares: tuple[float, float]) -> dict[str, int] | None:
+        """What was sent, by link class; None where only the inner backend knows."""
+        if not self.is_known:
+            return None
+        return {"inter": self.inter + round(self.even * shares[0]), "intra": self.intra + round(self.even * shares[1])}
 
 
 class GroupCounters:
@@ -76,6 +88,8 @@ class GroupCounters:
         self.group, self.rank, self.ranks = group, rank, ranks
         self.describe: Callable[[], str] = str
         self.reasons: Callable[[], Mapping[str, int]] = dict
+        self.shares = 0.0, 0.0
+        """How much of an even all_to_all leaves the node, and goes to others on it."""
         self._reasons_before: dict[str, int] = {}
         self.flat: defaultdict[str, Row] = defaultdict(Row)
         """Counters of the inner backend's own calls, by collective."""
@@ -111,7 +125,7 @@ class GroupCounters:
                     "plan": plan,
                     "calls": row.calls,
                     "logical_bytes": row.logical_bytes,
-                    "wire_bytes": None if row.inter < 0 else {"inter": row.inter, "intra": row.intra},
+                    "wire_bytes": row.wire_bytes(self.shares),
                     "time_us": row.time_ns / 1000,
                 }
                 for collective, plan, row in self._rows()

@@ -28,7 +28,7 @@ from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, GroupError, TensorError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Plan
-from commlayer.statistics import GroupCounters
+from commlayer.statistics import GroupCounters, Row
 
 __all__ = ["GroupBase", "Refused", "now", "timeout_of"]
 
@@ -37,6 +37,7 @@ _record = torch._C._profiler._RecordFunctionFast
 Call = Callable[..., Work]
 
 
+_EVEN = Row.EVEN
 _REFUSAL = "Cannot use ReduceOp"
 """How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
 
@@ -101,9 +102,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.counters.describe = lambda: group.group_desc if (group := me()) else ""
         node_of = {member: index for index, members in enumerate(planned.nodes) for member in members}
         self._far = [member for member in range(self._size) if node_of[member] != node_of[rank]]
-        self._share_far = len(self._far) / self._size
-        """How much of an even all_to_all leaves this node."""
-        self._share_near = (self._size - len(self._far) - 1) / self._size
+        self.counters.shares = len(self._far) / self._size, (self._size - len(self._far) - 1) / self._size
         self._sent_plans: dict[tuple[int, int], tuple[Plan, int, int]] = {}
 
     @property
@@ -198,8 +197,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     # Running
 
-    def _flat(self, collective: str, num_bytes: int, call: Call, *args: Any, inter: int = -1, intra: int = 0) -> None:
-        """The inner backend's own call. ``args[-1]`` are its options; ``inter``, ``intra``: the bytes it sends, where known."""
+    def _flat(
+        self, collective: str, num_bytes: int, call: Call, *args: Any, inter: int = Row.UNKNOWN, intra: int = 0
+    ) -> None:
+        """The inner backend's own call. ``args[-1]`` are its options; ``inter``, ``intra``: the bytes it sends (see Row)."""
         if _profiling():
             with _record(f"commlayer:{collective} flat"):
                 self._await(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
@@ -207,7 +208,14 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             self._await(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
 
     def _await(
-        self, collective: str, num_bytes: int, started: int, work: Work, opts: Any, inter: int = -1, intra: int = 0
+        self,
+        collective: str,
+        num_bytes: int,
+        started: int,
+        work: Work,
+        opts: Any,
+        inter: int = Row.UNKNOWN,
+        intra: int = 0,
     ) -> Work:
         """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
         self._sequence += 1
@@ -215,19 +223,28 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             work.wait()
         except RuntimeError as error:
             self._fail(error, collective, started, opts)
-        row = self.counters.flat[collective]
+        row = self.counters.flat[collective]  # row.add, without the call
         row.calls += 1
         row.logical_bytes += num_bytes
         row.time_ns += now() - started
-        if inter < 0:
-            row.inter = -1
-        elif row.inter >= 0:
+        if inter >= 0:
             row.inter += inter
             row.intra += intra
+        elif inter == _EVEN:
+            row.even += num_bytes
+        else:
+            row.is_known = False
         return DONE
 
     def _under_way(
-        self, collective: str, num_bytes: int, work: Work, opts: Any, outputs: Any, inter: int = -1, intra: int = 0
+        self,
+        collective: str,
+        num_bytes: int,
+        work: Work,
+        opts: Any,
+        outputs: Any,
+        inter: int = Row.UNKNOWN,
+        intra: int = 0,
     ) -> Work:
         """An asynchronous call that has just been issued."""
         self._sequence += 1

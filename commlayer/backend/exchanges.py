@@ -16,10 +16,12 @@ from commlayer.backend.moves import Moves, Tensors
 from commlayer.backend.options import make
 from commlayer.backend.tensors import MOVABLE, as_bytes, is_plain, join, land, landing, real, reals, spread
 from commlayer.profiles.errors import TensorError
+from commlayer.statistics import Row
 
 __all__ = ["Exchanges"]
 
 _TENSOR = torch.Tensor
+EVEN = (Row.EVEN, 0)
 
 
 class Exchanges(Moves):
@@ -46,12 +48,17 @@ class Exchanges(Moves):
             and self._latest is None
             and not self._progress.pending
         ):
-            num_bytes = input.nbytes
-            self._check_splits("input", input, input_split_sizes)  # Gloo checks late, and not whether any is negative
-            if input_split_sizes or output_split_sizes or output.nbytes != num_bytes or output.dtype is not input.dtype:
-                self._check_splits("output", output, output_split_sizes)
-                self._check_alike(output, input, input_split_sizes or output_split_sizes)
-            sent = self._sent_bytes(num_bytes, input_split_sizes)
+            num_bytes, sent = input.nbytes, EVEN
+            if (
+                input_split_sizes
+                or output_split_sizes
+                or output.nbytes != num_bytes
+                or output.dtype is not input.dtype
+                or not input.dim()
+                or input.size(0) % self._size
+            ):  # Gloo checks late, and not whether any is negative
+                self._check_all(output, input, output_split_sizes, input_split_sizes)
+                sent = self._sent_bytes(num_bytes, input_split_sizes)
             started = now()
             work = self._gloo.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
             if opts.asyncOp:
@@ -64,10 +71,8 @@ class Exchanges(Moves):
         if not input.is_cpu:
             device = self._on_device(input)
             return device.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
-        self._check_splits("output", output, output_split_sizes)
-        self._check_splits("input", input, input_split_sizes)
-        self._check_alike(output, input, input_split_sizes or output_split_sizes)
         splits = output_split_sizes, input_split_sizes
+        self._check_all(output, input, *splits)
         return self._issue(opts, "all_to_all", [output], self._all_to_all, output, input, *splits, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Work:
@@ -108,7 +113,7 @@ class Exchanges(Moves):
     def _sent_bytes(self, num_bytes: int, sent: Sequence[int]) -> tuple[int, int]:
         """What this rank sends between nodes and inside its own: Gloo sends every block straight to its rank."""
         if not sent:
-            return int(num_bytes * self._share_far), int(num_bytes * self._share_near)
+            return EVEN
         rows = sum(sent)
         width = num_bytes // rows if rows else 0
         inter = width * sum(map(sent.__getitem__, self._far)) if self._far else 0
@@ -160,10 +165,14 @@ class Exchanges(Moves):
         rows = sum(splits)
         return [count * x.numel() // rows if rows else 0 for count in splits]
 
-    def _check_alike(self, output: torch.Tensor, input: torch.Tensor, splits: Sequence[int]) -> None:
+    def _check_all(
+        self, output: torch.Tensor, input: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        self._check_splits("output", output, received)
+        self._check_splits("input", input, sent)
         if output.dtype != input.dtype:
             raise TensorError(f"{self.who}: all_to_all from {input.dtype} to {output.dtype}: both must be the same")
-        if not splits and output.numel() != input.numel():
+        if not (received or sent) and output.numel() != input.numel():
             raise TensorError(
                 f"{self.who}: all_to_all with even splits: {input.numel()} elements go out, so as many come in, but the output "
                 f"has {output.numel()}; pass split sizes if they differ"

@@ -105,7 +105,7 @@ class Reductions(Exchanges):
             and input.is_cpu
             and input.is_contiguous()
             and output.is_contiguous()
-            and input.numel() == self._size * output.numel()
+            and input.nbytes == self._size * output.nbytes
             and self._latest is None
             and not self._progress.pending
         ):

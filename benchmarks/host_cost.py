@@ -1,0 +1,103 @@
+"""What a call costs on the host: the backend `commlayer` with flat calls against Gloo, through torch.distributed.
+
+Every rank holds a group of each backend, and they take turns in blocks of calls, so that drifts of a noisy machine hit
+both. Printed are low percentiles of the time of one call and their ratio: with more than one rank on few cores, higher
+ones show the scheduler of the operating system.
+
+    python benchmarks/host_cost.py --ranks 1 2 --calls 4000
+
+Ranks run on loopback: nothing here says anything about a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
+from commlayer.emulation import EmulatedCluster
+
+Call = Callable[[dist.ProcessGroup], object]
+PERCENTILES = (1, 5, 25, 50)
+
+
+def calls(size: int) -> dict[str, Call]:
+    """What is timed, by name; each makes its tensors once."""
+    small, block = torch.ones(4), torch.ones(256 * size)
+    out, gathered, part = torch.empty(256 * size), torch.empty(256 * size), torch.empty(256)
+    even = [256] * size
+
+    def asynchronous(group: dist.ProcessGroup) -> None:
+        work = dist.all_reduce(small, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+
+    return {
+        "all_reduce 16 B": lambda group: dist.all_reduce(small, group=group),
+        "all_reduce 16 B, async_op": asynchronous,
+        "all_gather_single 1 KiB": lambda group: dist.all_gather_single(gathered, part, group=group),
+        "reduce_scatter_single 1 KiB": lambda group: dist.reduce_scatter_single(part, gathered, group=group),
+        "all_to_all_single 1 KiB": lambda group: dist.all_to_all_single(out, block, group=group),
+        "all_to_all_single 1 KiB, splits": lambda group: dist.all_to_all_single(out, block, even, even, group=group),
+        "broadcast 16 B": lambda group: dist.broadcast(small, 0, group=group),
+        "barrier": lambda group: dist.barrier(group=group),
+    }
+
+
+def measure(num_calls: int, block: int = 50) -> dict[str, dict[str, list[float]]]:
+    """On a rank: the times of single calls, µs, by name and backend."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    # A rank and the threads of its groups on one core: else a group is fast or slow by where its threads happen to land.
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    os.environ["COMMLAYER_PROFILE"] = "none"
+    dist.init_process_group("gloo")
+    groups = {"gloo": dist.group.WORLD, "commlayer": dist.new_group(backend="commlayer")}
+    times: dict[str, dict[str, list[float]]] = {}
+    gc.disable()
+    for name, call in calls(dist.get_world_size()).items():
+        found: dict[str, list[float]] = {backend: [] for backend in groups}
+        for _ in range(num_calls // block):
+            for backend, group in groups.items():
+                assert group is not None
+                for _ in range(3):
+                    call(group)
+                for _ in range(block):
+                    began = time.perf_counter_ns()
+                    call(group)
+                    found[backend].append((time.perf_counter_ns() - began) / 1000)
+        times[name] = found
+    return times
+
+
+def percentile(values: list[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host cost of a call on the backend commlayer against Gloo.")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--calls", type=int, default=4000, help="timed calls of each kind on each backend")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, µs of one call on rank 0, gloo / commlayer = ratio")
+    for ranks in options.ranks:
+        with EmulatedCluster(1, ranks, mode="loopback") as cluster:
+            times = cluster.run(measure, options.calls, timeout_s=600)[0]
+        print(f"\n{ranks} rank{'s' if ranks > 1 else ''}" + "".join(f"{f'p{p}':>26}" for p in PERCENTILES))
+        for name, found in times.items():
+            cells = []
+            for percent in PERCENTILES:
+                gloo, ours = (percentile(found[backend], percent) for backend in ("gloo", "commlayer"))
+                cells.append(f"{gloo:9.1f} /{ours:7.1f} ={ours / gloo:5.2f}")
+            print(f"{name:32}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
