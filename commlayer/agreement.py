@@ -7,6 +7,7 @@ call, and read at the next one, when it has long ended.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 
 import torch
@@ -19,7 +20,7 @@ class AgreedMaximum:
     """``group`` is used for nothing else. All ranks call :meth:`exchange` equally often."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
         with torch.inference_mode(False):  # a tensor made in that mode can be written in it only
             self._value = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
@@ -38,5 +39,12 @@ class AgreedMaximum:
             previous = int(self._value)
         self.calls += 1
         self._value.fill_(value)
-        self._work = self._group.allreduce([self._value], self._options)
+        self._work = self.group.allreduce([self._value], self._options)
         return previous
+
+    def finish(self) -> None:
+        """Wait a moment for the latest exchange: a group that is freed with one under way waits for it, out of our hands."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):  # nobody will read it
+                self._work.wait(timedelta(seconds=1))
+            self._work = None

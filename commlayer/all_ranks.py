@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,10 @@ class AllRanks:
         if self.rank != 0:
             content = torch.empty(length, dtype=torch.uint8)
         return pickle.loads(self._sent(content).cpu().numpy().tobytes())
+
+    def name(self) -> str:
+        """Another name each time, the same on all ranks, for what they make together in their store."""
+        return str(self.from_first(uuid.uuid4().hex))
 
     def gather(self, text: str) -> list[str]:
         """``text`` of every rank, in rank order."""

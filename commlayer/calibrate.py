@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from commlayer.all_ranks import AllRanks
@@ -49,19 +50,21 @@ _PROBE_MIN_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
 
-def planner_for(settings: Settings, topology: Topology, ranks: AllRanks, *, is_whole_job: bool) -> Planner | None:
+def planner_for(
+    settings: Settings, topology: Topology, ranks: AllRanks, *, is_whole_job: bool, timeout_s: float
+) -> Planner | None:
     """The planner of a job's groups; None where nothing is planned. Collective over ``ranks``, equal on all of them.
 
-    ``is_whole_job`` False: ``ranks`` are a part of the job, so that a named profile describes more nodes than ``topology``.
-    Raises ProfileNotFoundError, ProfileError, ProfileMismatchError for a named profile, DisagreementError where ranks hold
-    different ones, and what measuring raises.
+    ``timeout_s`` bounds every wait of a probe. ``is_whole_job`` False: ``ranks`` are a part of the job, so that a named profile
+    describes more nodes than ``topology``. Raises ProfileNotFoundError, ProfileError, ProfileMismatchError for a named profile,
+    DisagreementError where ranks hold different ones, and what measuring raises.
     """
     wanted = settings.profile or "auto"
     if wanted == "none" or ranks.size == 1 or (wanted == "auto" and settings.plan is not None):
         return None  # a plan that is forced on every call needs no prices
     if wanted != "auto":
         return Planner(_named(wanted, topology if is_whole_job else None, ranks))
-    profile = _calibrated(settings, topology, ranks)
+    profile = _calibrated(settings, topology, ranks, timeout_s)
     if profile is None:
         return None
     return Planner(profile, Policy(tolerance=_PROBE_TOLERANCE, min_bytes=_PROBE_MIN_BYTES))
@@ -74,14 +77,15 @@ def cache_folder(settings: Settings) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commlayer"
 
 
-def cluster_key(topology: Topology, identities: list[str], device_type: str) -> str:
-    """What must be equal for a cached profile to hold: which ranks share which nodes, their names, device, software.
+def cluster_key(topology: Topology, identities: list[str], device_type: str, intra: str) -> str:
+    """What must be equal for a cached profile to hold: which ranks share which nodes, their names, device, software, and
+    ``intra``, the setting.
 
     The order of nodes and of a node's ranks does not matter, nor do network namespaces, which have another name each time.
     """
     nodes = sorted((identities[members[0]].split("/")[0], len(members)) for members in topology.nodes)
     links = os.environ.get("COMMLAYER_EMULATED_LINKS", "")
-    content = repr((nodes, device_type, links, sorted(versions().items())))
+    content = repr((nodes, device_type, intra, links, sorted(versions().items())))
     return f"{topology.shape}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
@@ -108,22 +112,21 @@ def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
     return profile
 
 
-def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks) -> Profile | None:
+def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout_s: float) -> Profile | None:
     if not topology.is_uniform:
         _say(
             ranks,
             f"nodes hold different numbers of ranks ({topology.shape}), which is not measured: nothing is planned",
         )
         return None
-    key = cluster_key(topology, ranks.gather(node_identity()), ranks.device_type)
-    path = cache_folder(settings) / f"{key}.json"
-    cached = ranks.from_first(_cached(path) if ranks.rank == 0 else None)
+    key = cluster_key(topology, ranks.gather(node_identity()), ranks.device_type, settings.intra)
+    cached = ranks.from_first(_cached(settings, key) if ranks.rank == 0 else None)
     if cached is not None:
-        return parse_profile(cached, str(path))
+        return parse_profile(cached, f"the cached profile {key}")
     begin = time.perf_counter()
     try:
         profile = measure_cluster(
-            PROBE,
+            replace(PROBE, timeout_s=timeout_s),
             name=f"probe-{topology.shape}",
             kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
             source="measured when a job started without a profile, one or two samples of a few sizes a curve",
@@ -135,7 +138,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks) -> Prof
         return None
     took_s = time.perf_counter() - begin
     if ranks.rank == 0:
-        kept = _keep(profile, path)
+        kept = _keep(profile, settings, key)
         _say(
             ranks,
             f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, {kept}. `commlayer profile` "
@@ -144,21 +147,22 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks) -> Prof
     return profile
 
 
-def _cached(path: Path) -> str | None:
+def _cached(settings: Settings, key: str) -> str | None:
     """The text of a sound cached profile. A damaged one is measured again: it is ours, and nothing is lost."""
     try:
-        return load_profile(path).to_json()
-    except (CommlayerError, OSError) as error:
-        if path.exists():
-            print(f"commlayer: the cached profile cannot be used and is measured again: {error}", file=sys.stderr)
+        path = cache_folder(settings) / f"{key}.json"
+        return load_profile(path).to_json() if path.exists() else None
+    except (CommlayerError, OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        print(f"commlayer: the cached profile cannot be used and is measured again: {error}", file=sys.stderr)
         return None
 
 
-def _keep(profile: Profile, path: Path) -> str:
+def _keep(profile: Profile, settings: Settings, key: str) -> str:
     try:
+        path = cache_folder(settings) / f"{key}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
-    except (OSError, ProfileError) as error:
+    except (OSError, RuntimeError, ProfileError) as error:
         return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
     return f"kept in {path}"
 

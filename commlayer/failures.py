@@ -24,7 +24,7 @@ from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, Peer
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-__all__ = ["Failure", "FailureBoard", "Wait"]
+__all__ = ["Failure", "FailureBoard", "Wait", "own_client"]
 
 Answer = TypeVar("Answer")
 
@@ -80,6 +80,12 @@ class _Verdict:
     seen_by: int
 
 
+def own_client(store: Any) -> Store:
+    """The same store through a connection of its own: a wait on one client holds up everybody else who asks it."""
+    clone: Store = store.clone()  # torch's annotations lack it
+    return clone
+
+
 class FailureBoard:
     """The place where the ranks of one grid write and read what broke. ``key`` is theirs alone in the job's store."""
 
@@ -88,6 +94,7 @@ class FailureBoard:
         self.key = key
         self.rank = rank
         self._is_unreachable = False
+        self._client: Store | None = None
 
     def report(self, wait: Wait, failure: Failure) -> None:
         """Write for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
@@ -103,7 +110,9 @@ class FailureBoard:
         note = ""
         try:
             until = time.monotonic() + settle_s
-            verdict = self._bounded(lambda: self._follow(wait, failure, until), settle_s + _STORE_PATIENCE_S)
+            verdict = self._bounded(
+                lambda store: self._follow(store, wait, failure, until), settle_s + _STORE_PATIENCE_S
+            )
         except Exception:  # noqa: BLE001  any failure of the store means the same here, and the first error matters more
             verdict = _Verdict(wait.peers, failure.what, wait.rank)
             note = " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
@@ -115,13 +124,13 @@ class FailureBoard:
             f"log of {culprit}, then restart the job"
         )
 
-    def _follow(self, wait: Wait, failure: Failure, until: float) -> _Verdict:
+    def _follow(self, store: Store, wait: Wait, failure: Failure, until: float) -> _Verdict:
         """From rank to rank along what they wait for, to those who wait for nobody."""
         seen = {wait.rank}
         sources = dict.fromkeys(wait.peers, (failure.what, wait.rank))
         while True:
             following: dict[int, tuple[str, int]] = {}
-            reports = {peer: self._read(peer, until) for peer in sources}
+            reports = {peer: self._read(store, peer, until) for peer in sources}
             silent = tuple(peer for peer, report in reports.items() if report is None)
             for peer, report in reports.items():
                 if report is None:
@@ -138,15 +147,17 @@ class FailureBoard:
                 what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
                 return _Verdict(wait.peers, what, wait.rank)
 
-    def _bounded(self, ask: Callable[[], Answer], seconds: float) -> Answer:
-        """``ask()`` of the store, which waits for ever where the way to it is cut and nothing says so."""
+    def _bounded(self, ask: Callable[[Store], Answer], seconds: float) -> Answer:
+        """``ask(store)``, which waits for ever where the way to it is cut and nothing says so."""
         if self._is_unreachable:
             raise TimeoutError
         answer: Future[Answer] = Future()
 
         def run() -> None:
             try:
-                answer.set_result(ask())
+                if self._client is None:  # made when it is needed, which is hardly ever
+                    self._client = own_client(self.store)
+                answer.set_result(ask(self._client))
             except BaseException as error:  # noqa: BLE001  carried to the thread that asks
                 answer.set_exception(error)
 
@@ -157,20 +168,20 @@ class FailureBoard:
             self._is_unreachable = True  # the thread still holds the store's lock: nobody may ask again
             raise
 
-    def _read(self, rank: int, until: float) -> dict[str, Any] | None:
+    def _read(self, store: Store, rank: int, until: float) -> dict[str, Any] | None:
         """What ``rank`` wrote, or None when it has not until then. The clock runs once for all reads of one verdict."""
         key = f"{self.key}/{rank}"
-        while not self.store.check([key]):
+        while not store.check([key]):
             if time.monotonic() > until:
                 return None
             time.sleep(_POLL_S)
-        report: dict[str, Any] = json.loads(self.store.get(key))
+        report: dict[str, Any] = json.loads(store.get(key))
         return report
 
     def _write(self, report: dict[str, Any]) -> None:
         key, text = f"{self.key}/{self.rank}", json.dumps(report)
         try:
-            self._bounded(lambda: self.store.compare_set(key, "", text), _STORE_PATIENCE_S)  # the first one counts
+            self._bounded(lambda store: store.compare_set(key, "", text), _STORE_PATIENCE_S)  # the first one counts
         except Exception:  # noqa: BLE001  see explain
             return
 

@@ -73,8 +73,8 @@ def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCur
 class GroupProber:
     """The three groups of this rank. Making one is collective, and its connections end with it."""
 
-    def __init__(self, prober: Prober, topology: Topology, timeout_s: float, serial: int) -> None:
-        self._prober = prober
+    def __init__(self, prober: Prober, topology: Topology, timeout_s: float) -> None:
+        self._prober, self._name = prober, prober.ranks.name()
         rank = prober.ranks.rank
         node, place = topology.node_of(rank), topology.local_rank_of(rank)
         rail = tuple(members[place] for members in topology.nodes)
@@ -85,12 +85,12 @@ class GroupProber:
             ("rail", rail, tuple((member,) for member in rail)),
         ):
             if len(ranks) > 1:
-                self._groups[where] = self._group(where, ranks, nodes, timeout_s, serial)
+                self._groups[where] = self._group(where, ranks, nodes, timeout_s)
 
     def _group(
-        self, where: str, ranks: tuple[int, ...], nodes: tuple[tuple[int, ...], ...], timeout_s: float, serial: int
+        self, where: str, ranks: tuple[int, ...], nodes: tuple[tuple[int, ...], ...], timeout_s: float
     ) -> tuple[PlannedGroup, dist.ProcessGroup]:
-        rank, prefix = self._prober.ranks.rank, f"commlayer/profiler/{serial}/{where}/{ranks[0]}"
+        rank, prefix = self._prober.ranks.rank, f"commlayer/profiler/{self._name}/{where}/{ranks[0]}"
         store = PrefixStore(prefix, self._prober.ranks.store)
         planned = PlannedGroup(
             name=where,

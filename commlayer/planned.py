@@ -7,8 +7,10 @@ together: most groups of a trainer never need them.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -21,8 +23,9 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 from commlayer.agreement import AgreedMaximum
 from commlayer.connect import sharing_memory
 from commlayer.executor import drive
-from commlayer.failures import Failure, FailureBoard, Wait
-from commlayer.profiles.errors import ClusterError, PlanError, SettingsError
+from commlayer.failures import Failure, FailureBoard, Wait, own_client
+from commlayer.graveyard import bury
+from commlayer.profiles.errors import ClusterError, PlanError, SettingsError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.reductions import reducer
 from commlayer.scheduler.choose import Planner
@@ -149,7 +152,7 @@ class PlannedGroup:
         shape = tuple(len(node) for node in self.nodes)
         return Traffic(num_bytes, len(self.global_ranks), 1, self.link, collective, shape, is_ordered)
 
-    def plan_all_to_all(self, num_bytes: int) -> Plan | None:
+    def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
         """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
 
         Ranks see different numbers, and must decide alike: they decide by the largest of the *previous* call, on which they
@@ -162,12 +165,15 @@ class PlannedGroup:
             return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
         if self.planner is None or not self._two_level_may_pay:
             return None
+        patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
             self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s))
+        began = time.monotonic()
         try:
-            largest = self._agreed.exchange(num_bytes, self.timeout_s)
+            largest = self._agreed.exchange(num_bytes, patience_s)
         except RuntimeError as error:
-            raise self.explain(error, "all_to_all_v", self._agreed.calls, self.timeout_s, self.timeout_s) from error
+            waited_s = time.monotonic() - began
+            raise self.explain(error, "all_to_all_v", self._agreed.calls, waited_s, patience_s) from error
         return None if not largest else self.plan("all_to_all_v", 1 << (largest - 1).bit_length())
 
     @cached_property
@@ -175,7 +181,8 @@ class PlannedGroup:
         """Whether a two-level all_to_all is chosen for any size. The same on all ranks: the profile says it."""
         size = _SMALLEST_BYTES * len(self.global_ranks)
         while size <= _LARGEST_BYTES * len(self.global_ranks):
-            if self.plan("all_to_all_v", size) is not None:
+            plan = self._decide("all_to_all_v", size, is_ordered=False)
+            if isinstance(plan, Plan) and plan.strategy is not Strategy.FLAT:
                 return True
             size *= 4
         return False
@@ -197,12 +204,18 @@ class PlannedGroup:
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
         Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
         """
+        with self._telling():
+            self._run(plan, source, target, op, root, timeout_s or self.timeout_s)
+
+    def _run(
+        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, op: str, root: int, timeout_s: float
+    ) -> None:
         prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
         transport = self.connect_messages()
         buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target)}
         if prepared.staging_bytes:
             buffers[Buffer.STAGING] = self._stage(prepared.staging_bytes)
-        call = transport.start(plan, prepared.steps, buffers, timeout_s or self.timeout_s, reducer(source.dtype, op))
+        call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
         drive(plan, call)
         call.finish()
 
@@ -221,13 +234,25 @@ class PlannedGroup:
 
         Contiguous tensors. Raises as :meth:`run`.
         """
+        with self._telling():
+            self._run_all_to_all(plan, source, target, source_bytes, target_bytes, timeout_s or self.timeout_s)
+
+    def _run_all_to_all(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_bytes: Sequence[int],
+        target_bytes: Sequence[int],
+        timeout_s: float,
+    ) -> None:
         transport = self.connect_messages()
         two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
         staging = self._stage(two_level.staging_bytes)
         own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
         staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
         buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target), Buffer.STAGING: staging}
-        call = transport.start(plan, two_level.before(), buffers, timeout_s or self.timeout_s)
+        call = transport.start(plan, two_level.before(), buffers, timeout_s)
         call.post(0)
         call.require(0, 1)
         arrived = two_level.counts_region
@@ -242,6 +267,20 @@ class PlannedGroup:
                 call.require(needed, index)
             call.post(index)
         call.finish()
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
+        try:
+            yield
+        except UsageError:
+            raise  # found before a byte moved, and on all ranks alike
+        except ClusterError:
+            self.abort()
+            raise
+        except BaseException as error:
+            self.abort(f"left with {type(error).__name__}: {error}")
+            raise
 
     def wire_bytes(self, plan: Plan, root: int = 0) -> dict[Resource, int]:
         """What this rank sends in one run of ``plan``, by link class, bytes. (Of an all_to_all_v the splits say it.)"""
@@ -279,12 +318,16 @@ class PlannedGroup:
             )
 
     def close(self) -> None:
-        """Let go of connections. Not collective: whoever closes has seen its last call end, and so have its peers."""
+        """Let go of connections. Not collective: whoever closes has seen its last call end."""
         if self._transport is not None:
             for channel in set(self._transport.channels.values()):
                 group: object = channel.group
                 if isinstance(group, SharedMemoryGroup):
                     group.close()
+                bury(group)
+        if self._agreed is not None:
+            self._agreed.finish()
+            bury(self._agreed.group)
         self._transport, self._agreed, self.own_calls = None, None, None
 
     def _prepare(self, plan: Plan, root: int) -> _Prepared:
@@ -307,13 +350,14 @@ class PlannedGroup:
             except RuntimeError as error:
                 raise self._lonely("messages", error) from error
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
-            board = FailureBoard(self._store, "commlayer/failure", self.global_ranks[self.rank])
-            self._transport = GlooTransport(dict.fromkeys(Op, channel), board, self.global_ranks[self.rank])
+            self._transport = GlooTransport(dict.fromkeys(Op, channel), self._board, self.global_ranks[self.rank])
         return self._transport
 
     def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
         """A Gloo group of the members for one purpose. Collective. Raises ClusterError where a member does not come."""
-        store = PrefixStore(f"commlayer/{purpose}", self._store)
+        # A client of its own: the groups of a process share one, whose waits hold its lock. Two groups that connect on two
+        # threads, in another order on another rank, would wait for each other for ever.
+        store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
         try:
             group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:

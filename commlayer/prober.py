@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -23,9 +22,6 @@ from commlayer.scheduler.plan import Buffer, Plan
 
 __all__ = ["Prober", "world_grid"]
 
-_serial = count()
-"""Numbers the Probers of a job, each with a failure board of its own. Making one is collective: ranks count alike."""
-
 
 class Prober:
     """Runs plans on all ranks of the world in step, and times them. Making and closing one is collective.
@@ -39,7 +35,7 @@ class Prober:
         self.grid = world_grid(topology, self.ranks.rank)
         self.device = self.ranks.device_type
         self._where = self.ranks.device
-        board = FailureBoard(self.ranks.store, f"commlayer/failure/profiler/{next(_serial)}", self.ranks.rank)
+        board = FailureBoard(self.ranks.store, f"commlayer/failure/profiler/{self.ranks.name()}", self.ranks.rank)
         transport = connect(self.grid, self.device, board, timeout_s)
         self.executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
         self._timeout_s = timeout_s

@@ -207,14 +207,10 @@ def _group_sizes(options: SweepOptions) -> tuple[int, ...]:
     return sizes_between(options.min_bytes, largest, options.group_factor or options.factor**2)
 
 
-_serials = iter(range(1 << 30))
-"""Numbers the sweeps of a job. Measuring is collective: ranks count alike."""
-
-
 def _group_curves(
     prober: Prober, topology: Topology, options: SweepOptions, on_point: Callable[[Point, int], None] | None
 ) -> list[Curve]:
-    groups = GroupProber(prober, topology, options.timeout_s, next(_serials))
+    groups = GroupProber(prober, topology, options.timeout_s)
 
     def prepare(curve: GroupCurve, size: int) -> Callable[[], float]:
         return groups.runner(curve, size, check=options.check)

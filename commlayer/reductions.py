@@ -1,7 +1,8 @@
 """Sums (and products, minima, …) of blocks in memory, in a fixed order.
 
-Half-precision blocks are summed in FP32 and rounded once: torch's own loop over two of them at a time would round after
-each. All other dtypes are summed as they are.
+Half-precision blocks of one reduction are summed in FP32 and rounded once: torch's own loop over two of them at a time would
+round after each. (A plan over nodes has a reduction inside the node and one between nodes, so it rounds once for each.) All
+other dtypes are summed as they are.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 
 from commlayer.transport import Reducer
 
-__all__ = ["OPERATIONS", "can_reduce", "reducer"]
+__all__ = ["reducer"]
 
 Pairwise = Callable[..., torch.Tensor]
-OPERATIONS: dict[str, Pairwise] = {
+_OPERATIONS: dict[str, Pairwise] = {
     "sum": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
@@ -27,21 +28,12 @@ OPERATIONS: dict[str, Pairwise] = {
 }
 """By c10d's name in small letters: how two blocks become one."""
 _HALF = (torch.float16, torch.bfloat16)
-_BITWISE = ("band", "bor", "bxor")
-_ORDERED = (torch.float32, torch.float64, *_HALF, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-
-
-def can_reduce(dtype: torch.dtype, op: str) -> bool:
-    """Whether blocks of ``dtype`` can be reduced by ``op`` here."""
-    if op in _BITWISE:
-        return dtype in _ORDERED and not dtype.is_floating_point
-    return op in OPERATIONS and (dtype in _ORDERED or (dtype.is_complex and op in ("sum", "product")))
 
 
 @lru_cache(maxsize=256)
 def reducer(dtype: torch.dtype, op: str) -> Reducer:
     """How to reduce blocks of ``dtype``, given as bytes."""
-    pairwise = OPERATIONS[op]
+    pairwise = _OPERATIONS[op]
 
     def reduce(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         into = target.view(dtype)

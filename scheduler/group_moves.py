@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.moves import ALIGN, Copy, Message, Moves, Reduction, Region
+from commlayer.scheduler.moves import ALIGN, Copy, Message, Moves, Reduction, Region, tags_per_step
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
 __all__ = ["Group", "even_blocks", "group_moves"]
@@ -128,7 +128,7 @@ class _Stages:
         return last - first
 
     def of_step(self, index: int, step: Step) -> Moves:
-        tag = index * self.plan.traffic.group_size
+        tag = index * tags_per_step(self.plan)
         if step.op is Op.COPY:
             return Moves(copies=self._own_block())
         crosses = step.resource is Resource.INTER and len(self.nodes) > 1
@@ -283,7 +283,7 @@ class _Broadcast:
         self.i = self.here.index(group.rank)
 
     def of_step(self, index: int, step: Step) -> Moves:
-        tag = index * self.plan.traffic.group_size
+        tag = index * tags_per_step(self.plan)
         if step.op is Op.SCATTER:
             return self._scatter(tag, step.chunk)
         return self._across(tag, step.chunk) if step.resource is Resource.INTER else self._inside(tag, step.chunk)

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.moves import MAX_TAGS, tags_per_step
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.traffic import Traffic
 
@@ -66,8 +67,12 @@ def group_candidates(
     for count in chunk_counts:
         if count > max_chunks or traffic.logical_bytes / (count * traffic.group_size) < min_slice_bytes:
             return
-        if not _objection(traffic, Strategy.PIPELINED, count):
-            yield build_group(traffic, Strategy.PIPELINED, count)
+        if _objection(traffic, Strategy.PIPELINED, count):
+            return
+        plan = build_group(traffic, Strategy.PIPELINED, count)
+        if len(plan.steps) * tags_per_step(plan) > MAX_TAGS:
+            return  # hundreds of nodes: no transport could tell its messages apart
+        yield plan
 
 
 def _check(traffic: Traffic, strategy: Strategy, chunks: int) -> None:

@@ -16,9 +16,22 @@ from dataclasses import dataclass
 
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step
 
-__all__ = ["ALIGN", "Copy", "Message", "Moves", "Reduction", "Region", "moves", "staging_bytes"]
+__all__ = [
+    "ALIGN",
+    "MAX_TAGS",
+    "Copy",
+    "Message",
+    "Moves",
+    "Reduction",
+    "Region",
+    "moves",
+    "staging_bytes",
+    "tags_per_step",
+]
 
 ALIGN = 64
+MAX_TAGS = 1 << 14
+"""Message tags of one call. A transport keeps the calls in flight apart above them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,14 @@ class Moves:
     receives: tuple[Message, ...] = ()
     copies: tuple[Copy, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+
+
+def tags_per_step(plan: Plan) -> int:
+    """How many messages one rank may send another in one step, and so how far apart the steps' tags are."""
+    traffic = plan.traffic
+    if traffic.collective == "all_to_all" or traffic.collective == "all_to_all_v" or not traffic.is_uniform:
+        return traffic.group_size
+    return len(traffic.nodes)
 
 
 def staging_bytes(plan: Plan) -> int:

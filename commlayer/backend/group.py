@@ -15,9 +15,9 @@ import torch
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
 from commlayer.backend.base import Destroyed
-from commlayer.backend.graveyard import bury
 from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
+from commlayer.graveyard import bury
 
 __all__ = ["CommlayerGroup", "Together"]
 

@@ -97,7 +97,9 @@ def agree(gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeo
     from commlayer.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
     ranks = AllRanks(rank, len(global_ranks), PrefixStore("calibrate/", store), gloo, "cpu")
-    planner = planner_for(settings, topology, ranks, is_whole_job=not dist.is_initialized())
+    planner = planner_for(
+        settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout.total_seconds()
+    )
     return World(tuple(global_ranks), topology, settings, planner)
 
 
