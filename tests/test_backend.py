@@ -335,9 +335,12 @@ def test_monitored_barrier(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         rank, _, _ = start()
         dist.monitored_barrier(timeout=timedelta(seconds=10))
+        groups = [dist.new_group()]
         if rank == 1:
             time.sleep(1)
             return ""
+        with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier after 0 ms"):
+            dist.monitored_barrier(groups[0], timeout=timedelta(0))
         with pytest.raises(RuntimeError, match="onitoredBarrier") as error:
             dist.monitored_barrier(timeout=timedelta(seconds=0.3))
         return str(error.value)

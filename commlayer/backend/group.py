@@ -1,8 +1,8 @@
 """The process group of the backend ``commlayer``: every verb of c10d, a life cycle, and what torch asks of a group beside.
 
 All verbs are overridden under their old and their new names. Those that C++ calls without going through Python (gather,
-scatter, reduce, the ``_single`` forms from some functional operators) reach the inner Gloo, which is registered as this
-group's backend: right, but neither planned nor in this group's order.
+scatter, reduce, the ``_single`` forms from some functional operators) reach an inner Gloo of their own, which is registered
+as this group's backend: right, but neither planned nor counted nor in this group's order.
 """
 
 from __future__ import annotations
@@ -61,8 +61,6 @@ class CommlayerGroup(Messages):
     CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.backend.cuda`).
     """
 
-    _children = 0
-
     # Synchronisation
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
@@ -79,7 +77,9 @@ class CommlayerGroup(Messages):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
-        limit = timeout if timeout is not None and timeout.total_seconds() > 0 else timedelta(seconds=self._timeout_s)
+        is_given = timeout is not None and timeout >= timedelta(0)  # zero is a timeout too
+        is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
+        limit = timeout if is_given else timedelta(seconds=self._timeout_s)
         # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
         self._progress.run("monitored_barrier", self._gloo.monitored_barrier, (limit, wait_all_ranks))
 
@@ -111,7 +111,8 @@ class CommlayerGroup(Messages):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of calls that bring none of their own."""
-        self._gloo._set_default_timeout(timeout)
+        for gloo in (self._gloo, self._direct):
+            gloo._set_default_timeout(timeout)
         self._planned.timeout_s = timeout.total_seconds()
         if self._nccl is not None:
             self._nccl.backend._set_default_timeout(timeout)
@@ -142,10 +143,10 @@ class CommlayerGroup(Messages):
         from commlayer.backend.create import make_group  # it makes groups, so it imports this module
 
         del device_types, opts  # one group serves all devices; options are NCCL's, whose split is not used
-        self._children += 1
         if self._rank not in new_ranks:
             return None
-        name = group_name or f"{self._name}/split{self._children}:{'_'.join(map(str, new_ranks))}"
+        # No counter of calls: a rank that is in several splits has made more of them than its peers.
+        name = group_name or f"{self._name}/split:{'_'.join(map(str, new_ranks))}"
         group = make_group(
             name=name,
             rank=new_ranks.index(self._rank),
@@ -180,8 +181,13 @@ class CommlayerGroup(Messages):
             self._planned.abort(f"{who} was aborted")
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
-        gloo.shutdown()
-        bury(gloo)
+        if not drain:
+            self._direct.abort()
+        for inner in {gloo, self._direct}:
+            inner.shutdown()
+            bury(inner)
+        if self._signatures is not None:
+            bury(self._signatures.gloo)
         if self._nccl is not None:
             (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
         self.counters.close()

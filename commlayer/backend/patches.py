@@ -1,11 +1,12 @@
-"""Two functions of torch.distributed that compare a backend's *name* where they mean what it can do.
+"""Functions of torch.distributed that look at a backend's *name* or class where they mean what it can do.
 
 - ``monitored_barrier`` refuses every backend that is not named gloo, although it then only calls the group's method. It is
   wrapped when the first group of ours is made; other groups see torch's own.
+- ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
 - ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
   only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
 
-Rejected for both: a name that compares equal to "gloo". It would answer wrongly to everybody else who asks.
+Rejected: a name that compares equal to "gloo". It would answer wrongly to everybody else who asks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["answer_to", "teach_monitored_barrier"]
+__all__ = ["answer_to", "teach_monitored_barrier", "teach_timeouts"]
 
 _MARK = "_commlayer_wraps"
 
@@ -31,8 +32,9 @@ def _replace(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
         return
     wrapper = functools.wraps(original)(make(original))
     setattr(wrapper, _MARK, original)
-    setattr(c10d, name, wrapper)
-    setattr(dist, name, wrapper)
+    for module in [module for key, module in sys.modules.items() if key.startswith("torch.distributed")]:
+        if getattr(module, name, None) is original:  # device_mesh has names of its own for it
+            setattr(module, name, wrapper)
 
 
 def teach_monitored_barrier() -> None:
@@ -46,11 +48,29 @@ def teach_monitored_barrier() -> None:
             if not isinstance(found, CommlayerGroup):
                 return original(group, timeout, wait_all_ranks)
             limit = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-            return found.monitored_barrier(limit or c10d.default_pg_timeout, wait_all_ranks)
+            limit = c10d.default_pg_timeout if limit is None else limit
+            return found.monitored_barrier(limit, wait_all_ranks)
 
         return monitored_barrier
 
     _replace("monitored_barrier", make)
+
+
+def teach_timeouts() -> None:
+    """Let torch's ``_set_pg_timeout`` reach all that a group of this backend waits with, not its registered backend alone."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+            from commlayer.backend.group import CommlayerGroup
+
+            found = group if group is not None else c10d.GroupMember.WORLD
+            original(timeout, group)
+            if isinstance(found, CommlayerGroup):
+                found.set_timeout(timeout)
+
+        return _set_pg_timeout
+
+    _replace("_set_pg_timeout", make)
 
 
 def answer_to(alias: str) -> None:
