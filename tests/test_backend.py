@@ -117,7 +117,8 @@ def test_a_callback_may_wait_for_a_later_call(emulated_cluster: ClusterFactory) 
     def job() -> float:
         _, size, _ = start()
         gate: list[Any] = []
-        first = dist.all_reduce(torch.ones(1), async_op=True)
+        # Large: where it has ended before then() is called, the callback runs on this thread, and waits for what comes after it.
+        first = dist.all_reduce(torch.ones(4_000_000), async_op=True)
         total = torch.ones(1)
 
         def wait_for_second(future: Any) -> float:

@@ -69,6 +69,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
     """
 
     _nccl: Nccl | None = None
+    _direct: Any = None
 
     def __init__(
         self,
@@ -111,6 +112,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         desc = self.group_desc
         desc = f" ({desc})" if desc and desc != "undefined" else ""
         return f"rank {self._global_ranks[self._rank]}, group {self._name}{desc}"
+
+    def use_direct(self, direct: Any) -> None:
+        """The inner Gloo that C++ calls without asking Python. Once, by whoever makes the group."""
+        self._direct = direct
 
     def use_nccl(self, nccl: Nccl) -> None:
         """Send CUDA tensors to ``nccl``. Once, by whoever makes the group."""

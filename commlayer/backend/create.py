@@ -14,7 +14,7 @@ from commlayer.backend import world
 from commlayer.backend.cuda import is_usable, make_nccl
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
-from commlayer.backend.patches import teach_monitored_barrier
+from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.signature import SignatureCheck
 from commlayer.planned import PlannedGroup
 from commlayer.statistics import print_at_exit
@@ -54,6 +54,7 @@ def make_group(
     """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone."""
     skip_methods()
     teach_monitored_barrier()
+    teach_timeouts()
     store = _own_keys(store, len(global_ranks))
     gloo = _gloo(store, "gloo", rank, len(global_ranks), timeout)
     job = None if is_default else world.current()
@@ -85,8 +86,11 @@ def make_group(
         is_planning=job.planner is not None or settings.plan is not None or settings.reduction == "ordered",
         signatures=None if control is None else SignatureCheck(control, store, rank, global_ranks, name),
     )
-    # What C++ calls without asking Python goes to the inner backend of the device.
-    group._register_backend(torch.device("cpu"), _CUSTOM, gloo)
+    # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
+    # collectives come from two threads (theirs, and the progress thread) mixes them up.
+    direct = _gloo(store, "direct", rank, len(global_ranks), timeout) if len(global_ranks) > 1 else gloo
+    group.use_direct(direct)
+    group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
         nccl = make_nccl(store, rank, global_ranks, timeout, name, nccl_options, is_default=is_default)

@@ -128,7 +128,9 @@ class Exchanges(Moves):
             self._signatures.compare(self._sequence + 1, f"all_to_all({input.dtype})", seconds)
             given, wanted = (self._elements(x, splits) for x, splits in ((input, sent), (output, received)))
             self._signatures.compare_splits(self._sequence + 1, given, wanted, "elements", seconds)
-        plan = self._planned.plan_all_to_all(max(input.nbytes, output.nbytes)) if self._is_planning else None
+        plan = None
+        if self._is_planning:
+            plan = self._planned.plan_all_to_all(max(input.nbytes, output.nbytes), timeout_s=timeout_of(opts))
         if plan is None:
             return False
         item = input.element_size()

@@ -27,7 +27,7 @@ class SignatureCheck:
     """Compares the calls of one group. ``gloo``: an inner group that nothing else uses; ``store``: the group's own."""
 
     def __init__(self, gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], group: str) -> None:
-        self._gloo, self._store, self._rank, self._group = gloo, store, rank, group
+        self.gloo, self._store, self._rank, self._group = gloo, store, rank, group
         self._global_ranks = tuple(global_ranks)
         self._key = "commlayer/debug/"
 
@@ -75,7 +75,7 @@ class SignatureCheck:
         opts = AllgatherOptions()
         opts.timeout = timedelta(seconds=timeout_s)
         try:
-            self._gloo._allgather_base(gathered.view(-1), message, opts).wait()
+            self.gloo._allgather_base(gathered.view(-1), message, opts).wait()
         except RuntimeError as error:
             self._blame(error, sequence, call, timeout_s)
         return gathered

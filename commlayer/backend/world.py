@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, get_debug_level
 
 from commlayer.all_ranks import AllRanks
+from commlayer.connect import wants_shared_memory
 from commlayer.groups import node_identity, versions
 from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
 from commlayer.profiles.topology import Topology
@@ -87,7 +88,8 @@ def agree(gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeo
     cannot be read raises SettingsError. TopologyError for a declared topology of another size.
     """
     settings, failure = read_settings()
-    must_agree = versions() | {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
+    must_agree = _of_the_machine(settings) | versions()
+    must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
     mine = (node_identity(), must_agree, None if failure is None else f"{type(failure).__name__}: {failure}")
     everyone: list[tuple[str, dict[str, str], str | None]] = _gather(gloo, mine, len(global_ranks), timeout)
     if failure is not None:
@@ -101,6 +103,14 @@ def agree(gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeo
         settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout.total_seconds()
     )
     return World(tuple(global_ranks), topology, settings, planner)
+
+
+def _of_the_machine(settings: Settings) -> dict[str, str]:
+    """What decides beside the settings which groups are made: ranks that differ in it would wait for each other."""
+    return {
+        "TORCH_DISTRIBUTED_DEBUG": get_debug_level().name,
+        "whether ranks of a node share memory (COMMLAYER_INTRA)": str(wants_shared_memory(settings)),
+    }
 
 
 def _gather(gloo: Any, value: Any, size: int, timeout: timedelta) -> list[Any]:
