@@ -1,0 +1,173 @@
+"""Several groups of the backend at once, and what is agreed when they are made."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer.backend.patches import answer_to
+from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+
+COUNT = 40_000
+
+
+def start(timeout_s: float = 15.0, **environment: str) -> int:
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_PLAN": "hierarchical", **environment})
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank()
+
+
+def test_groups_that_connect_on_several_threads_do_not_wait_for_each_other(emulated_cluster: ClusterFactory) -> None:
+    """Their first planned calls are asynchronous, and the main thread makes another group meanwhile."""
+
+    def job() -> None:
+        start()
+        groups = [dist.new_group([0, 1, 2, 3]) for _ in range(4)]
+        tensors = [torch.ones(COUNT) for _ in groups]
+        works: list[Any] = [dist.all_reduce(x, group=g, async_op=True) for x, g in zip(tensors, groups, strict=True)]
+        dist.new_group([0, 1, 2, 3])
+        for work in works:
+            work.wait()
+        assert all(torch.equal(x, torch.full((COUNT,), 4.0)) for x in tensors)
+
+    emulated_cluster(2, 2).run(job, timeout_s=40.0)
+
+
+def test_operators_that_ask_gloo_themselves_do_not_meet_what_is_queued(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        rank = start()
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        for _ in range(20):
+            tensors = [torch.ones(COUNT) for _ in range(4)]
+            works: list[Any] = [dist.all_reduce(x, async_op=True) for x in tensors]
+            out = torch.empty(400)
+            part = torch.full((100,), float(rank))
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor_out(part, 4, name, out=out)
+            torch.ops._c10d_functional.wait_tensor(gathered)
+            for work in works:
+                work.wait()
+            assert torch.equal(out, torch.arange(4.0).repeat_interleave(100))
+            assert all(x[0] == 4 for x in tensors)
+
+    emulated_cluster(2, 2).run(job, timeout_s=40.0)
+
+
+def test_torchs_timeout_of_a_group_reaches_planned_calls(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        rank = start(timeout_s=30.0)
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+        if rank == 3:
+            return
+        with pytest.raises(CollectiveTimeoutError, match="within 1 s"):
+            dist.all_reduce(x)
+
+    emulated_cluster(2, 2).run(job, timeout_s=25.0)
+
+
+def test_overlapping_splits_find_each_other(emulated_cluster: ClusterFactory) -> None:
+    """A rank of two splits has made another number of them than its peers."""
+
+    def job() -> float:
+        rank = start()
+        world: Any = dist.group.WORLD
+        total = 0.0
+        for members in ([0, 1], [1, 2], [2, 3]):
+            if rank in members:
+                group = world.split_group(members)
+                x = torch.ones(4)
+                group.allreduce([x]).wait()
+                total += x[0].item()
+        return total
+
+    assert emulated_cluster(2, 2).run(job, timeout_s=30.0) == [2.0, 4.0, 4.0, 2.0]
+
+
+def test_parts_of_a_job_probe_by_themselves(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """The default group is Gloo's; ranks are in different numbers of ours, and each of them measures."""
+
+    def job() -> list[str]:
+        torch.set_num_threads(1)
+        os.environ.update(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path))
+        dist.init_process_group("gloo")
+        dist.new_group([0, 1], backend="commlayer")
+        group = dist.new_group([0, 1, 2, 3], backend="commlayer")
+        x = torch.ones(1 << 20)
+        dist.all_reduce(x, group=group)
+        assert x[0] == 4
+        return sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
+
+    assert emulated_cluster(2, 2).run(job, timeout_s=60.0)[0] == ["1x2", "2x2"]
+
+
+def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    cluster = emulated_cluster(1, 2)
+
+    def job() -> str:
+        torch.set_num_threads(1)
+        os.environ.update(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path / "new"))
+        dist.init_process_group("commlayer")
+        group: Any = dist.group.WORLD
+        return str(group._planned.planner.profile.fingerprint)
+
+    first, second = cluster.run(job), cluster.run(job)
+    assert len({*first, *second}) == 1
+    (kept,) = (tmp_path / "new").iterdir()
+    kept.write_text("damaged")
+    third = cluster.run(job)
+    assert len(set(third)) == 1
+    assert third[0] != first[0]
+
+
+def test_a_user_without_a_home_only_keeps_nothing(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        torch.set_num_threads(1)
+
+        def nowhere() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        Path.home = nowhere  # type: ignore[method-assign]
+        os.environ.pop("XDG_CACHE_HOME", None)
+        os.environ["COMMLAYER_PROFILE"] = "auto"
+        dist.init_process_group("commlayer")
+        x = torch.ones(COUNT)
+        dist.all_reduce(x)
+        assert x[0] == 2
+
+    emulated_cluster(1, 2).run(job, timeout_s=40.0)
+
+
+def test_ranks_that_differ_in_what_makes_groups_are_told(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        intra = "gloo" if os.environ["RANK"] == "1" else "shared"
+        with pytest.raises(DisagreementError) as caught:
+            start(COMMLAYER_INTRA=intra)
+        return str(caught.value)
+
+    for text in emulated_cluster(1, 2).run(job):
+        assert "COMMLAYER_INTRA" in text
+        assert "rank 1" in text
+
+
+def test_another_name_reaches_device_meshes(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        torch.set_num_threads(1)
+        os.environ["COMMLAYER_PROFILE"] = "none"
+        answer_to("gloo")
+        init_device_mesh("cpu", (2,))
+        return str(dist.get_backend())
+
+    assert emulated_cluster(1, 2).run(job) == ["commlayer"] * 2
