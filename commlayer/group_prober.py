@@ -138,7 +138,7 @@ class _StepCall:
         count = -(-size // (self.n * _ITEM_BYTES))
         self.whole, self.block = torch.zeros(count * self.n), torch.zeros(count)
         shape = tuple(len(node) for node in planned.nodes)
-        traffic = Traffic(count * self.n * _ITEM_BYTES, self.n, 1, planned.link, self.collective, shape)
+        traffic = Traffic(count * self.n * _ITEM_BYTES, self.n, 1, planned.choices.link, self.collective, shape)
         self.plan = build(traffic, Strategy.DIRECT)
         self.step = _only(self.plan, Op(collective))
 

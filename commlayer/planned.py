@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import cast
 
 import torch
@@ -21,42 +19,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agreement import AgreedMaximum
+from commlayer.choices import Choices
 from commlayer.connect import sharing_memory
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait, own_client
 from commlayer.graveyard import bury
-from commlayer.profiles.errors import ClusterError, PlanError, SettingsError, UsageError
+from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.reductions import reducer
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
 from commlayer.scheduler.moves import Moves
-from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
-from commlayer.scheduler.strategies import build
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.shared_memory import SharedMemoryGroup
 from commlayer.transport import Channel, GlooTransport, break_connections
 
-__all__ = ["PlannedGroup", "parse_plan"]
+__all__ = ["PlannedGroup"]
 
 _MAX_KEPT = 1024
-_SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
-"""Between these blocks of an all_to_all a two-level plan is looked for."""
-
-
-def parse_plan(text: str) -> tuple[Strategy, int]:
-    """``hierarchical`` or ``pipelined:4`` → strategy and chunk count. Raises SettingsError for anything else."""
-    name, _, count = text.replace("×", ":").partition(":")
-    try:
-        strategy, chunks = Strategy(name), int(count or 1)
-    except ValueError:
-        chunks = 0
-    if chunks < 1:
-        names = ", ".join(strategy.value for strategy in Strategy)
-        raise SettingsError(f"COMMLAYER_PLAN must be one of {names}, chunks behind a colon (pipelined:4), got {text!r}")
-    return strategy, chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +58,7 @@ class PlannedGroup:
     ``settings.plan`` names one plan for all calls to which it applies. Not thread-safe: one call at a time, in the same order
     on all ranks.
 
-    ``reasons`` counts by its text why a call was not planned. ``own_calls`` is the inner group of the backend's own calls,
+    ``choices`` decides. ``own_calls`` is the inner group of the backend's own calls,
     once there is one: a failure breaks its connections too, so that nobody waits for the rest of a timeout.
     """
 
@@ -94,63 +76,19 @@ class PlannedGroup:
     ) -> None:
         self.name, self.rank, self.global_ranks = name, rank, tuple(global_ranks)
         self.nodes = tuple(tuple(node) for node in nodes)
-        self.planner, self.settings, self.timeout_s = planner, settings, timeout_s
-        self.reasons: Counter[str] = Counter()
+        self.choices = Choices(tuple(len(node) for node in self.nodes), planner, settings)
+        self.settings, self.timeout_s = settings, timeout_s
         self.own_calls: dist.ProcessGroup | None = None
-        self._forced = parse_plan(settings.plan) if settings.plan else None
-        self._is_ordered = settings.reduction == "ordered"
         self._store = store
         self._board = FailureBoard(store, "commlayer/failure", self.global_ranks[rank])
         self._transport: GlooTransport | None = None
         self._agreed: AgreedMaximum | None = None
-        self._plans: dict[tuple[str, int, bool], Plan | str] = {}
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def link(self) -> Resource:
-        """The slowest link class that the group crosses."""
-        return Resource.INTER if len(self.nodes) > 1 else Resource.INTRA
-
-    def plan(self, collective: str, num_bytes: int, *, item_bytes: int = 1, is_float: bool = False) -> Plan | None:
-        """The plan for a call, or None: flat, which is the backend's own call. Talks to nobody; equal on all ranks.
-
-        ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
-        all_reduce, broadcast (the tensor). ``item_bytes`` must divide the alignment of cuts (all dtypes do). ``is_float``:
-        whether the order of sums shows.
-        """
-        del item_bytes
-        if len(self.global_ranks) == 1 or (self.planner is None and self._forced is None and not self._is_ordered):
-            return None
-        key = collective, num_bytes, self._is_ordered and is_float and collective in ("all_reduce", "reduce_scatter")
-        found = self._plans.get(key)
-        if found is None:
-            if len(self._plans) >= _MAX_KEPT:
-                self._plans.clear()
-            found = self._plans[key] = self._decide(*key)
-        if isinstance(found, str):
-            self.reasons[found] += 1
-            return None
-        return None if found.strategy is Strategy.FLAT else found
-
-    def _decide(self, collective: str, num_bytes: int, is_ordered: bool) -> Plan | str:
-        """The plan, or why there is none."""
-        traffic = self._traffic(collective, num_bytes, is_ordered)
-        if num_bytes == 0:
-            return "nothing to move"
-        if is_ordered:
-            return build(traffic, Strategy.DIRECT)  # the only one that sums in rank order
-        try:
-            if self._forced is not None:
-                return build(traffic, *self._forced)
-            assert self.planner is not None  # plan() has asked
-            return self.planner.decide(traffic).plan
-        except PlanError as error:
-            return str(error).partition("; it has ")[0]  # of what the profile has, the list would be read at every exit
-
-    def _traffic(self, collective: str, num_bytes: int, is_ordered: bool = False) -> Traffic:
-        shape = tuple(len(node) for node in self.nodes)
-        return Traffic(num_bytes, len(self.global_ranks), 1, self.link, collective, shape, is_ordered)
+    def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
+        """The plan for a call, or None: flat, which is the backend's own call. See Choices."""
+        return self.choices.plan(collective, num_bytes, is_float=is_float)
 
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
         """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
@@ -161,9 +99,9 @@ class PlannedGroup:
         """
         if len(self.nodes) == 1 or len(self.global_ranks) == 1:
             return None
-        if self._forced is not None:
+        if self.choices.is_forced:
             return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
-        if self.planner is None or not self._two_level_may_pay:
+        if not self.choices.two_level_may_pay:
             return None
         patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
@@ -175,17 +113,6 @@ class PlannedGroup:
             waited_s = time.monotonic() - began
             raise self.explain(error, "all_to_all_v", self._agreed.calls, waited_s, patience_s) from error
         return None if not largest else self.plan("all_to_all_v", 1 << (largest - 1).bit_length())
-
-    @cached_property
-    def _two_level_may_pay(self) -> bool:
-        """Whether a two-level all_to_all is chosen for any size. The same on all ranks: the profile says it."""
-        size = _SMALLEST_BYTES * len(self.global_ranks)
-        while size <= _LARGEST_BYTES * len(self.global_ranks):
-            plan = self._decide("all_to_all_v", size, is_ordered=False)
-            if isinstance(plan, Plan) and plan.strategy is not Strategy.FLAT:
-                return True
-            size *= 4
-        return False
 
     @torch.inference_mode()  # an asynchronous call runs on another thread than the mode that its tensors were made in
     def run(

@@ -60,11 +60,11 @@ class SweepOptions:
     min_bytes: int = 4096
     max_bytes: int = 32 << 20
     factor: float = 2.0
-    repeats: Repeats = field(default_factory=lambda: Repeats(warmup=1, min_repeats=6, max_repeats=60, budget_us=1.2e6))
+    repeats: Repeats = field(default_factory=lambda: Repeats(warmup=1, min_repeats=6, max_repeats=40, budget_us=1e6))
     group_max_bytes: int | None = None
     group_factor: float | None = None
     group_repeats: Repeats = field(
-        default_factory=lambda: Repeats(warmup=1, min_repeats=4, max_repeats=40, half_width=0.1, budget_us=2.5e5)
+        default_factory=lambda: Repeats(warmup=1, min_repeats=3, max_repeats=16, half_width=0.1, budget_us=1e5)
     )
     interference_rounds: int = 7
     check: bool = True

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.moves import ALIGN, Copy, Message, Moves, Reduction, Region, tags_per_step
+from commlayer.scheduler.broadcast_moves import Broadcast
+from commlayer.scheduler.moves import Copy, Message, Moves, Reduction, Region, cut, tags_per_step
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
 __all__ = ["Group", "even_blocks", "group_moves"]
@@ -39,7 +40,7 @@ class Group:
 
 def even_blocks(num_bytes: int, group_size: int) -> tuple[int, ...]:
     """Who owns how much of a tensor that every rank holds: cut at multiples of ``ALIGN``, so the last may own less or more."""
-    cuts = [_cut(num_bytes, group_size, k) for k in range(group_size + 1)]
+    cuts = [cut(num_bytes, group_size, k) for k in range(group_size + 1)]
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 
@@ -49,14 +50,10 @@ def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, .
     For all collectives but all_to_all_v (see two_level). ``root``: the sender of a broadcast, as a rank of the group.
     """
     if plan.traffic.collective == "broadcast":
-        spread = _Broadcast(plan, group, root)
+        spread = Broadcast(plan, group.nodes, group.rank, root)
         return tuple(spread.of_step(i, step) for i, step in enumerate(plan.steps)), 0
     stages = _Stages(plan, group)
     return tuple(stages.of_step(i, step) for i, step in enumerate(plan.steps)), stages.staging_bytes
-
-
-def _cut(total: int, parts: int, index: int) -> int:
-    return total if index == parts else total * index // parts // ALIGN * ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +79,12 @@ class _Layout:
         edges = [0, *accumulate(self.blocks[k] for k in owners)]
         if len(owners) == parts:
             return edges[i], edges[i + 1]
-        return _cut(edges[-1], parts, i), _cut(edges[-1], parts, i + 1)
+        return cut(edges[-1], parts, i), cut(edges[-1], parts, i + 1)
 
     def pieces(self, b: int, a: int, i: int, chunk: int, chunks: int) -> list[_Piece]:
         """The pieces of a chunk of slice i of node b for node a."""
         first, last = self.slice_of(b, a, i)
-        start, stop = (first + _cut(last - first, chunks, chunk + k) for k in (0, 1))
+        start, stop = (first + cut(last - first, chunks, chunk + k) for k in (0, 1))
         found, base = [], 0
         for owner in self.nodes[b]:
             low, high = max(start, base), min(stop, base + self.blocks[owner])
@@ -269,68 +266,3 @@ class _Stages:
             sends += self._numbered(tag, self.here[place], mine)
             receives += self._numbered(tag, self.here[place], theirs)
         return Moves(tuple(sends), tuple(receives))
-
-
-class _Broadcast:
-    """Slices of a chunk: one for each rank of the root's node (what it sends on), one for each rank of any other node."""
-
-    def __init__(self, plan: Plan, group: Group, root: int) -> None:
-        self.plan, self.nodes, self.rank = plan, group.nodes, group.rank
-        self.home = next(a for a, members in enumerate(self.nodes) if root in members)
-        self.root = root
-        self.a = next(a for a, members in enumerate(self.nodes) if group.rank in members)
-        self.here = self.nodes[self.a]
-        self.i = self.here.index(group.rank)
-
-    def of_step(self, index: int, step: Step) -> Moves:
-        tag = index * tags_per_step(self.plan)
-        if step.op is Op.SCATTER:
-            return self._scatter(tag, step.chunk)
-        return self._across(tag, step.chunk) if step.resource is Resource.INTER else self._inside(tag, step.chunk)
-
-    def _slice(self, a: int, i: int, chunk: int) -> Region:
-        size = self.plan.traffic.logical_bytes
-        start, stop = (_cut(size, self.plan.chunks, chunk + k) for k in (0, 1))
-        low, high = (start + _cut(stop - start, len(self.nodes[a]), i + k) for k in (0, 1))
-        return Region(Buffer.OUTPUT, low, high)
-
-    def _scatter(self, tag: int, chunk: int) -> Moves:
-        if self.a != self.home:
-            return Moves()
-        if self.rank != self.root:
-            return _without_empty([], [Message(self.root, tag, self._slice(self.a, self.i, chunk))])
-        sends = [
-            Message(peer, tag, self._slice(self.a, i, chunk)) for i, peer in enumerate(self.here) if peer != self.root
-        ]
-        return _without_empty(sends, [])
-
-    def _across(self, tag: int, chunk: int) -> Moves:
-        if self.a != self.home:
-            mine = self._slice(self.a, self.i, chunk)
-            senders = enumerate(self.nodes[self.home])
-            receives = [Message(p, tag, _common(mine, self._slice(self.home, i, chunk))) for i, p in senders]
-            return _without_empty([], receives)
-        mine = self._slice(self.home, self.i, chunk)
-        sends = [
-            Message(peer, tag, _common(mine, self._slice(b, i, chunk)))
-            for b, members in enumerate(self.nodes)
-            if b != self.home
-            for i, peer in enumerate(members)
-        ]
-        return _without_empty(sends, [])
-
-    def _inside(self, tag: int, chunk: int) -> Moves:
-        mine = self._slice(self.a, self.i, chunk)
-        others = [(i, peer) for i, peer in enumerate(self.here) if peer != self.rank]
-        sends = [Message(peer, tag, mine) for _, peer in others if peer != self.root]
-        receives = [Message(peer, tag, self._slice(self.a, i, chunk)) for i, peer in others]
-        return _without_empty(sends, [] if self.rank == self.root else receives)
-
-
-def _common(a: Region, b: Region) -> Region:
-    start = max(a.start, b.start)
-    return Region(a.buffer, start, max(start, min(a.stop, b.stop)))
-
-
-def _without_empty(sends: list[Message], receives: list[Message]) -> Moves:
-    return Moves(tuple(m for m in sends if m.region.size), tuple(m for m in receives if m.region.size))

@@ -24,6 +24,7 @@ __all__ = [
     "Moves",
     "Reduction",
     "Region",
+    "cut",
     "moves",
     "staging_bytes",
     "tags_per_step",
@@ -85,6 +86,11 @@ class Moves:
     receives: tuple[Message, ...] = ()
     copies: tuple[Copy, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+
+
+def cut(total: int, parts: int, index: int) -> int:
+    """Where part ``index`` of ``parts`` begins, in bytes: at a multiple of ``ALIGN``; part ``parts`` at the end."""
+    return total if index == parts else total * index // parts // ALIGN * ALIGN
 
 
 def tags_per_step(plan: Plan) -> int:

@@ -119,7 +119,7 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
         os.environ.update(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path / "new"))
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
-        return str(group._planned.planner.profile.fingerprint)
+        return str(group._planned.choices.planner.profile.fingerprint)
 
     first, second = cluster.run(job), cluster.run(job)
     assert len({*first, *second}) == 1

@@ -99,7 +99,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._latest: IssuedWork | None = None  # asynchronous, under way in the inner backend
         self._sequence = 0
         self.counters = GroupCounters(name, global_ranks[rank], list(global_ranks))
-        self.counters.reasons = lambda: planned.reasons
+        self.counters.reasons = lambda: planned.choices.reasons
         self.counters.describe = lambda: group.group_desc if (group := me()) else ""
         node_of = {member: index for index, members in enumerate(planned.nodes) for member in members}
         self._far = [member for member in range(self._size) if node_of[member] != node_of[rank]]
@@ -168,9 +168,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """
         plan = None
         if plannable and self._is_planning and tensor is not None:
-            plan = self._planned.plan(
-                collective, num_bytes, item_bytes=tensor.element_size(), is_float=tensor.dtype.is_floating_point
-            )
+            plan = self._planned.plan(collective, num_bytes, is_float=tensor.dtype.is_floating_point)
         if self._signatures is not None:
             self._compare(collective, tensor, num_bytes, op, root, sizes, plan, timeout)
         return plan

@@ -27,7 +27,7 @@ Rows = list[tuple[str, str, int, "Row"]]
 @click.option("-b", "--min-bytes", type=BYTES, default="4KiB", show_default=True, help="Smallest size, a rank.")
 @click.option("-e", "--max-bytes", type=BYTES, default="32MiB", show_default=True, help="Largest size, a rank.")
 @click.option("-f", "--factor", type=float, default=2.0, show_default=True, help="Each size over the one before.")
-@click.option("-n", "--iters", type=click.IntRange(2), default=60, show_default=True, help="Most repeats of one size.")
+@click.option("-n", "--iters", type=click.IntRange(2), default=40, show_default=True, help="Most repeats of one size.")
 @click.option("-w", "--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs that do not count.")
 @click.option("-c", "--check", type=click.IntRange(0, 1), default=1, show_default=True, help="Check every byte first.")
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the profile here.")
@@ -67,7 +67,7 @@ def profile(
     from commlayer.profiles.measure import Repeats
 
     few = min(6, iters)
-    repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1.2e6)
+    repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1e6)
     options = SweepOptions(min_bytes, max_bytes, factor, repeats, check=bool(check))
     found = measure_here(place, options, name)
     if found is None:

@@ -1,0 +1,105 @@
+"""Which plan a collective of one group gets. Pure: every rank of the group finds the same, and asks nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+
+from commlayer.profiles.errors import PlanError, SettingsError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.strategies import build
+from commlayer.scheduler.traffic import Traffic
+from commlayer.settings import Settings
+
+__all__ = ["Choices", "parse_plan"]
+
+_MAX_KEPT = 1024
+_SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
+"""Between these blocks of an all_to_all a two-level plan is looked for."""
+_SUMS = ("all_reduce", "reduce_scatter")
+
+
+def parse_plan(text: str) -> tuple[Strategy, int]:
+    """``hierarchical`` or ``pipelined:4`` → strategy and chunk count. Raises SettingsError for anything else."""
+    name, _, count = text.replace("×", ":").partition(":")
+    try:
+        strategy, chunks = Strategy(name), int(count or 1)
+    except ValueError:
+        chunks = 0
+    if chunks < 1:
+        names = ", ".join(strategy.value for strategy in Strategy)
+        raise SettingsError(f"COMMLAYER_PLAN must be one of {names}, chunks behind a colon (pipelined:4), got {text!r}")
+    return strategy, chunks
+
+
+class Choices:
+    """``shape``: how many of the group's ranks each node holds. ``planner`` None: nothing is planned, unless
+    ``settings.plan`` names one plan for all calls to which it applies, or ``settings.reduction`` asks for ordered sums.
+
+    ``reasons`` counts by its text why a call was not planned.
+    """
+
+    def __init__(self, shape: tuple[int, ...], planner: Planner | None, settings: Settings) -> None:
+        self.shape, self.size, self.planner = shape, sum(shape), planner
+        self.reasons: Counter[str] = Counter()
+        self._forced = parse_plan(settings.plan) if settings.plan else None
+        self._is_ordered = settings.reduction == "ordered"
+        self._plans: dict[tuple[str, int, bool], Plan | str] = {}
+
+    @property
+    def link(self) -> Resource:
+        """The slowest link class that the group crosses."""
+        return Resource.INTER if len(self.shape) > 1 else Resource.INTRA
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether one plan is named for all calls."""
+        return self._forced is not None
+
+    def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
+        """The plan for a call, or None: flat, which is the backend's own call.
+
+        ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
+        all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound). ``is_float``: whether the order of sums shows.
+        """
+        if self.size == 1 or (self.planner is None and self._forced is None and not self._is_ordered):
+            return None
+        key = collective, num_bytes, self._is_ordered and is_float and collective in _SUMS
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _MAX_KEPT:
+                self._plans.clear()
+            found = self._plans[key] = self._decide(*key)
+        if isinstance(found, str):
+            self.reasons[found] += 1
+            return None
+        return None if found.strategy is Strategy.FLAT else found
+
+    @cached_property
+    def two_level_may_pay(self) -> bool:
+        """Whether a two-level all_to_all is chosen for any size: the profile says it."""
+        size = _SMALLEST_BYTES * self.size
+        while self.planner is not None and size <= _LARGEST_BYTES * self.size:
+            plan = self._decide("all_to_all_v", size, is_ordered=False)
+            if isinstance(plan, Plan) and plan.strategy is not Strategy.FLAT:
+                return True
+            size *= 4
+        return False
+
+    def _decide(self, collective: str, num_bytes: int, is_ordered: bool) -> Plan | str:
+        """The plan, or why there is none."""
+        if num_bytes == 0:
+            return "nothing to move"
+        traffic = Traffic(num_bytes, self.size, 1, self.link, collective, self.shape, is_ordered)
+        if is_ordered:
+            return build(traffic, Strategy.DIRECT)  # the only one that sums in rank order
+        try:
+            if self._forced is not None:
+                return build(traffic, *self._forced)
+            if self.planner is None:
+                return "there is no profile (COMMLAYER_PROFILE=none)"
+            return self.planner.decide(traffic).plan
+        except PlanError as error:
+            return str(error).partition("; it has ")[0]  # of what the profile has, the list would be read at every exit
