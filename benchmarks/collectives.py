@@ -106,7 +106,7 @@ def measured(cluster: Cluster) -> tuple[float, list[Row]]:
     ):
         path = f"{folder}/profile.json"
         print(f"{cluster.key}: measuring the links", flush=True)
-        sweep_s = emulated.run(sweep, path, timeout_s=600)[0]
+        sweep_s = emulated.run(sweep, path, cluster.delay_us > 0, timeout_s=600)[0]
         print(f"{cluster.key}: running", flush=True)
         rows = emulated.run(compare, cluster, {"COMMLAYER_PROFILE": path}, "commlayer", timeout_s=1800)[0]
         if cluster.delay_us:
@@ -115,12 +115,13 @@ def measured(cluster: Cluster) -> tuple[float, list[Row]]:
     return sweep_s, rows
 
 
-def sweep(path: str) -> float:
-    """Make the cluster's profile; how long that took, seconds."""
+def sweep(path: str, is_short: bool) -> float:
+    """Make the cluster's profile; how long that took, seconds. ``is_short``: only up to 1 MiB, where latency rules."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     begin = time.perf_counter()
-    profile = measure_cluster(SweepOptions(), name="bench", kind="emulated", source="make bench-collectives")
+    options = SweepOptions(max_bytes=1 << 20, factor=4.0, group_max_bytes=1 << 20) if is_short else SweepOptions()
+    profile = measure_cluster(options, name="bench", kind="emulated", source="make bench-collectives")
     took_s = time.perf_counter() - begin
     if dist.get_rank() == 0:
         profile.save(path)
@@ -151,6 +152,8 @@ class Comparison:
         generator = torch.Generator().manual_seed(self.rank)
         self.whole = torch.randint(0, 100, (count * self.n,), generator=generator).float()
         self.block = self.whole[:count].clone()
+        # Outputs are made once: new memory is touched for the first time by whoever writes it, which costs more than a copy.
+        self.out, self.arrived, self.part = self.whole.clone(), self.whole.clone(), self.block.clone()
         # Uneven splits: block k is from half to one and a half times as long as the mean, and the sums stay the same.
         self.splits = [count + (count // 2 if (k + self.rank) % 2 else -(count // 2)) for k in range(self.n)]
         if self.n % 2:
@@ -175,29 +178,24 @@ class Comparison:
         return found
 
     def all_gather(self, group: Any) -> torch.Tensor:
-        out = torch.empty_like(self.whole)
-        dist.all_gather_single(out, self.block, group=group)
-        return out
+        dist.all_gather_single(self.out, self.block, group=group)
+        return self.out
 
     def reduce_scatter(self, group: Any) -> torch.Tensor:
-        out = torch.empty_like(self.block)
-        dist.reduce_scatter_single(out, self.whole, group=group)
-        return out
+        dist.reduce_scatter_single(self.part, self.whole, group=group)
+        return self.part
 
     def all_reduce(self, group: Any) -> torch.Tensor:
-        out = self.whole.clone()
-        dist.all_reduce(out, group=group)
-        return out
+        dist.all_reduce(self.out, group=group)
+        return self.out
 
     def all_to_all(self, group: Any) -> torch.Tensor:
-        out = torch.empty_like(self.whole)
-        dist.all_to_all_single(out, self.whole, self.splits, self.splits, group=group)  # the matrix is symmetric
-        return out
+        dist.all_to_all_single(self.out, self.whole, self.splits, self.splits, group=group)  # the matrix is symmetric
+        return self.out
 
     def direct_all_gather(self, block: torch.Tensor | None = None) -> torch.Tensor:
         block = self.block if block is None else block
-        out = torch.empty_like(self.whole)
-        parts = list(out.chunk(self.n))
+        parts = list(self.out.chunk(self.n))
         parts[self.rank].copy_(block)
         others = [(self.rank + k) % self.n for k in range(1, self.n)]
         works = [dist.irecv(parts[peer], peer, group=self.gloo) for peer in others]
@@ -205,15 +203,17 @@ class Comparison:
         for work in works:
             assert work is not None
             work.wait()
-        return out
+        return self.out
 
     def direct_reduce_scatter(self) -> torch.Tensor:
-        out = torch.empty_like(self.whole)
-        dist.all_to_all_single(out, self.whole, group=self.gloo)
-        return out.view(self.n, -1).sum(0)
+        return self.direct_sum(self.whole)
 
     def direct_all_reduce(self) -> torch.Tensor:
-        return self.direct_all_gather(self.direct_reduce_scatter())
+        return self.direct_all_gather(self.direct_sum(self.out))
+
+    def direct_sum(self, source: torch.Tensor) -> torch.Tensor:
+        dist.all_to_all_single(self.arrived, source, group=self.gloo)
+        return torch.sum(self.arrived.view(self.n, -1), 0, out=self.part)
 
     def timed(self, call: Callable[[], torch.Tensor]) -> float:
         """µs a call, of the slowest rank."""
@@ -229,6 +229,7 @@ class Comparison:
     def rows(self) -> list[Row]:
         ways = self.ways()
         wrong = {way: self.num_wrong(ways["torch"], call) for way, call in ways.items()}
+        self.out.zero_()  # what is summed in place round after round stays a number
         commlayer.reset_stats()
         times: dict[str, list[float]] = {way: [] for way in ways}
         order, spent = list(ways), 0.0
@@ -244,7 +245,9 @@ class Comparison:
 
     def num_wrong(self, expected: Callable[[], torch.Tensor], call: Callable[[], torch.Tensor]) -> int:
         for _ in range(2):  # an uneven all_to_all decides by the call before
-            found = call()
+            self.out.copy_(self.whole)  # all_reduce works in place
+            found = call().clone()
+        self.out.copy_(self.whole)
         total = (found != expected()).sum()
         dist.all_reduce(total, group=self.gloo)
         return int(total)
@@ -291,7 +294,8 @@ def document(date: str, found: Sequence[tuple[Cluster, float, list[Row]]]) -> st
     ]
     for cluster, sweep_s, rows in found:
         lines += ["", f"## {cluster.key}", ""]
-        lines += [f"The default sweep of `commlayer profile` took {sweep_s:.0f} s.", ""]
+        kind = "A sweep up to 1 MiB" if cluster.delay_us else "The default sweep of `commlayer profile`"
+        lines += [f"{kind} took {sweep_s:.0f} s.", ""]
         lines += [
             "| collective | size | torch | wire limit / torch | way | plan | time | / torch | target | rounds | wrong |"
         ]

@@ -36,6 +36,7 @@ _OWN_CALL = {
     "broadcast": Op.BROADCAST,
     "reduce_scatter": Op.REDUCE_SCATTER,
 }
+_AHEAD = 2
 _COUNT_BYTES = 8
 """A count of bytes travels as an int64."""
 
@@ -125,8 +126,9 @@ class _Steps(list[Step]):
 class _Stages:
     """The stages of all_gather, reduce_scatter and all_reduce, chunk by chunk.
 
-    Posted in this order: all exchanges inside the nodes, for they wait for nothing; then, chunk by chunk, the sums and
-    what follows from them. Sums occupy the posting thread, so what can go out without them is posted before.
+    Posting occupies the thread where bytes are copied into shared memory, and so do sums. So the exchange of a chunk inside
+    the node is posted ``_AHEAD`` chunks before its sum, and no earlier: all of them at once would leave the wire idle at the
+    beginning. The last sum of a chunk waits for the wire, so it comes as many chunks later.
     """
 
     def __init__(self, traffic: Traffic, strategy: Strategy, chunks: int) -> None:
@@ -154,24 +156,31 @@ class _Stages:
         staged = (Buffer.STAGING, Buffer.STAGING)
         whole, part = self.size / self.chunks, self.size / self.width / self.chunks
         target = Buffer.OUTPUT if self.is_one_level else Buffer.STAGING
-        arrived = [
-            self.all.put(Op.ALL_TO_ALL, self.intra, j, whole, (), (Buffer.INPUT, Buffer.STAGING), self.width)
-            for j in range(self.chunks)
-        ]
-        partial, crossed, summed = [], [], []
+        arrived: list[int] = []
+        partial: list[int] = []
+        crossed: list[int] = []
+        summed: list[int] = []
+
+        def share() -> None:
+            if (j := len(arrived)) < self.chunks:
+                buffers = (Buffer.INPUT, Buffer.STAGING)
+                arrived.append(self.all.put(Op.ALL_TO_ALL, self.intra, j, whole, (), buffers, self.width))
+
+        for _ in range(_AHEAD):
+            share()
         for j in range(self.chunks):
             added = part * (self.width - 1)
             partial.append(
                 self.all.put(Op.REDUCE, Resource.DEVICE, j, added, (arrived[j],), (Buffer.STAGING, target), 1)
             )
-            if self.is_one_level:
-                continue
-            crossed.append(self.all.put(Op.ALL_TO_ALL, Resource.INTER, j, part, (partial[j],), staged, self.m))
-            if j > 0:
-                summed.append(self._last_sum(j - 1, crossed[j - 1]))
+            if not self.is_one_level:
+                crossed.append(self.all.put(Op.ALL_TO_ALL, Resource.INTER, j, part, (partial[j],), staged, self.m))
+            share()
+            if not self.is_one_level and j >= _AHEAD:
+                summed.append(self._last_sum(j - _AHEAD, crossed[j - _AHEAD]))
         if self.is_one_level:
             return partial
-        return [*summed, self._last_sum(self.chunks - 1, crossed[-1])]
+        return summed + [self._last_sum(j, crossed[j]) for j in range(len(summed), self.chunks)]
 
     def _last_sum(self, chunk: int, crossed: int) -> int:
         added = self.block * (self.m - 1) / self.chunks
@@ -187,9 +196,13 @@ class _Stages:
                 self.all.put(Op.ALL_GATHER, Resource.INTER, j, rail, waits[j], (source, Buffer.OUTPUT), self.m)
                 for j in range(self.chunks)
             ]
+        previous: tuple[int, ...] = ()
         for j in range(self.chunks):
-            waits_for = tuple(dict.fromkeys((ready[j], after[j])))
-            self.all.put(Op.ALL_GATHER, self.intra, j, whole, waits_for, (Buffer.OUTPUT, Buffer.OUTPUT), self.width)
+            # The chunk before is waited for as well: what has arrived is copied out by whoever waits for it, and the time for
+            # that is now, with the next chunk on the wire, not at the end.
+            waits_for = tuple(dict.fromkeys((ready[j], after[j], *previous)))
+            buffers = (Buffer.OUTPUT, Buffer.OUTPUT)
+            previous = (self.all.put(Op.ALL_GATHER, self.intra, j, whole, waits_for, buffers, self.width),)
 
 
 def _broadcast_steps(traffic: Traffic, chunks: int) -> tuple[Step, ...]:

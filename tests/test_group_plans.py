@@ -395,10 +395,12 @@ def test_a_profile_without_the_curve_says_which_one_is_missing() -> None:
         choose(Traffic(1 << 20, 6, 1, Resource.INTER, "all_gather", (3, 3)), linear_profile())
 
 
-def test_steps_of_one_chunk_wait_for_each_other_and_for_no_other_chunk() -> None:
+def test_steps_wait_for_their_own_chunk_and_gathers_for_the_one_before() -> None:
     plan = build(Traffic(1 << 20, 8, 1, Resource.INTER, "all_reduce", (4, 4)), Strategy.PIPELINED, 4)
     for step in plan.steps:
-        assert all(plan.steps[earlier].chunk == step.chunk for earlier in step.after)
+        for earlier in (plan.steps[index] for index in step.after):
+            is_gather = step.op is earlier.op is Op.ALL_GATHER and step.resource is earlier.resource
+            assert step.chunk - earlier.chunk == (1 if is_gather else 0)
     assert sum(step.op is Op.REDUCE for step in plan.steps) == 8
     assert math.isclose(
         sum(s.bytes for s in plan.steps if s.op is Op.ALL_GATHER and s.resource is Resource.INTRA), 1 << 20
