@@ -18,6 +18,7 @@ __all__ = ["Choices", "parse_plan"]
 _MAX_KEPT = 1024
 _SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
 """Between these blocks of an all_to_all a two-level plan is looked for."""
+_CLEAR_GAIN = 1.5
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -79,20 +80,34 @@ class Choices:
 
     @cached_property
     def two_level_may_pay(self) -> bool:
-        """Whether a two-level all_to_all is chosen for any size: the profile says it."""
+        """Whether a two-level all_to_all is predicted to win clearly at any size: the profile says it.
+
+        Clearly, because its ranks then agree on a size with every call, which costs something where flat is chosen too.
+        """
         size = _SMALLEST_BYTES * self.size
         while self.planner is not None and size <= _LARGEST_BYTES * self.size:
-            plan = self._decide("all_to_all_v", size, is_ordered=False)
-            if isinstance(plan, Plan) and plan.strategy is not Strategy.FLAT:
+            if self._gain(self.planner, size) >= _CLEAR_GAIN:
                 return True
             size *= 4
         return False
+
+    def _gain(self, planner: Planner, size: int) -> float:
+        """How many times as long flat is predicted to take as the plan that is chosen for an all_to_all_v; 1 for flat."""
+        try:
+            decision = planner.decide(self._traffic("all_to_all_v", size))
+        except PlanError:
+            return 1.0
+        flat = next(timeline for timeline in decision.candidates if timeline.plan.strategy is Strategy.FLAT)
+        return flat.total_us / decision.predicted_us
+
+    def _traffic(self, collective: str, num_bytes: int, is_ordered: bool = False) -> Traffic:
+        return Traffic(num_bytes, self.size, 1, self.link, collective, self.shape, is_ordered)
 
     def _decide(self, collective: str, num_bytes: int, is_ordered: bool) -> Plan | str:
         """The plan, or why there is none."""
         if num_bytes == 0:
             return "nothing to move"
-        traffic = Traffic(num_bytes, self.size, 1, self.link, collective, self.shape, is_ordered)
+        traffic = self._traffic(collective, num_bytes, is_ordered)
         if is_ordered:
             return build(traffic, Strategy.DIRECT)  # the only one that sums in rank order
         try:

@@ -90,6 +90,13 @@ class PlannedGroup:
         """The plan for a call, or None: flat, which is the backend's own call. See Choices."""
         return self.choices.plan(collective, num_bytes, is_float=is_float)
 
+    @property
+    def never_plans_exchanges(self) -> bool:
+        """Whether :meth:`plan_all_to_all` is None for every size. The same on all ranks."""
+        if len(self.nodes) == 1 or len(self.global_ranks) == 1:
+            return True
+        return not self.choices.is_forced and not self.choices.two_level_may_pay
+
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
         """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
 
@@ -97,12 +104,10 @@ class PlannedGroup:
         agree in the background (the first call is flat). Where no size could make a two-level plan pay nobody talks.
         Collective. Raises as :meth:`run`.
         """
-        if len(self.nodes) == 1 or len(self.global_ranks) == 1:
+        if self.never_plans_exchanges:
             return None
         if self.choices.is_forced:
             return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
-        if not self.choices.two_level_may_pay:
-            return None
         patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
             self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s))

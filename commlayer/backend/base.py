@@ -93,6 +93,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._is_planning = is_planning and self._size > 1
         self._needs_look = self._is_planning or signatures is not None
         self._is_direct = not self._needs_look
+        self._never_plans_exchanges = False  # found out at the first all_to_all
         me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
         self._progress = ProgressQueue(f"commlayer {name[:8]}", lambda: group.who if (group := me()) else name)
         self._coalescing: list[Work] | None = None

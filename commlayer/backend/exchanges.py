@@ -38,8 +38,9 @@ class Exchanges(Moves):
     ) -> Work:
         """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
         if (
-            self._is_direct
+            (self._is_direct or self._never_plans_exchanges)
             and type(opts) is AllToAllOptions
+            and (self._is_direct or not opts.asyncOp)
             and type(input) is _TENSOR is type(output)
             and input.dtype in MOVABLE
             and input.is_cpu
@@ -129,7 +130,9 @@ class Exchanges(Moves):
             given, wanted = (self._elements(x, splits) for x, splits in ((input, sent), (output, received)))
             self._signatures.compare_splits(self._sequence + 1, given, wanted, "elements", seconds)
         plan = None
-        if self._is_planning:
+        if self._is_planning and self._signatures is None and self._planned.never_plans_exchanges:
+            self._never_plans_exchanges = True
+        elif self._is_planning:
             plan = self._planned.plan_all_to_all(max(input.nbytes, output.nbytes), timeout_s=timeout_of(opts))
         if plan is None:
             return False
