@@ -154,7 +154,8 @@ def document(rows: list[Row], rounds: int, busy: float) -> str:
         "# Collectives inside one node",
         "",
         f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, all ranks on one machine, one thread each.",
+        f"{os.cpu_count()} cores, {platform.system()} {platform.release().split('-')[0]}, all ranks on one machine, one "
+        "thread each.",
         f"Load of the machine from other work when the run began: {busy:.1f}.",
         f"{rounds} rounds, the ways alternately; of each round the slowest rank's time. Times in ms: median (quartiles).",
         "Size: of the gathered or unreduced whole. *Gloo*: torch.distributed's own call. *Direct*: the plan `flat_direct` over",
