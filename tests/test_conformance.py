@@ -330,10 +330,11 @@ def test_the_error_names_rank_check_element_and_both_values() -> None:
         world.run(lambda verbs: check_communicator(DroppedLastElement(world, verbs.rank), rows=(5,)))
     text = str(caught.value)
     assert re.search(r"rank [01] of 2: \d+ of \d+ checks failed:", text)
+    # Not every failed check is listed, and which of the dtypes come first is not fixed.
     assert re.search(
-        r"all_gather\[float32, 5 rows\]: rank [01]: the output: 1 of 30 elements differ, first element 29", text
+        r"all_gather\[\w+, 5 rows\]: rank [01]: the output: 1 of 30 elements differ, first element 29", text
     )
-    assert "5a5a5a5a" in text  # what was in the buffer before
+    assert "5a5a" in text  # what was in the buffer before
 
 
 def test_a_call_that_raises_ends_the_checks_and_says_so() -> None:
