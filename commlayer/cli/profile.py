@@ -69,6 +69,9 @@ def profile(
     few = min(6, iters)
     repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1e6)
     options = SweepOptions(min_bytes, max_bytes, factor, repeats, check=bool(check))
+    most = min(iters, options.group_repeats.max_repeats)
+    groups = replace(options.group_repeats, warmup=warmup, min_repeats=min(3, iters), max_repeats=most)
+    options = replace(options, group_repeats=groups)
     found = measure_here(place, options, name)
     if found is None:
         return
