@@ -239,6 +239,10 @@ class Moves(GroupBase):
 
     def _broadcast_one(self, tensor: torch.Tensor, opts: Any) -> None:
         plan, num_bytes = None, tensor.nbytes
+        if not 0 <= opts.rootRank < self._size:
+            raise TensorError(
+                f"{self.who}: broadcast from root {opts.rootRank}: expected a rank of the group, 0 to {self._size - 1}"
+            )
         if self._needs_look:
             plan = self._look("broadcast", tensor, num_bytes, root=opts.rootRank, timeout=opts.timeout)
         if plan is None and is_plain(tensor):
