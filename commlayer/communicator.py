@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.connect import connect, device_type
 from commlayer.debug import check_signatures, signature
+from commlayer.endings import end_with_program
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard
 from commlayer.groups import Grid, describe_self, form_grid, grid_key, versions
@@ -100,6 +102,7 @@ class Communicator:
         self._failure: BaseException | None = None
         self.state = State.OPEN
         self._plans: dict[tuple[int, bool], Plan] = {}
+        end_with_program(self)
         self.plans_run: Counter[str] = Counter()
 
     @overload
@@ -168,6 +171,12 @@ class Communicator:
         was_open, self.state = self.state is State.OPEN, State.CLOSED
         if was_open and dist.is_initialized():
             self._executor.transport.close()
+
+    def end(self, patience_s: float) -> None:
+        """At the program's end, where nobody closed this: see :class:`commlayer.endings.Ends`."""
+        if not self._queue.close(patience_s):
+            with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
+                self._executor.transport.abort("ended its program while a call was under way")
 
     def __enter__(self) -> Communicator:
         return self

@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 from commlayer.agreement import AgreedMaximum
 from commlayer.choices import Choices
 from commlayer.connect import sharing_memory
+from commlayer.endings import bury
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait, own_client
-from commlayer.graveyard import bury
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.reductions import reducer

@@ -82,13 +82,15 @@ class OrderedQueue:
             self._tasks.put((future, partial(task, *args, **kwargs)))
         return future
 
-    def close(self) -> None:
-        """Wait for what is queued and stop the worker."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Wait for what is queued and stop the worker. False where it did not end in time (seconds; None: no limit)."""
         with self._count:
             worker, self._worker = self._worker, None
-        if worker is not None:
-            self._tasks.put(None)
-            worker.join()
+        if worker is None:
+            return True
+        self._tasks.put(None)
+        worker.join(timeout_s)
+        return not worker.is_alive()
 
     def _work(self) -> None:
         while (item := self._tasks.get()) is not None:

@@ -16,6 +16,7 @@ from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.signature import SignatureCheck
+from commlayer.endings import end_with_program
 from commlayer.planned import PlannedGroup
 from commlayer.statistics import print_at_exit
 
@@ -98,6 +99,7 @@ def make_group(
         group.use_nccl(nccl)
     if is_default:
         world.remember(job, group)
+    end_with_program(group)
     return group
 
 

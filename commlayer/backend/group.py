@@ -7,6 +7,8 @@ as this group's backend: right, but neither planned nor counted nor in this grou
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +19,7 @@ from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 from commlayer.backend.base import Destroyed
 from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
-from commlayer.graveyard import bury
+from commlayer.endings import bury
 
 __all__ = ["CommlayerGroup", "Together"]
 
@@ -77,7 +79,6 @@ class CommlayerGroup(Messages):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
-        is_given = timeout is not None and timeout >= timedelta(0)  # zero is a timeout too
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else timedelta(seconds=self._timeout_s)
         # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
@@ -167,6 +168,18 @@ class CommlayerGroup(Messages):
     def abort(self) -> None:
         """Break what is under way, here and on the ranks that wait for this one."""
         self._stop(drain=False)
+
+    def end(self, patience_s: float) -> None:
+        """At the program's end, of a group that nobody destroyed: see :class:`commlayer.endings.Ends`."""
+        if isinstance(self._gloo, Destroyed):
+            return
+        until = time.monotonic() + patience_s
+        has_ended = self._progress.drain(patience_s)
+        if self._latest is not None:
+            has_ended &= self._latest.settle(max(0.001, until - time.monotonic()))
+        if not has_ended:
+            with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
+                self.abort()
 
     def _stop(self, *, drain: bool) -> None:
         if isinstance(self._gloo, Destroyed):

@@ -59,10 +59,14 @@ class IssuedWork(Work):
             raise self._error
         return True
 
-    def settle(self) -> None:
-        """Return when the call has ended, well or not: whoever waits for it is told which."""
+    def settle(self, timeout_s: float = 0) -> bool:
+        """Return when the call has ended, well or not: whoever waits for it is told which.
+
+        ``timeout_s``: give up sooner than the call itself would; False says that it goes on.
+        """
         with contextlib.suppress(RuntimeError):
-            self.wait()
+            self.wait(timedelta(seconds=timeout_s))
+        return self._done
 
     def _close(self, error: RuntimeError | None) -> None:
         with self._lock:

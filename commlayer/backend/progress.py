@@ -13,10 +13,7 @@ wrong results, not an error.
 
 from __future__ import annotations
 
-import atexit
 import threading
-import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
@@ -29,14 +26,12 @@ from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, UsageE
 
 __all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task", "too_long"]
 
-Task = Callable[..., None]
+Task = Callable[..., object]
 Outputs = Any
 """What a future gives: a list of tensors, or for the ``coalesced`` gathers a list of lists."""
 
 _NO_TIMEOUT = timedelta(0)
 """torch's value for "as long as the call itself is allowed to take"."""
-_EXIT_PATIENCE_S = 1.0
-"""How long the interpreter's end waits for a progress thread that is inside a call."""
 
 
 def too_long(queue: ProgressQueue, label: str, timeout_s: float) -> CollectiveTimeoutError:
@@ -175,7 +170,6 @@ class ProgressQueue:
         self._thread: threading.Thread | None = None
         self._thread_id = 0
         self._closed = False
-        _alive.add(self)
 
     def is_progress_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
@@ -222,7 +216,7 @@ class ProgressQueue:
         """Wait for what is queued and stop the thread. False where it did not end in time (seconds; -1: no limit)."""
         with self._counting:
             self._closed = True
-            thread, self._thread = self._thread, None
+            thread = self._thread
         if thread is None or self.is_progress_thread():
             return True
         self._tasks.put(None)
@@ -252,14 +246,3 @@ class ProgressQueue:
         except BaseException as raised:  # noqa: BLE001  carried to whoever waits
             error = raised
         work.finish(error)
-
-
-_alive: weakref.WeakSet[ProgressQueue] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Stop the threads before the interpreter goes: one that came back from C++ afterwards would end the process noisily."""
-    until = time.monotonic() + _EXIT_PATIENCE_S
-    for queue in list(_alive):
-        queue.drain(max(0.0, until - time.monotonic()))
