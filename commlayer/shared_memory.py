@@ -34,9 +34,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,8 @@ import torch.distributed as dist
 from commlayer.profiles.errors import TensorError
 from commlayer.shared_memory_connect import Neighbourhood, meet
 from commlayer.shared_memory_line import Kind, Line
-from commlayer.shared_memory_segment import Block, Slab
+from commlayer.shared_memory_segment import Slab
+from commlayer.shared_memory_work import AHEAD_BYTES, Arrival, OtherWork, Peer, Receive, Send, Waitable
 from commlayer.transport import break_connections
 
 __all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
@@ -52,106 +52,8 @@ __all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
 INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: measured with 2, 4 and 8 ranks, that takes about a quarter less time than
 the slab does, and more from 128 KiB on. Gloo takes longer down to one byte, so no size is left to it."""
-AHEAD_BYTES = 16 << 20
-"""What a rank may have sent without any receiver having read it before its sends wait."""
-
 _NO_PATIENCE_S = 0.001
 """As in transport.break_connections."""
-
-
-class Waitable(Protocol):
-    """What a caller gets for a message: torch's Work, or something that can be waited for like one."""
-
-    def wait(self, timeout: timedelta = ..., /) -> bool:
-        """Return True when the message's tensor may be used; no timeout, or zero: the group's.
-
-        Raises RuntimeError, with Gloo's words: "Timed out", or "closed" where the peer is gone.
-        """
-
-
-@dataclass(eq=False, slots=True)
-class _Arrival:
-    """A message of ``size`` bytes: its payload, or where it lies in the sender's slab."""
-
-    size: int
-    place: bytes | memoryview | int
-
-
-@dataclass(eq=False, slots=True)
-class _Peer:
-    """Another rank of this node. ``rank``: in the group; ``slab``: its local rank. ``ended`` says why nothing more comes."""
-
-    rank: int
-    slab: int
-    line: Line
-    posted: dict[int, deque[_Receive]] = field(default_factory=dict)
-    arrived: dict[int, deque[_Arrival]] = field(default_factory=dict)
-    ended: str | None = None
-    unsaid_bytes: int = 0
-    """What we have read of its slab without having told it."""
-
-    def say(self, kind: Kind, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
-        """Send a line, and whatever was left unsaid."""
-        self.unsaid_bytes = 0
-        self.line.put(kind, tag, size, place, payload)
-
-
-class _Receive:
-    """A message to come. ``error``: why it ended without one that fits."""
-
-    __slots__ = ("_group", "error", "is_done", "peer", "tag", "tensor")
-
-    def __init__(self, group: SharedMemoryGroup, peer: _Peer, tensor: torch.Tensor, tag: int) -> None:
-        self._group, self.peer, self.tensor, self.tag = group, peer, tensor, tag
-        self.is_done = False
-        self.error: str | None = None
-
-    def is_completed(self) -> bool:
-        return self.is_done
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_for(self, self.peer, timeout)
-        if self.error is not None:
-            raise RuntimeError(self.error)
-        return True
-
-
-class _Send:
-    """A message under way. ``block`` None: it is in the line, as a whole."""
-
-    __slots__ = ("_block", "_group", "_mark", "peer")
-
-    def __init__(self, group: SharedMemoryGroup, peer: _Peer, block: Block | None) -> None:
-        self._group, self.peer, self._block, self._mark = group, peer, block, peer.line.queued
-
-    def is_completed(self) -> bool:
-        if self._block is not None and self.peer.rank not in self._block.readers:
-            return True
-        if self.peer.line.flushed < self._mark:
-            return False
-        return self._block is None or self._group.unread_bytes <= AHEAD_BYTES
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_for(self, self.peer, timeout)
-        return True
-
-
-class _OtherWork:
-    """A message or call of the Gloo group beneath. Where it times out, Gloo has closed its connections: so must we."""
-
-    __slots__ = ("_group", "_work")
-
-    def __init__(self, group: SharedMemoryGroup, work: dist.Work) -> None:
-        self._group, self._work = group, work
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.serve()  # the neighbours need not wait for what comes from far away
-        try:
-            return self._work.wait(timeout) if timeout else self._work.wait()
-        except RuntimeError as error:
-            has_passed = timeout is None or "timed out" in str(error).lower()
-            self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())
-            raise
 
 
 class SharedMemoryGroup:
@@ -171,8 +73,8 @@ class SharedMemoryGroup:
         self._changed = threading.Condition()
         self._is_polling = False
         self._is_closed = False
-        self._peers: dict[int, _Peer] = {}
-        self._matched: deque[tuple[_Receive, _Arrival]] = deque()
+        self._peers: dict[int, Peer] = {}
+        self._matched: deque[tuple[Receive, Arrival]] = deque()
         found, self.shares = meet(group, rank, nodes, timeout_s)
         if found is not None:
             self._move_in(found, next(node for node in nodes if rank in node))
@@ -181,9 +83,9 @@ class SharedMemoryGroup:
         self._segment = found.segment
         self._slab = Slab(found.segment, here.index(self.rank))
         self._poll = select.epoll()
-        self._by_fd: dict[int, _Peer] = {}
+        self._by_fd: dict[int, Peer] = {}
         for slab, connection in found.sockets.items():
-            peer = _Peer(here[slab], slab, Line(connection, self._poll))
+            peer = Peer(here[slab], slab, Line(connection, self._poll))
             self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
 
     @property
@@ -205,7 +107,7 @@ class SharedMemoryGroup:
             self._require_open(neighbour)
             if size <= INLINE_BYTES:
                 neighbour.say(Kind.INLINE, tag, size, 0, tensor.numpy().data)
-                return _Send(self, neighbour, None)
+                return Send(self, neighbour, None)
             block = self._slab.find(tensor)
             if block is None:
                 if self._slab.would_grow(size):
@@ -216,7 +118,7 @@ class SharedMemoryGroup:
                     raise RuntimeError(f"no shared memory for a message of {size} bytes: {error}") from error
             block.readers.append(peer)
             neighbour.say(Kind.SLAB, tag, size, block.start)
-            return _Send(self, neighbour, block)
+            return Send(self, neighbour, block)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
         """Expect a message of exactly ``tensors[0]``'s size, 1-D uint8 contiguous, from member ``peer``. Raises as send.
@@ -226,7 +128,7 @@ class SharedMemoryGroup:
         neighbour = self._peers.get(peer)
         if neighbour is None:
             return self._other(self.group.recv, tensors, peer, tag)
-        work = _Receive(self, neighbour, _checked(tensors[0]), tag)
+        work = Receive(self, neighbour, _checked(tensors[0]), tag)
         with self._changed:
             arrivals = neighbour.arrived.get(tag)
             if arrivals:
@@ -240,13 +142,13 @@ class SharedMemoryGroup:
 
     def alltoall_base(self, *arguments: Any) -> Waitable:
         """As Gloo's."""
-        return _OtherWork(self, self.group.alltoall_base(*arguments))
+        return OtherWork(self, self.group.alltoall_base(*arguments))
 
     def barrier(self) -> Waitable:
         """As Gloo's: between all members."""
-        return _OtherWork(self, self.group.barrier())
+        return OtherWork(self, self.group.barrier())
 
-    def wait_for(self, work: _Receive | _Send, peer: _Peer, timeout: timedelta | None) -> None:
+    def wait_for(self, work: Receive | Send, peer: Peer, timeout: timedelta | None) -> None:
         """Return when ``work`` is completed, serving all neighbours meanwhile. See Waitable."""
         timeout_s = timeout.total_seconds() if timeout else self._timeout_s
         until = time.monotonic() + timeout_s
@@ -259,7 +161,7 @@ class SharedMemoryGroup:
                 left = until - time.monotonic()
                 if left <= 0:
                     self.failed(0)
-                    verb = "recv" if isinstance(work, _Receive) else "send"
+                    verb = "recv" if isinstance(work, Receive) else "send"
                     raise RuntimeError(
                         f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
                         f"the group, peer member {peer.rank}, shared memory)"
@@ -312,7 +214,7 @@ class SharedMemoryGroup:
         with contextlib.suppress(AttributeError):  # not all of it was made
             self.close()
 
-    def _require_open(self, peer: _Peer) -> None:
+    def _require_open(self, peer: Peer) -> None:
         """Posting to a peer that is gone breaks everything: whoever does so is leaving, or will when this is raised."""
         if peer.ended is not None:
             self.break_connections()
@@ -328,7 +230,7 @@ class SharedMemoryGroup:
         if not self._peers:
             return verb(list(tensors), peer, tag)
         try:
-            return _OtherWork(self, verb(list(tensors), peer, tag))
+            return OtherWork(self, verb(list(tensors), peer, tag))
         except RuntimeError:  # as in _require_open
             self.break_connections()
             raise
@@ -360,7 +262,7 @@ class SharedMemoryGroup:
         while self._matched:
             self._deliver(*self._matched.popleft())
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         lines = peer.line.read()
         if lines is None:
             peer.ended = peer.ended or f"Connection closed by peer (member {peer.rank} of the group, shared memory)"
@@ -370,9 +272,9 @@ class SharedMemoryGroup:
                 assert isinstance(place, int)  # only a message can have a payload
                 self._slab.was_read(place, peer.rank)
             else:
-                self._arrived(peer, tag, _Arrival(size, place))
+                self._arrived(peer, tag, Arrival(size, place))
 
-    def _arrived(self, peer: _Peer, tag: int, arrival: _Arrival) -> None:
+    def _arrived(self, peer: Peer, tag: int, arrival: Arrival) -> None:
         expected = peer.posted.get(tag)
         if expected:
             self._deliver(expected.popleft(), arrival)
@@ -383,7 +285,7 @@ class SharedMemoryGroup:
             arrival.place = bytes(arrival.place)  # do not keep all that came with it
         peer.arrived.setdefault(tag, deque()).append(arrival)
 
-    def _deliver(self, work: _Receive, arrival: _Arrival) -> None:
+    def _deliver(self, work: Receive, arrival: Arrival) -> None:
         peer, tensor, place = work.peer, work.tensor, arrival.place
         if arrival.size != tensor.numel():
             work.error = (

@@ -19,7 +19,7 @@ import commlayer.backend.create
 import commlayer.calibrate  # before the ranks fork, or each of them loads it
 from commlayer.emulation import EmulatedCluster
 from commlayer.testing import FaultyVerbs, ProcessGroupVerbs, Verbs, run_on_nodes, wrong_bytes_at
-from commlayer.testing.checks import patterns
+from commlayer.testing.move_checks import patterns
 from commlayer.testing.payload import bits, integers, stale
 from commlayer.testing.verbs import ReduceOp
 

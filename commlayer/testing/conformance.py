@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.testing.checks import ROWS, Claims, checks
+from commlayer.testing.check_pieces import ROWS, Claims
+from commlayer.testing.checks import checks
 from commlayer.testing.verbs import ReduceOp, Verbs
 
 __all__ = ["DTYPES", "OPS", "REDUCE_DTYPES", "ConformanceError", "FailedCheck", "check_communicator"]
