@@ -16,7 +16,7 @@ import torch.distributed as dist
 import commlayer
 import commlayer.backend.create
 import commlayer.calibrate  # before the fork: ranks then start in milliseconds
-from commlayer.emulation import request_shape
+from commlayer.emulation import request_shape, rights
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport import GlooCall
@@ -95,7 +95,7 @@ def cut_the_link() -> None:
 def test_a_cut_link_ends_in_a_timeout_that_names_who_waits_for_whom(emulated_cluster: ClusterFactory) -> None:
     cluster = emulated_cluster(2, 2, inter="400mbit")
     if not cluster.shaped:
-        pytest.skip("loopback cannot be cut")
+        pytest.skip(rights().reason)  # loopback cannot be cut
 
     def job() -> tuple[str, float]:
         rank = start(timeout_s=3.0)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import commlayer
 import commlayer.backend.create
 import commlayer.calibrate  # before the ranks fork, or each of them loads it
-from commlayer.emulation import EmulatedCluster
+from commlayer.emulation import EmulatedCluster, rights
 from commlayer.testing import FaultyVerbs, ProcessGroupVerbs, Verbs, run_on_nodes, wrong_bytes_at
 from commlayer.testing.move_checks import patterns
 from commlayer.testing.payload import bits, integers, stale
@@ -196,7 +196,7 @@ def compare(plans: Sequence[str]) -> tuple[int, list[str], Ran]:
 def check(sizes: Sequence[int], *, cyclic: bool = False) -> None:
     with EmulatedCluster(len(sizes), max(sizes)) as cluster:
         if cyclic and not cluster.shaped:
-            pytest.skip("ranks dealt out to nodes in turn need nodes that are namespaces")
+            pytest.skip(rights().reason)  # ranks dealt out to nodes in turn need nodes that are namespaces
         plans = plans_for(sizes)
         for num_results, wrong, ran in run_on_nodes(cluster, sizes, compare, list(plans), cyclic=cyclic):
             assert num_results > 100
