@@ -38,6 +38,7 @@ Call = Callable[..., Work]
 
 
 _EVEN = Row.EVEN
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
 _REFUSAL = "Cannot use ReduceOp"
 """How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
 
@@ -128,6 +129,32 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             return self._nccl.backend
         has = "CPU and CUDA" if self._nccl is not None else "CPU (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.who}: no collectives for tensors on {tensor.device}: this group has {has}")
+
+    # The direct path (see above). That the verbs call these for it does not show in benchmarks/host_cost.py.
+
+    def _is_free_for(self, tensor: Any, dtypes: frozenset[torch.dtype]) -> bool:
+        """Whether Gloo moves ``tensor`` as it is, and nothing is queued or under way."""
+        return (
+            type(tensor) is _TENSOR
+            and tensor.dtype in dtypes
+            and tensor.is_cpu
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and self._latest is None
+            and not self._progress.pending
+        )
+
+    def _is_free_for_both(self, output: Any, input: Any, dtypes: frozenset[torch.dtype]) -> bool:
+        """As :meth:`_is_free_for`; Gloo itself refuses an ``output`` of another dtype."""
+        return (
+            type(input) is _TENSOR is type(output)
+            and input.dtype in dtypes
+            and input.is_cpu
+            and input.is_contiguous()
+            and output.is_contiguous()
+            and self._latest is None
+            and not self._progress.pending
+        )
 
     # Order
 

@@ -41,13 +41,7 @@ class Exchanges(Moves):
             (self._is_direct or self._never_plans_exchanges)
             and type(opts) is AllToAllOptions
             and (self._is_direct or not opts.asyncOp)
-            and type(input) is _TENSOR is type(output)
-            and input.dtype in MOVABLE
-            and input.is_cpu
-            and input.is_contiguous()
-            and output.is_contiguous()
-            and self._latest is None
-            and not self._progress.pending
+            and self._is_free_for_both(output, input, MOVABLE)
         ):
             num_bytes, sent = input.nbytes, EVEN
             if (

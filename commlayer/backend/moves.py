@@ -29,7 +29,7 @@ from commlayer.profiles.errors import TensorError
 __all__ = ["Moves"]
 
 Tensors = Sequence[torch.Tensor]
-_TENSOR, _STRIDED = torch.Tensor, torch.strided
+_TENSOR = torch.Tensor
 
 
 class Moves(GroupBase):
@@ -39,17 +39,7 @@ class Moves(GroupBase):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **named: Any) -> Work:
         """``output`` holds n times the elements of ``input``, in any shape; block k comes from rank k."""
-        if (
-            self._is_direct
-            and type(opts) is AllgatherOptions
-            and type(input) is _TENSOR is type(output)
-            and input.dtype in MOVABLE
-            and input.is_cpu
-            and input.is_contiguous()
-            and output.is_contiguous()
-            and self._latest is None
-            and not self._progress.pending
-        ):
+        if self._is_direct and type(opts) is AllgatherOptions and self._is_free_for_both(output, input, MOVABLE):
             started = now()
             try:
                 work = self._gloo._allgather_base(output, input, opts)
@@ -107,16 +97,7 @@ class Moves(GroupBase):
         """The tensors of rank ``opts.rootRank`` become those of all."""
         if self._is_direct and type(opts) is BroadcastOptions and type(tensors) is list:
             tensor = tensors[0]
-            if (
-                type(tensor) is _TENSOR
-                and tensor.dtype in MOVABLE
-                and tensor.is_cpu
-                and tensor.layout is _STRIDED
-                and tensor.is_contiguous()
-                and len(tensors) == 1
-                and self._latest is None
-                and not self._progress.pending
-            ):
+            if len(tensors) == 1 and self._is_free_for(tensor, MOVABLE):
                 started, work = now(), self._gloo.broadcast(tensors, opts)
                 if opts.asyncOp:
                     return self._under_way("broadcast", tensor.nbytes, work, opts, tensors)

@@ -41,18 +41,9 @@ class Reductions(Exchanges):
         """Every element becomes its reduction over all ranks, the same bits on every rank. In place."""
         if self._is_direct and type(opts) is AllreduceOptions and type(tensors) is list:
             tensor = tensors[0]
-            if (
-                # Asking for the operation costs as much as all this together. Gloo has those that floats commonly get, and
-                # says before it sends anything where it has not.
-                type(tensor) is _TENSOR
-                and tensor.dtype in FLOATS
-                and tensor.is_cpu
-                and tensor.layout is _STRIDED
-                and tensor.is_contiguous()
-                and len(tensors) == 1
-                and self._latest is None
-                and not self._progress.pending
-            ):
+            # Asking for the operation costs as much as all this together. Gloo has those that floats commonly get, and says
+            # before it sends anything where it has not.
+            if len(tensors) == 1 and self._is_free_for(tensor, FLOATS):
                 if not opts.asyncOp:
                     try:
                         return self._await(
@@ -98,16 +89,10 @@ class Reductions(Exchanges):
             self._is_direct
             and type(opts) is ReduceScatterOptions
             and not opts.asyncOp
-            and type(input) is _TENSOR is type(output)
-            and input.dtype in FLOATS
+            and self._is_free_for_both(output, input, FLOATS)
             and input.dtype is output.dtype
             and input.dim() == 1 == output.dim()
-            and input.is_cpu
-            and input.is_contiguous()
-            and output.is_contiguous()
             and input.nbytes == self._size * output.nbytes
-            and self._latest is None
-            and not self._progress.pending
         ):
             try:  # see allreduce
                 work = self._gloo._reduce_scatter_base(output, input, opts)
