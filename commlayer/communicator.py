@@ -21,6 +21,7 @@ from commlayer.endings import end_with_program
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard
 from commlayer.groups import Grid, describe_self, form_grid, grid_key, versions
+from commlayer.plain import as_bytes, plain
 from commlayer.profiles.catalog import resolve
 from commlayer.profiles.errors import (
     ClusterError,
@@ -149,7 +150,7 @@ class Communicator:
         if self._device_type != "cpu":
             raise TensorError("trace() watches host waits, which a CUDA plan has none of: use torch.profiler there")
         chosen = plan or self.decide(x.numel() * x.element_size()).plan
-        source = _bytes(_plain(x))
+        source = as_bytes(x)
         self._check_plan(chosen, source.numel(), replicated=True)
         target, timelines = torch.empty_like(source), list[Timeline]()
         self._queue.run(self._guarded, lambda: timelines.append(self._executor.trace(chosen, source, target)))
@@ -191,9 +192,9 @@ class Communicator:
     ) -> torch.Tensor:
         if self.state is not State.OPEN:
             raise self._unusable()
-        x = _plain(x)
+        x = plain(x)
         output = torch.empty_like(x)
-        source, target = _bytes(x), _bytes(output)
+        source, target = as_bytes(x), as_bytes(output)
         if plan is None:
             plan = self._planned(source.numel(), replicated)
         else:
@@ -317,19 +318,6 @@ _move: Callable[..., torch.Tensor] = _AllToAll.apply
 
 def _nothing(*_: object) -> None:
     """The exchange of no bytes; it keeps its place in the queue."""
-
-
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    """``x`` without history, contiguous, with conjugations and signs that torch has put off carried out."""
-    x = x.detach() if x.requires_grad else x
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x.contiguous()
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as 1-D uint8 [bytes]: every dtype passes, FP8 and NaN payloads too."""
-    return x.reshape(-1).view(torch.uint8)
 
 
 def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> Profile:

@@ -24,6 +24,7 @@ from commlayer.connect import sharing_memory
 from commlayer.endings import bury
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait, own_client
+from commlayer.plain import as_bytes
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.reductions import reducer
@@ -144,7 +145,7 @@ class PlannedGroup:
     ) -> None:
         prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
         transport = self.connect_messages()
-        buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target)}
+        buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target)}
         if prepared.staging_bytes:
             buffers[Buffer.STAGING] = self._stage(prepared.staging_bytes)
         call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
@@ -183,7 +184,7 @@ class PlannedGroup:
         staging = self._stage(two_level.staging_bytes)
         own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
         staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
-        buffers = {Buffer.INPUT: _bytes(source), Buffer.OUTPUT: _bytes(target), Buffer.STAGING: staging}
+        buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
         call = transport.start(plan, two_level.before(), buffers, timeout_s)
         call.post(0)
         call.require(0, 1)
@@ -310,8 +311,3 @@ class PlannedGroup:
             ):  # a tensor made in that mode can be written in it only, and this one is kept
                 self._staging = torch.empty(needed, dtype=torch.uint8)
         return self._staging[:needed]
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as 1-D uint8 [bytes]."""
-    return x.detach().view(-1).view(torch.uint8)

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import AllToAllOptions, Work
 from commlayer.backend.base import now, timeout_of
 from commlayer.backend.moves import Moves, Tensors
 from commlayer.backend.options import make
-from commlayer.backend.tensors import MOVABLE, as_bytes, is_plain, join, land, landing, real, reals, spread
+from commlayer.backend.tensors import MOVABLE, is_plain, join, land, landing, real, reals, spread
+from commlayer.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 from commlayer.statistics import Row
 

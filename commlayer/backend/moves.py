@@ -23,7 +23,8 @@ from torch._C._distributed_c10d import (
 
 from commlayer.backend.base import GroupBase, now
 from commlayer.backend.options import make
-from commlayer.backend.tensors import MOVABLE, as_bytes, flat, is_plain, land, landing, real, reals, spread
+from commlayer.backend.tensors import MOVABLE, flat, is_plain, land, landing, real, reals, spread
+from commlayer.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["Moves"]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from commlayer.plain import plain
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["MOVABLE", "as_bytes", "flat", "is_plain", "join", "land", "landing", "real", "reals", "spread"]
+__all__ = ["MOVABLE", "flat", "is_plain", "join", "land", "landing", "real", "reals", "spread"]
 
 MOVABLE = frozenset(
     {
@@ -63,20 +64,8 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as 1-D and contiguous: a view where it is, else a copy. Signs and conjugations put off are carried out."""
-    if x.layout is not _STRIDED:
-        raise TensorError(
-            f"expected a dense tensor, got {x.layout}: only all_reduce takes sparse tensors; use x.to_dense()"
-        )
-    x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x.contiguous().view(-1)
-
-
-def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of ``x`` as 1-D uint8 [bytes]; a view where ``x`` is contiguous."""
-    return flat(x).view(torch.uint8)
+    """:func:`plain` ``x`` as 1-D."""
+    return plain(x).view(-1)
 
 
 def landing(x: torch.Tensor) -> torch.Tensor:
