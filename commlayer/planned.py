@@ -26,7 +26,6 @@ from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait, own_client
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import ClusterError, UsageError
-from commlayer.profiles.links import Resource
 from commlayer.reductions import reducer
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
@@ -49,6 +48,9 @@ class _Prepared:
     plan: Plan
     steps: tuple[Moves, ...]
     staging_bytes: int
+    inter_bytes: int
+    intra_bytes: int
+    """What it sends between nodes, and inside its own."""
 
 
 class PlannedGroup:
@@ -215,16 +217,13 @@ class PlannedGroup:
             self.abort(f"left with {type(error).__name__}: {error}")
             raise
 
-    def wire_bytes(self, plan: Plan, root: int = 0) -> dict[Resource, int]:
-        """What this rank sends in one run of ``plan``, by link class, bytes. (Of an all_to_all_v the splits say it.)"""
+    def sent_bytes(self, plan: Plan, root: int = 0) -> tuple[int, int]:
+        """What this rank sends in one run of ``plan``, bytes: between nodes, and inside its own.
+
+        Not of an all_to_all_v, where the splits say it.
+        """
         prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
-        node = {member: index for index, members in enumerate(self.nodes) for member in members}
-        sent = {Resource.INTER: 0, Resource.INTRA: 0}
-        for moves in prepared.steps:
-            for message in moves.sends:
-                is_near = node[message.peer] == node[self.rank]
-                sent[Resource.INTRA if is_near else Resource.INTER] += message.region.size
-        return sent
+        return prepared.inter_bytes, prepared.intra_bytes
 
     def explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
@@ -270,7 +269,15 @@ class PlannedGroup:
         group = Group(self.nodes, self.rank, even_blocks(size, len(self.global_ranks)))
         if plan.traffic.collective in ("all_gather", "reduce_scatter"):
             group = Group(self.nodes, self.rank, (size // len(self.global_ranks),) * len(self.global_ranks))
-        prepared = _Prepared(plan, *group_moves(plan, group, root))
+        steps, staging = group_moves(plan, group, root)
+        near = next(members for members in self.nodes if self.rank in members)
+        inter = intra = 0
+        for message in (message for step in steps for message in step.sends):
+            if message.peer in near:
+                intra += message.region.size
+            else:
+                inter += message.region.size
+        prepared = _Prepared(plan, steps, staging, inter, intra)
         self._prepared[id(plan), root] = prepared
         return prepared
 

@@ -26,7 +26,6 @@ from commlayer.backend.progress import DONE, ProgressQueue, Task
 from commlayer.backend.signature import SignatureCheck
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, GroupError, TensorError
-from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
@@ -106,7 +105,6 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         node_of = {member: index for index, members in enumerate(planned.nodes) for member in members}
         self._far = [member for member in range(self._size) if node_of[member] != node_of[rank]]
         self.counters.shares = len(self._far) / self._size, (self._size - len(self._far) - 1) / self._size
-        self._sent_plans: dict[tuple[int, int], tuple[Plan, int, int]] = {}
 
     @property
     def who(self) -> str:
@@ -314,16 +312,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         with torch.inference_mode(), _record(f"commlayer:{collective} {plan.name}"):
             self._planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
         spent = now() - started
-        _, inter, intra = self._sent_plans.get((id(plan), root)) or self._sent(plan, root)
+        inter, intra = self._planned.sent_bytes(plan, root)
         self.counters.planned[collective, plan.name].add(num_bytes, spent, inter, intra)
-
-    def _sent(self, plan: Plan, root: int) -> tuple[Plan, int, int]:
-        """What a run of ``plan`` sends. The plan is kept with it, so that its id stays its own."""
-        if len(self._sent_plans) > 1024:
-            self._sent_plans.clear()
-        wire = self._planned.wire_bytes(plan, root)
-        found = self._sent_plans[id(plan), root] = (plan, wire.get(Resource.INTER, 0), wire.get(Resource.INTRA, 0))
-        return found
 
     # Failing
 
