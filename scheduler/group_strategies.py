@@ -19,6 +19,7 @@ depends on the block.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 from commlayer.profiles.errors import PlanError
@@ -37,12 +38,17 @@ _OWN_CALL = {
     "reduce_scatter": Op.REDUCE_SCATTER,
 }
 _AHEAD = 2
+_LEAST_STEPS = 2
+"""Steps of a chunk, at least."""
+_TOO_MANY_TAGS = (
+    f"it needs more than {MAX_TAGS} message tags, and no transport could tell its messages apart: use fewer chunks"
+)
 _COUNT_BYTES = 8
 """A count of bytes travels as an int64."""
 
 
 def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1) -> Plan:
-    """The plan of that name. Raises PlanError where the strategy does not apply to the traffic."""
+    """The plan of that name. Raises PlanError where the strategy does not apply to the traffic, or needs too many chunks."""
     _check(traffic, strategy, chunks)
     if strategy is Strategy.FLAT:
         size, op = float(traffic.logical_bytes), _OWN_CALL[traffic.collective]
@@ -55,7 +61,10 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1) -> Plan:
         steps = _broadcast_steps(traffic, chunks)
     else:
         steps = _Stages(traffic, strategy, chunks).steps()
-    return Plan(traffic, strategy, chunks, Gather.WHOLE, steps)
+    plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps)
+    if strategy is not Strategy.FLAT and len(steps) * tags_per_step(plan) > MAX_TAGS:
+        raise PlanError(_refusal(traffic, strategy, _TOO_MANY_TAGS))
+    return plan
 
 
 def group_candidates(
@@ -63,25 +72,27 @@ def group_candidates(
 ) -> Iterator[Plan]:
     """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
     for strategy in (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL):
-        if not _objection(traffic, strategy, 1):
+        with contextlib.suppress(PlanError):
             yield build_group(traffic, strategy)
     for count in chunk_counts:
         if count > max_chunks or traffic.logical_bytes / (count * traffic.group_size) < min_slice_bytes:
             return
-        if _objection(traffic, Strategy.PIPELINED, count):
+        try:
+            yield build_group(traffic, Strategy.PIPELINED, count)
+        except PlanError:  # among others: hundreds of nodes, and too many messages to tell apart
             return
-        plan = build_group(traffic, Strategy.PIPELINED, count)
-        if len(plan.steps) * tags_per_step(plan) > MAX_TAGS:
-            return  # hundreds of nodes: no transport could tell its messages apart
-        yield plan
 
 
 def _check(traffic: Traffic, strategy: Strategy, chunks: int) -> None:
     objection = _objection(traffic, strategy, chunks)
+    if not objection and chunks > 1 and _LEAST_STEPS * chunks * len(traffic.nodes) > MAX_TAGS:
+        objection = _TOO_MANY_TAGS  # found before all those steps are made
     if objection:
-        raise PlanError(
-            f"{strategy.value} does not apply to {traffic.collective} over nodes {traffic.nodes}: {objection}"
-        )
+        raise PlanError(_refusal(traffic, strategy, objection))
+
+
+def _refusal(traffic: Traffic, strategy: Strategy, why: str) -> str:
+    return f"{strategy.value} does not apply to {traffic.collective} over nodes {traffic.nodes}: {why}"
 
 
 def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:

@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.choices import parse_plan
+from commlayer.choices import Choices, parse_plan
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, build, choose, price
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
 from commlayer.scheduler.two_level import TwoLevel
+from commlayer.settings import Settings
 
 Nodes = tuple[tuple[int, ...], ...]
 Array = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -301,6 +303,31 @@ def test_a_plan_that_does_not_apply_says_why(
 ) -> None:
     with pytest.raises(PlanError, match=why):
         build(Traffic(4096, sum(nodes), 1, Resource.INTER, collective, nodes), strategy)
+
+
+@pytest.mark.parametrize("chunks", [4000, 9999, 10**9])
+def test_a_plan_of_more_messages_than_tags_is_none(chunks: int) -> None:
+    """A call that began with it would break in the middle of a job."""
+    traffic = Traffic(1 << 30, 4, 1, Resource.INTER, "all_reduce", (2, 2))
+    with pytest.raises(PlanError, match=r"more than 16384 message tags.*use fewer chunks"):
+        build(traffic, Strategy.PIPELINED, chunks)
+
+
+def test_too_many_chunks_for_all_calls_leave_them_flat_and_say_why() -> None:
+    choices = Choices((2, 2), None, Settings(plan="pipelined:9999"))
+    assert choices.plan("all_reduce", 1 << 20) is None
+    ((reason, times),) = choices.reasons.items()
+    assert "use fewer chunks" in reason
+    assert times == 1
+
+
+def test_candidates_over_thousands_of_nodes_are_those_that_can_be_told_apart() -> None:
+    nodes = (2,) * 6000
+    found = [
+        plan.name
+        for plan in group_candidates(Traffic(1 << 30, 12000, 1, Resource.INTER, "broadcast", nodes), (2,), 0, 2)
+    ]
+    assert found == ["flat"]
 
 
 def test_ordered_sums_are_direct_ones_only() -> None:
