@@ -45,7 +45,7 @@ from commlayer.shared_memory_connect import Neighbourhood, meet
 from commlayer.shared_memory_line import Kind, Line
 from commlayer.shared_memory_segment import Slab
 from commlayer.shared_memory_work import AHEAD_BYTES, Arrival, OtherWork, Peer, Receive, Send, Waitable
-from commlayer.transport import break_connections
+from commlayer.transport import SizeMismatch, break_connections
 
 __all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
 
@@ -288,15 +288,12 @@ class SharedMemoryGroup:
     def _deliver(self, work: Receive, arrival: Arrival) -> None:
         peer, tensor, place = work.peer, work.tensor, arrival.place
         if arrival.size != tensor.numel():
-            work.error = (
-                f"member {self.rank} of the group expected {tensor.numel()} bytes from member {peer.rank} (tag {work.tag}), "
-                f"got {arrival.size}: ranks must agree on sizes"
-            )
+            work.error = SizeMismatch(tensor.numel(), arrival.size, peer.rank)
         elif isinstance(place, int):
             try:
                 tensor.copy_(self._segment.bytes_of(peer.slab, place, arrival.size))
             except OSError as error:
-                work.error = f"cannot map the shared memory of a message of {arrival.size} bytes: {error}"
+                work.error = RuntimeError(f"cannot map the shared memory of a message of {arrival.size} bytes: {error}")
         else:
             tensor.numpy().data[:] = place
         work.is_done = True

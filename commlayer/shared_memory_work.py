@@ -28,7 +28,7 @@ class Waitable(Protocol):
     def wait(self, timeout: timedelta = ..., /) -> bool:
         """Return True when the message's tensor may be used; no timeout, or zero: the group's.
 
-        Raises RuntimeError, with Gloo's words: "Timed out", or "closed" where the peer is gone.
+        Raises RuntimeError, with Gloo's words: "Timed out", or "closed" where the peer is gone; SizeMismatch.
         """
 
 
@@ -67,7 +67,7 @@ class Receive:
     def __init__(self, group: SharedMemoryGroup, peer: Peer, tensor: torch.Tensor, tag: int) -> None:
         self._group, self.peer, self.tensor, self.tag = group, peer, tensor, tag
         self.is_done = False
-        self.error: str | None = None
+        self.error: RuntimeError | None = None
 
     def is_completed(self) -> bool:
         return self.is_done
@@ -75,7 +75,7 @@ class Receive:
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._group.wait_for(self, self.peer, timeout)
         if self.error is not None:
-            raise RuntimeError(self.error)
+            raise self.error
         return True
 
 

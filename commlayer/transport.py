@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures import Failure, FailureBoard, Wait
-from commlayer.profiles.errors import ClusterError, PlanError
+from commlayer.profiles.errors import ClusterError, DisagreementError, PlanError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region, tags_per_step
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
@@ -34,6 +34,7 @@ __all__ = [
     "GlooCall",
     "GlooTransport",
     "Reducer",
+    "SizeMismatch",
     "Transport",
     "Whole",
     "break_connections",
@@ -47,6 +48,14 @@ Whole = Callable[[torch.Tensor, torch.Tensor], None]
 """Runs a plan from source to target, both 1-D uint8 [bytes]."""
 Reducer = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 """Reduces sources into a target, 1-D uint8 [bytes] that hold elements of the call's dtype; see reductions.py."""
+
+
+class SizeMismatch(RuntimeError):
+    """A message has come of another size than was expected: ranks have made different calls."""
+
+    def __init__(self, expected_bytes: int, got_bytes: int, peer: int) -> None:
+        super().__init__(f"expected {expected_bytes} bytes from member {peer} of the group, got {got_bytes}")
+        self.expected_bytes, self.got_bytes = expected_bytes, got_bytes
 
 
 class Call(Protocol):
@@ -144,9 +153,21 @@ class GlooTransport:
             chunk=step.chunk,
             sequence=sequence,
         )
+        if isinstance(failure.cause, SizeMismatch):
+            return self._disagreement(wait, failure.cause)
         self.board.report(wait, failure)
         self.abort()
         return self.board.explain(wait, failure)
+
+    def _disagreement(self, wait: Wait, mismatch: SizeMismatch) -> DisagreementError:
+        """Nobody is dead, and nobody must be blamed for it: the others are told what was found here."""
+        expected, got = mismatch.expected_bytes, mismatch.got_bytes
+        self.abort(f"expected {expected} bytes from rank {wait.peers[0]} and got {got}, so it left the group")
+        return DisagreementError(
+            f"expected {expected} bytes from rank {wait.peers[0]}, got {got}: ranks must make the same calls, with the same "
+            f"sizes; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte and names those that "
+            "differ. Nothing more can be sent here: restart the job"
+        )
 
     def abort(self, why: str | None = None) -> None:
         """Break our connections, so that ranks that wait for this one wake up now instead of at their timeout.
@@ -269,7 +290,7 @@ class GlooCall:
     @staticmethod
     def _require_broken(error: RuntimeError) -> None:
         """Let through what no peer is to blame for: a fault of our own would send its reader to another rank's log."""
-        if not any(word in str(error).lower() for word in _BROKEN):
+        if not isinstance(error, SizeMismatch) and not any(word in str(error).lower() for word in _BROKEN):
             raise error
 
     def _explained(self, index: int, peer: int, error: RuntimeError) -> Exception:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any, cast
+
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
+from commlayer.executor import drive
+from commlayer.failures import Failure, FailureBoard, Wait
 from commlayer.planned import PlannedGroup
+from commlayer.profiles.errors import DisagreementError
+from commlayer.scheduler.group_moves import Group, group_moves
+from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
+from commlayer.transport import Channel, GlooTransport, SizeMismatch
 
 
 def rank_of(nodes: list[list[int]], rank: int, plan: str) -> PlannedGroup:
@@ -32,3 +42,38 @@ def test_what_a_rank_sends_of_a_plan_is_counted_by_link_class(root: int, sent: t
     assert gather is not None
     assert group.sent_bytes(gather) == (256, 2 * 256)
     assert group.sent_bytes(broadcast, root) == sent
+
+
+class OtherSizes:
+    """A process group whose peers send twice what is expected."""
+
+    class Message:
+        def __init__(self, expected_bytes: int, peer: int) -> None:
+            self.expected_bytes, self.peer = expected_bytes, peer
+
+        def wait(self, timeout: timedelta = timedelta(0)) -> None:
+            raise SizeMismatch(self.expected_bytes, 2 * self.expected_bytes, self.peer)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Message:
+        return self.Message(tensors[0].numel(), peer)
+
+    send = recv
+
+
+def test_a_message_of_another_size_is_told_to_the_others() -> None:
+    """Whoever waits for the rank that found it must hear of it, and not take that rank for dead."""
+    store, group = HashStore(), cast("Any", OtherSizes())
+    channel = Channel("world", group, ((10, 0), (11, 1)))
+    transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(store, "failure", 10), rank=10)
+    planned = rank_of([[0, 1]], 0, plan="flat_direct")
+    plan = planned.plan("all_gather", 512)
+    assert plan is not None
+    moves, _ = group_moves(plan, Group(planned.nodes, 0, (256, 256)), 0)
+    buffers = {Buffer.INPUT: torch.zeros(256, dtype=torch.uint8), Buffer.OUTPUT: torch.zeros(512, dtype=torch.uint8)}
+    call = transport.start(plan, moves, buffers, 1.0)
+    drive(plan, call)
+    with pytest.raises(DisagreementError, match=r"rank 11, got 512: .*COMMLAYER_DEBUG=detail"):
+        call.finish()
+    wait = Wait(11, (10,), "world", "all_gather", plan.name, "all_gather", 0, 1)
+    theirs = FailureBoard(store, "failure", 11).explain(wait, Failure(RuntimeError("Connection closed"), 0.1, 1.0))
+    assert str(theirs).startswith("rank 10 expected 256 bytes from rank 11 and got 512, so it left the group")

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer import shared_memory_connect
 from commlayer.emulation import rights
 from commlayer.planned import PlannedGroup
-from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.shared_memory import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
@@ -360,7 +360,7 @@ def test_tensors_of_the_wrong_kind_or_size_are_refused(emulated_cluster: Cluster
 
     texts = emulated_cluster(nodes=1, ranks_per_node=2).run(job)
     assert texts[1] == "nothing"
-    assert "expected 40000 bytes from member 1 (tag 1), got 40001" in texts[0]
+    assert "expected 40000 bytes from member 1 of the group, got 40001" in texts[0]
 
 
 def expect_nothing(group: SharedMemoryGroup, peer: int, timeout_s: float = 20.0) -> tuple[str, float]:
@@ -538,6 +538,29 @@ def check_collectives(group: PlannedGroup, size: int) -> None:
             target, expected = x.clone(), summed
             group.run(plan, target, target)
         assert torch.equal(target, expected), (collective, size, plan.name)
+
+
+def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str]:
+        group = sharing([[0, 1, 2]], "flat_direct")
+        x = torch.ones(6 * 60_000 if dist.get_rank() == 1 else 3 * 60_000)
+        chosen = group.plan("all_reduce", x.nbytes)
+        assert chosen is not None
+        with pytest.raises(ClusterError) as caught:
+            group.run(chosen, x, x)
+        dist.barrier()
+        return type(caught.value).__name__, str(caught.value)
+
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=3).run(job)
+    assert "DisagreementError" in {name for name, _ in outcomes}
+    for rank, (name, text) in enumerate(outcomes):
+        assert f"rank {rank}, group world, collective all_reduce #1, plan flat_direct" in text
+        assert "died" not in text
+        if name == "DisagreementError":
+            assert "COMMLAYER_DEBUG=detail" in text
+        else:  # it was told before it found out by itself
+            assert name == "PeerError"
+            assert "so it left the group" in text
 
 
 @pytest.mark.parametrize("plan", ["flat_direct", "hierarchical"])
