@@ -135,6 +135,32 @@ def test_a_callback_may_wait_for_a_later_call(emulated_cluster: ClusterFactory) 
     assert run(emulated_cluster, job, nodes=1) == [2.0] * 2
 
 
+def test_a_message_to_oneself_or_to_nobody_is_the_callers_mistake(emulated_cluster: ClusterFactory) -> None:
+    def job() -> float:
+        rank, size, group = start()
+        x = torch.ones(4)
+        for call, role in ((dist.isend, "destination"), (dist.irecv, "source")):
+            with pytest.raises(
+                UsageError, match=f"{role} rank should not be the same as the rank of the current process"
+            ):
+                call(x, rank)
+        for nobody in (-1, size):
+            with pytest.raises(
+                UsageError, match=f"Invalid destination rank {nobody}: expected a rank of the group, 0 to 1"
+            ):
+                group.send([x], nobody, 0)
+            with pytest.raises(UsageError, match=f"Invalid source rank {nobody}"):
+                group.recv([x], nobody, 0)
+        works = [dist.isend(torch.full((4,), float(rank)), 1 - rank), dist.irecv(x, 1 - rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        dist.destroy_process_group()
+        return x[0].item()
+
+    assert run(emulated_cluster, job, nodes=1) == [1.0, 0.0]
+
+
 def test_messages_are_not_queued(emulated_cluster: ClusterFactory) -> None:
     """A recv that is posted behind an unfinished collective must not wait for it."""
 

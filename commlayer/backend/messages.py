@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.reductions import Reductions
 from commlayer.backend.tensors import flat, land, landing, real
-from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 
 __all__ = ["Message", "Messages"]
 
@@ -84,18 +84,23 @@ class Messages(Reductions):
     """The point-to-point verbs."""
 
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
-        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group."""
+        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group.
+
+        Raises UsageError for this rank itself, or one that is not in the group.
+        """
         tensor = self._only_one("send", tensors)
         if not tensor.is_cpu:
             return self._on_device(tensor).send(tensors, dstRank, tag)
+        self._require_other("destination", dstRank)
         moved = flat(tensor)
         return self._start("send", f"send to rank {self._named(dstRank)}, tag {tag}", moved, moved, dstRank, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work | None:  # noqa: N803
-        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group."""
+        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
         tensor = self._only_one("recv", tensors)
         if not tensor.is_cpu:
             return self._on_device(tensor).recv(tensors, srcRank, tag)
+        self._require_other("source", srcRank)
         what = f"recv from rank {self._named(srcRank)}, tag {tag}"
         return self._start("recv", what, tensor, landing(tensor), srcRank, tag)
 
@@ -133,6 +138,18 @@ class Messages(Reductions):
         return PeerError(
             f"{self.who}: {what}: the peer died or closed its connection: look at its log. Gloo's own message: {text}"
         )
+
+    def _require_other(self, role: str, member: int) -> None:
+        """Gloo answers a rank that is not there with a crash or a hang, and this one as if it were a dead peer."""
+        if member == self._rank:  # in torch's words: its send() and recv() say this, isend() and irecv() do not ask
+            raise UsageError(
+                f"{self.who}: Invalid {role} rank: {role} rank should not be the same as the rank of the current process: "
+                "this backend sends to other ranks only; copy the tensor instead"
+            )
+        if not 0 <= member < self._size:
+            raise UsageError(
+                f"{self.who}: Invalid {role} rank {member}: expected a rank of the group, 0 to {self._size - 1}"
+            )
 
     def _named(self, member: int) -> int:
         """The global rank of a member, for messages."""
