@@ -132,9 +132,8 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     priced = tuple(price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in allowed)
     if not priced:
         names = ", ".join(strategy.value for strategy in allowed)
-        raise PlanError(
-            f"no plan: the policy allows only {names}, and none of them applies to {traffic}: allow flat too"
-        )
+        which = "and it does not apply" if len(allowed) == 1 else "and none of them applies"
+        raise PlanError(f"no plan: the policy allows only {names}, {which} to {traffic}: allow flat too")
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]

@@ -67,6 +67,15 @@ class Traffic:
                 f"got {self.logical_bytes}: pad the tensor, or give a size that the group divides"
             )
 
+    def __str__(self) -> str:
+        """In words, for messages."""
+        what = f"{self.collective} of {self.logical_bytes} bytes over {self.group_size} ranks"
+        if self.collective == "all_to_all":
+            copies = f", replicated on {self.replication} ranks of each node" if self.replication > 1 else ""
+            return f"{what} ({self.link.value} links){copies}"
+        where = "one node" if len(self.nodes) == 1 else f"nodes of {'+'.join(map(str, self.nodes))}"
+        return f"{what} on {where}{', summed in rank order' if self.is_ordered else ''}"
+
     def _check_nodes(self) -> None:
         if self.collective not in GROUP_COLLECTIVES:
             raise PlanError(f"expected all_to_all or one of {', '.join(GROUP_COLLECTIVES)}, got {self.collective!r}")

@@ -377,9 +377,26 @@ def test_bad_traffic_and_plans_are_refused() -> None:
         choose(Traffic(2**20, 2, 8), synthetic_profile())
     with pytest.raises(PlanError, match=r"policy allows only hierarchical.*: allow flat too"):
         choose(Traffic(8, 2, 1), synthetic_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
+    with pytest.raises(PlanError, match=r"does not apply to all_to_all of 8 bytes over 2 ranks \(inter links\): allow"):
+        choose(Traffic(8, 2, 1), synthetic_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
     step = Step(Op.COPY, Resource.DEVICE, 0, 8.0, (0,), Buffer.INPUT, Buffer.OUTPUT)
     with pytest.raises(InternalError, match="only earlier steps"):
         Plan(Traffic(8, 2, 4), Strategy.FLAT, 1, Gather.WHOLE, (step,))
+
+
+@pytest.mark.parametrize(
+    ("traffic", "words"),
+    [
+        (Traffic(64, 2, 4), "all_to_all of 64 bytes over 2 ranks (inter links), replicated on 4 ranks of each node"),
+        (Traffic(64, 4, 1, Resource.INTRA, "broadcast", (4,)), "broadcast of 64 bytes over 4 ranks on one node"),
+        (
+            Traffic(64, 3, 1, Resource.INTER, "all_reduce", (2, 1), is_ordered=True),
+            "all_reduce of 64 bytes over 3 ranks on nodes of 2+1, summed in rank order",
+        ),
+    ],
+)
+def test_traffic_in_words(traffic: Traffic, words: str) -> None:
+    assert str(traffic) == words
 
 
 def test_moe_bytes_is_equation_3() -> None:
