@@ -1,0 +1,234 @@
+"""Attention with its tokens, or its heads, over a tensor-parallel group, and its sequence over a context-parallel one.
+
+Both kinds take and return this rank's rows [S/(cp·tp), B, H] and compute the same; they differ in what stays and what moves.
+
+``ulysses`` (DeepSpeed-Ulysses; sequence-parallel attention in MegaScale-MoE): every rank has all weights and projects its own
+    tokens. One all_to_all takes queries, keys and values from tokens to heads; another takes the outputs back.
+``tensor`` (Megatron): every rank has the weights of its heads. Tokens are gathered before, and the outputs of all ranks are
+    summed and scattered after.
+
+MegaScale-MoE's equations 1 and 2 compare what they move; see docs/layers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.context_parallel import context_parallel_attention, local_rows, positions
+from commlayer.integrations.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    even_rows,
+    gather_rows,
+)
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
+
+Kind = Literal["ulysses", "tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """One rank's query heads, the key-value heads that they need, and how many of them use each."""
+
+    q: range
+    kv: range
+    uses: tuple[int, ...]
+
+
+def head_shares(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShare, ...]:
+    """Each rank's heads: consecutive query heads, as even as can be. Ranks may need the same key-value head."""
+    per_kv = num_heads // num_kv_heads
+    stops = [sum(even_rows(num_heads, parts)[:part]) for part in range(parts + 1)]
+    shares = []
+    for start, stop in pairwise(stops):
+        kv = range(start // per_kv, -(-stop // per_kv)) if stop > start else range(0)
+        uses = tuple(min(stop, (head + 1) * per_kv) - max(start, head * per_kv) for head in kv)
+        shares.append(HeadShare(range(start, stop), kv, uses))
+    return tuple(shares)
+
+
+class ParallelAttention(nn.Module):
+    """Self-attention without bias: ``q``, ``k``, ``v`` and ``out`` are its linear layers.
+
+    Args:
+        hidden: size of an activation.
+        num_heads: query heads.
+        num_kv_heads: key-value heads, each shared by ``num_heads / num_kv_heads`` consecutive query heads; None: as many.
+        tp: the ranks that share tokens (``ulysses``) or heads (``tensor``).
+        cp: the ranks that share the sequence before that, zigzag; None: this rank has all of it.
+        kind: see the module. With ``ulysses`` any number of heads will do, and ranks may have fewer than others.
+        causal: each position attends to itself and those before it.
+        head_dim: None: ``hidden / num_heads``.
+        rope_base: base of rotary position embeddings of queries and keys, such as 10000; None: no rotation.
+        generator: in the same state on all ranks, see :mod:`commlayer.integrations.linear`.
+        dtype: of the weights; None: torch's default.
+        device: of the weights; None: torch's default.
+
+    Raises:
+        UsageError: heads that cannot be shared so.
+
+    Parameters that every rank has whole (all with ``ulysses``; ``k`` and ``v`` with ``tensor`` where tp does not divide their
+    heads) are marked for :func:`~commlayer.integrations.linear.reduce_replicated_gradients`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        tp: GroupCommunicator,
+        cp: GroupCommunicator | None = None,
+        kind: Kind = "ulysses",
+        causal: bool = True,
+        head_dim: int | None = None,
+        rope_base: float | None = None,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = _checked_head_dim(hidden, num_heads, num_kv_heads, head_dim, rope_base is not None)
+        if kind not in get_args(Kind):
+            raise UsageError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+        if kind == "tensor" and num_heads % tp.size:
+            raise UsageError(
+                f"num_heads={num_heads} cannot be split over tp={tp.size} with kind='tensor': take kind='ulysses', or a tp that "
+                "divides it"
+            )
+        self.tp, self.cp = tp, GroupCommunicator(None, "cp") if cp is None else cp
+        self.kind, self.causal, self.rope_base = kind, causal, rope_base
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.shares = head_shares(num_heads, num_kv_heads, tp.size)
+
+        def column(num: int, whole: bool) -> ColumnParallelLinear | ReplicatedLinear:
+            layer = ReplicatedLinear if whole else ColumnParallelLinear
+            return layer(hidden, num * head_dim, tp=tp, generator=generator, dtype=dtype, device=device)
+
+        whole_kv = kind == "ulysses" or num_kv_heads % tp.size != 0
+        self.q = column(num_heads, kind == "ulysses")
+        self.k, self.v = column(num_kv_heads, whole_kv), column(num_kv_heads, whole_kv)
+        row = ReplicatedLinear if kind == "ulysses" else RowParallelLinear
+        self.out = row(num_heads * head_dim, hidden, tp=tp, generator=generator, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
+        """This rank's rows [rows, B, hidden], of its rows by ``split_sequence(…, cp=cp, tp=tp)``.
+
+        ``seq_len``: rows of the whole sequence. None: all ranks have equally many, which nobody checks: where cp·tp does not
+        divide the sequence, give it. Raises TensorError where ``x`` does not have this rank's rows.
+        """
+        seq_len, rows = local_rows(x, seq_len, cp=self.cp, tp=self.tp)
+        return self._ulysses(x, seq_len, rows) if self.kind == "ulysses" else self._tensor(x, seq_len, rows)
+
+    def load_full(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's slices of the whole weights ``q``, ``k``, ``v`` and ``out``, as :meth:`full_weights` returns them."""
+        for name in ("q", "k", "v", "out"):
+            self.get_submodule(name).load_full(weights[name])  # type: ignore[operator]
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """The whole weights, copies without gradient. All ranks of ``tp`` call it."""
+        return {name: getattr(self, name).full_weight() for name in ("q", "k", "v", "out")}
+
+    def _ulysses(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
+        q, k, v = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))
+        if (
+            self.rope_base is not None
+        ):  # before the exchange: afterwards ranks that share a key head would each rotate it
+            where = positions(seq_len, cp=self.cp, tp=self.tp, device=x.device)
+            q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
+        q, k, v = self._to_heads(q, k, v, rows)
+        y: torch.Tensor = self.out(self._to_rows(self._attend(q, k, v, seq_len), rows))
+        return y
+
+    def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
+        x = gather_rows(x, self.tp, sum(rows))
+        q = self._heads(F.linear(x, self.q.weight))
+        k, v = (self._heads(F.linear(x, self._weight_of_kv(layer))) for layer in (self.k, self.v))
+        if self.rope_base is not None:
+            where = positions(seq_len, cp=self.cp, device=x.device)
+            q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
+        y: torch.Tensor = self.out(self._attend(q, k, v, seq_len).flatten(2))
+        return y
+
+    def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
+        if layer.dim is not None:
+            return layer.weight
+        kv = self.shares[self.tp.rank].kv
+        return layer.weight[kv.start * self.head_dim : kv.stop * self.head_dim]
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        heads: torch.Tensor = x.unflatten(2, (-1, self.head_dim))
+        return heads
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> torch.Tensor:
+        uses = self.shares[self.tp.rank].uses
+        return context_parallel_attention(q, k, v, cp=self.cp, seq_len=seq_len, causal=self.causal, uses=uses)
+
+    # Rows of the exchange are [B, D]: those of one head lie together, a rank's heads one behind the other.
+
+    def _to_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From [own rows, B, all heads, D] to [all rows, B, own heads, D]: each rank gets the heads that it needs, no more."""
+        if self.tp.size == 1:
+            return q, k, v
+        wanted = [(t, heads) for share in self.shares for t, heads in ((q, share.q), (k, share.kv), (v, share.kv))]
+        sent = torch.cat([t[:, :, heads.start : heads.stop].permute(2, 0, 1, 3) for t, heads in wanted])
+        mine = self.shares[self.tp.rank]
+        sizes = (len(mine.q), len(mine.kv), len(mine.kv))
+        receive_rows = [sum(sizes) * num_rows for num_rows in rows]
+        send_rows = [(len(share.q) + 2 * len(share.kv)) * rows[self.tp.rank] for share in self.shares]
+        received = self.tp.all_to_all(sent.flatten(0, 1), send_rows, receive_rows)
+        blocks = zip(received.split(receive_rows), rows, strict=True)
+        joined = torch.cat([block.unflatten(0, (sum(sizes), num)).permute(1, 2, 0, 3) for block, num in blocks])
+        q, k, v = joined.split(sizes, dim=2)
+        return q, k, v
+
+    def _to_rows(self, out: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """From [all rows, B, own heads, D] to [own rows, B, all heads · D]."""
+        if self.tp.size == 1:
+            return out.flatten(2)
+        own = rows[self.tp.rank]
+        sent = torch.cat([block.permute(2, 0, 1, 3).flatten(0, 1) for block in out.split(list(rows))])
+        send_rows = [out.shape[2] * num_rows for num_rows in rows]
+        received = self.tp.all_to_all(sent, send_rows, [len(share.q) * own for share in self.shares])
+        heads: torch.Tensor = received.unflatten(0, (self.num_heads, own))
+        return heads.permute(1, 2, 0, 3).flatten(2)
+
+
+def apply_rope(x: torch.Tensor, where: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotate ``x`` [rows, B, heads, D] by its rows' positions ``where`` [rows]; dimension i is paired with i + D/2.
+
+    Angles and products in float32, or float64 where ``x`` is.
+    """
+    half = x.shape[-1] // 2
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    frequencies = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angles = (where.to(dtype)[:, None] * frequencies)[:, None, None, :]
+    first, second = x.to(dtype).chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _checked_head_dim(hidden: int, num_heads: int, num_kv_heads: int, head_dim: int | None, rotated: bool) -> int:
+    if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise UsageError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}, and both positive")
+    if head_dim is None:
+        if hidden % num_heads:
+            raise UsageError(f"hidden={hidden} is not a multiple of num_heads={num_heads}: give head_dim")
+        head_dim = hidden // num_heads
+    if rotated and head_dim % 2:
+        raise UsageError(f"rotary position embeddings need an even head_dim, got {head_dim}")
+    return head_dim

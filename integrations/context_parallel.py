@@ -1,0 +1,179 @@
+"""Sequences over a context-parallel group, and attention over such a sequence.
+
+A sequence of S rows is cut into 2·cp chunks; rank i has chunks i and 2·cp - 1 - i ("zigzag"). Under a causal mask a late
+chunk attends to many keys and an early one to few: the two together cost the same on every rank. A tensor-parallel group
+cuts each rank's rows further, into consecutive ones.
+
+Keys and values are gathered over the group; each rank's queries attend to those that come before them, and no others are
+computed. Rejected: passing keys and values round a ring, which sends as much, in cp - 1 small messages, and needs the softmax
+merged by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.linear import even_rows
+from commlayer.profiles.errors import TensorError
+
+__all__ = [
+    "context_parallel_attention",
+    "local_rows",
+    "merge_sequence",
+    "positions",
+    "split_sequence",
+    "zigzag_merge",
+    "zigzag_rows",
+    "zigzag_split",
+]
+
+
+def zigzag_rows(seq_len: int, cp_size: int) -> tuple[int, ...]:
+    """How many rows each rank of a context-parallel group has."""
+    chunks = _chunks(seq_len, cp_size)
+    return tuple(chunks[rank] + chunks[-1 - rank] for rank in range(cp_size))
+
+
+def zigzag_split(x: torch.Tensor, cp: GroupCommunicator) -> torch.Tensor:
+    """This rank's rows of ``x`` [S, …], which it has whole. Sends nothing."""
+    chunks = x.split(_chunks(x.shape[0], cp.size))
+    return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]))
+
+
+def zigzag_merge(x: torch.Tensor, cp: GroupCommunicator, seq_len: int) -> torch.Tensor:
+    """All rows [S, …] in their order, from each rank's; the gradient is summed and scattered.
+
+    Raises TensorError where ``x`` does not have this rank's rows of ``seq_len``.
+    """
+    if cp.size == 1:
+        return x
+    chunks = _chunks(seq_len, cp.size)
+    gathered = cp.all_gather(x, zigzag_rows(seq_len, cp.size))
+    pieces = gathered.split([chunk for rank in range(cp.size) for chunk in (chunks[rank], chunks[-1 - rank])])
+    return torch.cat((*pieces[::2], *reversed(pieces[1::2])))
+
+
+def split_sequence(x: torch.Tensor, *, cp: GroupCommunicator, tp: GroupCommunicator | None = None) -> torch.Tensor:
+    """This rank's rows of ``x`` [S, …] (tokens, labels, positions), which it has whole: zigzag over ``cp``, then consecutive
+    rows over ``tp``. Sends nothing."""
+    x = zigzag_split(x, cp)
+    return x if tp is None else x.split(even_rows(x.shape[0], tp.size))[tp.rank]
+
+
+def merge_sequence(
+    x: torch.Tensor, *, seq_len: int, cp: GroupCommunicator, tp: GroupCommunicator | None = None
+) -> torch.Tensor:
+    """The opposite of :func:`split_sequence`: [S, …] on every rank; the gradient is summed and scattered.
+
+    Raises TensorError where ``x`` does not have this rank's rows of ``seq_len``.
+    """
+    if tp is not None:
+        x = tp.all_gather(x, even_rows(zigzag_rows(seq_len, cp.size)[cp.rank], tp.size))
+    return zigzag_merge(x, cp, seq_len)
+
+
+def positions(
+    seq_len: int,
+    *,
+    cp: GroupCommunicator,
+    tp: GroupCommunicator | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """Where this rank's rows lie in the sequence: int64 [rows]."""
+    return split_sequence(torch.arange(seq_len, device=device), cp=cp, tp=tp)
+
+
+def local_rows(
+    x: torch.Tensor, seq_len: int | None, *, cp: GroupCommunicator, tp: GroupCommunicator
+) -> tuple[int, tuple[int, ...]]:
+    """The sequence's length, and the rows of each rank of ``tp``. ``seq_len`` None: every rank has as many rows as this one.
+
+    Raises TensorError where ``x`` does not have this rank's rows.
+    """
+    if seq_len is None:
+        seq_len = x.shape[0] * tp.size * cp.size
+    rows = even_rows(zigzag_rows(seq_len, cp.size)[cp.rank], tp.size)
+    if x.shape[0] != rows[tp.rank]:
+        raise TensorError(
+            f"rank {tp.rank} of {tp.size} in tp, {cp.rank} of {cp.size} in cp: expected {rows[tp.rank]} rows of a sequence of "
+            f"{seq_len}, got shape {list(x.shape)}; split_sequence() splits as the layers expect"
+        )
+    return seq_len, rows
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cp: GroupCommunicator,
+    seq_len: int,
+    causal: bool = True,
+    uses: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries to the keys and values of all ranks of ``cp``.
+
+    Args:
+        q: [rows, B, query heads, D], this rank's rows by :func:`zigzag_split`.
+        k: [rows, B, key-value heads, D].
+        v: as ``k``.
+        cp: the ranks that share the sequence. Keys and values are gathered over it in one call.
+        seq_len: rows of the whole sequence.
+        causal: each position attends to itself and those before it.
+        uses: how many consecutive query heads use each key-value head; None: equally many.
+
+    Returns:
+        [rows, B, query heads, D].
+
+    Raises:
+        TensorError: rows or heads that do not fit.
+    """
+    num_heads, num_kv_heads = q.shape[2], k.shape[2]
+    if uses is None and num_kv_heads and num_heads % num_kv_heads == 0:
+        uses = (num_heads // num_kv_heads,) * num_kv_heads
+    if uses is None or len(uses) != num_kv_heads or sum(uses) != num_heads:
+        shares = "" if uses is None else f", used by {list(uses)}"
+        raise TensorError(f"{num_heads} query heads cannot share {num_kv_heads} key-value heads{shares}")
+    if num_heads == 0:
+        return q  # nor has any other rank of cp; q, though empty, leads the backward pass on
+    kv = zigzag_merge(torch.cat((k, v), dim=2), cp, seq_len)
+    keys, values = kv.split(num_kv_heads, dim=2)
+    if not causal or cp.size == 1:
+        return _attend(q, keys, values, uses, causal)
+    chunks = _chunks(seq_len, cp.size)
+    ends = tuple(accumulate(chunks))
+    mine = (cp.rank, 2 * cp.size - 1 - cp.rank)
+    pieces = zip(q.split([chunks[c] for c in mine]), mine, strict=True)
+    return torch.cat([_attend(piece, keys[: ends[c]], values[: ends[c]], uses, True) for piece, c in pieces])
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, uses: Sequence[int], causal: bool) -> torch.Tensor:
+    """Attention of consecutive rows; causal: the last query sits at the last key."""
+    if q.shape[0] == 0:
+        return q + 0 * (k.sum() + v.sum())  # no rows, but a way back: the gradient of k and v is a collective
+    shared = len(set(uses)) == 1
+    if not shared:
+        k, v = _repeated(k, uses), _repeated(v, uses)
+    square = q.shape[0] == k.shape[0]
+    mask = causal_lower_right(q.shape[0], k.shape[0]) if causal and not square else None
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, heads, rows, D]
+    gqa = shared and uses[0] > 1
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and square, enable_gqa=gqa)
+    return out.permute(2, 0, 1, 3)
+
+
+def _repeated(x: torch.Tensor, uses: Sequence[int]) -> torch.Tensor:
+    """Each head as often as it is used."""
+    return torch.cat(
+        [head.expand(-1, -1, times, -1) for head, times in zip(x.split(1, dim=2), uses, strict=True)], dim=2
+    )
+
+
+def _chunks(seq_len: int, cp_size: int) -> list[int]:
+    return list(even_rows(seq_len, 2 * cp_size))

@@ -1,0 +1,329 @@
+"""Linear layers whose weight is split over a tensor-parallel group, with sequence parallelism.
+
+Activations are [S, B, H]: rows are positions, so that a shard of the sequence is a shard of rows. All ranks of the group
+agree on who has which rows by one rule, :func:`even_rows`.
+
+Weights are drawn whole on every rank, from generators in the same state, and each rank keeps its slice: a model starts
+with the same weights whatever the size of the group. That needs memory for one whole weight at a time; where it is too
+much, make the layer on ``device="meta"``, then ``to_empty()`` and ``load_full()``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.profiles.errors import TensorError, UsageError
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ReplicatedLinear",
+    "RowParallelLinear",
+    "even_rows",
+    "gather_rows",
+    "mark_replicated",
+    "reduce_replicated_gradients",
+    "replicated_parameters",
+]
+
+
+def even_rows(total: int, parts: int) -> tuple[int, ...]:
+    """How many of ``total`` consecutive rows each of ``parts`` ranks has: as even as can be, the first ranks one more."""
+    short, num_longer = divmod(total, parts)
+    return tuple(short + (part < num_longer) for part in range(parts))
+
+
+def gather_rows(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | None = None) -> torch.Tensor:
+    """All rows of the group, from each rank's [rows, …]; the gradient is summed and scattered.
+
+    ``total_rows``: rows of all ranks together, split by :func:`even_rows`. None: every rank has as many as this one, which
+    nobody checks: where the group does not divide them, give it.
+    Raises TensorError where ``x`` does not have its share.
+    """
+    return tp.all_gather(x, None if total_rows is None else even_rows(total_rows, tp.size))
+
+
+class _Linear(nn.Module):
+    """A weight [out_features, in_features], of which this rank has slice ``tp.rank`` along ``dim``; None: all of it."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: GroupCommunicator,
+        dim: int | None,
+        bias: bool,
+        generator: torch.Generator | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.tp, self.dim = in_features, out_features, tp, dim
+        if dim is not None:
+            _check_divides(("out_features", "in_features")[dim], (out_features, in_features)[dim], tp.size)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        device = torch.get_default_device() if device is None else torch.device(device)
+        shape = (out_features, in_features)
+        if device.type == "meta":
+            whole = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            # Drawn in float32 (or 64) on the generator's device: the same values for every dtype and device of the weight.
+            source = torch.device("cpu") if generator is None else generator.device
+            whole = torch.empty(shape, dtype=dtype if dtype is torch.float64 else torch.float32, device=source)
+            bound = 1 / math.sqrt(in_features)
+            whole.uniform_(-bound, bound, generator=generator)
+        self.weight = nn.Parameter(self.shard(whole).to(device, dtype, copy=True))
+        num_biases = out_features // tp.size if dim == 0 else out_features
+        self.bias = nn.Parameter(torch.zeros(num_biases, dtype=dtype, device=device)) if bias else None
+
+    def shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's slice, a view, of a whole weight, or of anything else of its shape, such as its gradient."""
+        if tuple(whole.shape) != (self.out_features, self.in_features):
+            raise TensorError(
+                f"expected a whole weight [{self.out_features}, {self.in_features}], got shape {list(whole.shape)}"
+            )
+        return whole if self.dim is None else whole.chunk(self.tp.size, self.dim)[self.tp.rank]
+
+    @torch.no_grad()
+    def load_full(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Take this rank's slice of a whole weight and bias. Raises TensorError for another shape."""
+        if self.weight.is_meta:
+            raise UsageError("the layer is on the meta device and has no memory: call to_empty(device=…) first")
+        self.weight.copy_(self.shard(weight))
+        if bias is None:
+            return
+        if self.bias is None or tuple(bias.shape) != (self.out_features,):
+            has = "no bias" if self.bias is None else f"a bias [{self.out_features}]"
+            raise TensorError(f"the layer has {has}, got one of shape {list(bias.shape)}")
+        self.bias.copy_(bias.chunk(self.tp.size)[self.tp.rank] if self.dim == 0 else bias)
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """The whole weight, a copy without gradient. All ranks of the group call it."""
+        weight = self.weight.detach()
+        if self.dim is None:
+            return weight.clone()
+        return self.tp.all_gather(weight.movedim(self.dim, 0)).movedim(0, self.dim).contiguous()
+
+    @torch.no_grad()
+    def full_bias(self) -> torch.Tensor | None:
+        """The whole bias, a copy without gradient, or None. All ranks of the group call it."""
+        if self.bias is None:
+            return None
+        bias = self.bias.detach()
+        return self.tp.all_gather(bias) if self.dim == 0 else bias.clone()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.tp.lane}={self.tp.size}"
+
+
+class ColumnParallelLinear(_Linear):
+    """``x @ weight.T``: each rank computes ``out_features / tp.size`` of the outputs, of all rows.
+
+    Args:
+        in_features: of the whole weight.
+        out_features: of the whole weight; ``tp.size`` must divide it.
+        tp: the ranks that share the weight.
+        sequence_parallel: the input is this rank's rows [S/tp, B, in]: they are gathered, and their gradient is
+            reduce-scattered. False: the input is [S, B, in], equal on all ranks, and its gradient is summed.
+        bias: zeros at first.
+        gather_output: return all outputs [S, B, out], equal on all ranks, for code that goes on with them alike on all ranks.
+        generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
+        dtype: of the weight; None: torch's default.
+        device: of the weight; None: torch's default.
+
+    Raises:
+        UsageError: ``tp.size`` does not divide ``out_features``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: GroupCommunicator,
+        sequence_parallel: bool = True,
+        bias: bool = False,
+        gather_output: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, tp=tp, dim=0, bias=bias, generator=generator, dtype=dtype, device=device
+        )
+        self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
+
+    def forward(self, x: torch.Tensor, total_rows: int | None = None) -> torch.Tensor:
+        """[S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
+        gathered = gather_rows(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
+        y = F.linear(gathered, self.weight, self.bias)
+        return _gather_features(y, self.tp) if self.gather_output else y
+
+
+class RowParallelLinear(_Linear):
+    """``x @ weight.T``: each rank has ``in_features / tp.size`` of the inputs, of all rows; the products are summed.
+
+    Args:
+        in_features: of the whole weight; ``tp.size`` must divide it.
+        out_features: of the whole weight.
+        tp: the ranks that share the weight.
+        sequence_parallel: each rank gets its rows of the sum, [S/tp, B, out], by :func:`even_rows`. False: all of it.
+        bias: zeros at first; whole on every rank, added to the sum.
+        generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
+        dtype: of the weight; None: torch's default.
+        device: of the weight; None: torch's default.
+
+    Raises:
+        UsageError: ``tp.size`` does not divide ``in_features``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: GroupCommunicator,
+        sequence_parallel: bool = True,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, tp=tp, dim=1, bias=bias, generator=generator, dtype=dtype, device=device
+        )
+        self.sequence_parallel = sequence_parallel
+        if bias and sequence_parallel:
+            mark_replicated(self, "bias")  # each rank's gradient is that of its rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[S/tp, B, out_features] of ``x`` [S, B, in_features / tp.size]; without sequence parallelism [S, B, out_features]."""
+        partial = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = self.tp.reduce_scatter(partial, even_rows(partial.shape[0], self.tp.size))
+        else:
+            y = self.tp.reduce_from_group(partial)
+        return y if self.bias is None else y + self.bias
+
+
+class ReplicatedLinear(_Linear):
+    """``x @ weight.T`` of this rank's rows, with the whole weight on every rank.
+
+    Its gradient is that of this rank's rows: :func:`reduce_replicated_gradients` sums it over the group.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        tp: GroupCommunicator,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            in_features, out_features, tp=tp, dim=None, bias=bias, generator=generator, dtype=dtype, device=device
+        )
+        mark_replicated(self, "weight", *(["bias"] if bias else []))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, out_features] of ``x`` […, in_features]. Sends nothing."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """All ranks' last dimensions, one behind the other. All ranks go on alike, so their gradients are equal: each takes its
+    own part of one, where ``all_gather`` would add up ``size`` equal ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tp: GroupCommunicator) -> torch.Tensor:
+        ctx.tp = tp
+        return tp.all_gather(x.movedim(-1, 0)).movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(ctx.tp.size, -1)[ctx.tp.rank].contiguous(), None
+
+
+_gather_features: Callable[[torch.Tensor, GroupCommunicator], torch.Tensor] = cast("Any", _GatherFeatures.apply)
+
+
+# Gradients of parameters that every rank has, and uses on rows of its own
+
+
+def mark_replicated(module: nn.Module, *names: str, over: tuple[str, ...] = ("tp",)) -> None:
+    """Say that the gradients of ``module``'s own parameters must be summed over groups beyond the dense data-parallel one.
+
+    For parameters that all ranks of those groups hold and use on different rows: a norm under sequence parallelism.
+
+    Args:
+        module: their module, for example a LayerNorm. Its submodules are not meant.
+        names: of the parameters; none: all of them.
+        over: names of the groups.
+    """
+    # Kept with the module: torch drops attributes of parameters in deepcopy(), to_empty() and some conversions. The
+    # attribute is for code that only sees parameters.
+    marks = dict(getattr(module, "reduce_over", {}))
+    for name in names or [name for name, _ in module.named_parameters(recurse=False)]:
+        marks[name] = over
+        cast("Any", module.get_parameter(name)).reduce_over = over
+    cast("Any", module).reduce_over = marks
+
+
+def replicated_parameters(module: nn.Module, over: str = "tp") -> Iterator[nn.Parameter]:
+    """The parameters in ``module`` that :func:`mark_replicated`, or an attribute ``reduce_over`` of their own, marks with
+    ``over``. Each once, in the order of ``parameters()``."""
+    seen: set[int] = set()
+    for submodule in module.modules():
+        marks = getattr(submodule, "reduce_over", {})
+        for name, parameter in submodule.named_parameters(recurse=False):
+            groups = marks.get(name, getattr(parameter, "reduce_over", ()))
+            if over in groups and parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+@torch.no_grad()
+def reduce_replicated_gradients(module: nn.Module, group: GroupCommunicator, over: str = "tp") -> None:
+    """Sum the gradients of :func:`replicated_parameters` over ``group``, in place: one all_reduce for each dtype.
+
+    Once a step, by all ranks of the group: when all gradients are there, before they are clipped or used. A parameter
+    without a gradient here counts as zero and gets the others' sum.
+    """
+    if group.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in replicated_parameters(module, over):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for _, gradients in sorted(by_dtype.items(), key=lambda item: str(item[0])):
+        total = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+        for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _check_divides(name: str, features: int, size: int) -> None:
+    if features % size:
+        nearest = _nearest_divisors(features, size)
+        raise UsageError(
+            f"{name}={features} cannot be split over tp={size}; the nearest sizes of tp that divide it: {nearest}"
+        )
+
+
+def _nearest_divisors(total: int, size: int) -> str:
+    """The divisors of ``total`` next below and above ``size``."""
+    divisors = [divisor for divisor in range(1, total + 1) if total % divisor == 0]
+    below = [str(divisor) for divisor in divisors if divisor < size][-1:]
+    above = [str(divisor) for divisor in divisors if divisor > size][:1]
+    return " and ".join(below + above)
