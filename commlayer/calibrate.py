@@ -15,6 +15,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from commlayer.all_ranks import AllRanks
 from commlayer.groups import node_identity, versions
 from commlayer.profiler import SweepOptions, measure_cluster
@@ -23,10 +25,10 @@ from commlayer.profiles.errors import CommlayerError, DisagreementError, Profile
 from commlayer.profiles.measure import Repeats
 from commlayer.profiles.profile import Profile, check_shape, load_profile, parse_profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.choose import Planner, Policy
+from commlayer.scheduler.choose import Planner
 from commlayer.settings import Settings
 
-__all__ = ["PROBE", "cache_folder", "cluster_key", "planner_for"]
+__all__ = ["PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
 
 PROBE = SweepOptions(
     min_bytes=4096,
@@ -42,12 +44,15 @@ PROBE = SweepOptions(
     is_probe=True,
 )
 """What is measured when a job starts without a profile: about three seconds on an emulated 2×4 of two cores."""
-_PROBE_TOLERANCE = 0.25
+_PROBE_ERROR = 0.25
 """What one or two samples of three sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much
 a curve bends, not how wrong it is."""
 
-_PROBE_MIN_BYTES = 64 << 10
+_PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
+
+_PROBE_VERSION = 2
+"""Of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 
 def planner_for(
@@ -67,7 +72,13 @@ def planner_for(
     profile = _calibrated(settings, topology, ranks, timeout_s)
     if profile is None:
         return None
-    return Planner(profile, Policy(tolerance=_PROBE_TOLERANCE, min_bytes=_PROBE_MIN_BYTES))
+    return Planner(profile)
+
+
+def as_probe(profile: Profile) -> Profile:
+    """``profile``, stating how little it knows, so that whoever reads its file decides as the job that measured it."""
+    curves = [msgspec.structs.replace(curve, holdout_error=_PROBE_ERROR) for curve in profile.curves]
+    return profile.replace(curves=curves, plan_from_bytes=_PROBE_FROM_BYTES)
 
 
 def cache_folder(settings: Settings) -> Path:
@@ -85,7 +96,7 @@ def cluster_key(topology: Topology, identities: list[str], device_type: str, int
     """
     nodes = sorted((identities[members[0]].split("/")[0], len(members)) for members in topology.nodes)
     links = os.environ.get("COMMLAYER_EMULATED_LINKS", "")
-    content = repr((nodes, device_type, intra, links, sorted(versions().items())))
+    content = repr((_PROBE_VERSION, nodes, device_type, intra, links, sorted(versions().items())))
     return f"{topology.shape}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
@@ -125,7 +136,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         return parse_profile(cached, f"the cached profile {key}")
     begin = time.perf_counter()
     try:
-        profile = measure_cluster(
+        measured = measure_cluster(
             replace(PROBE, timeout_s=timeout_s),
             name=f"probe-{topology.shape}",
             kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
@@ -136,7 +147,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
     except TopologyError as error:
         _say(ranks, f"{error}: nothing is planned")
         return None
-    took_s = time.perf_counter() - begin
+    profile, took_s = as_probe(measured), time.perf_counter() - begin
     if ranks.rank == 0:
         kept = _keep(profile, settings, key)
         _say(

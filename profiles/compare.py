@@ -40,6 +40,7 @@ def diff(a: Profile, b: Profile) -> list[Difference]:
     ]
     for name in a.peaks.__struct_fields__:
         found += _numbers(f"peaks.{name}", getattr(a.peaks, name), getattr(b.peaks, name))
+    found += _numbers("plan_from_bytes", a.plan_from_bytes, b.plan_from_bytes)
     found += _curves(a, b)
     pairs_a = {f"{entry.resource} beside {entry.other}": entry.slowdown for entry in a.interference}
     pairs_b = {f"{entry.resource} beside {entry.other}": entry.slowdown for entry in b.interference}
@@ -55,7 +56,7 @@ def diff(a: Profile, b: Profile) -> list[Difference]:
 def _numbers(field: str, a: float | None, b: float | None) -> list[Difference]:
     if a == b:
         return []
-    change = None if a is None or b is None else b / a - 1
+    change = None if not a or b is None else b / a - 1
     left, right = (_MISSING if value is None else f"{value:g}" for value in (a, b))
     return [Difference(field, left, right, change)]
 

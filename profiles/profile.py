@@ -83,6 +83,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         peaks: peak rates, per rank and direction.
         gather: what the all_gather stage of the described software moves: "whole" = the whole tensor (MoNTA eq. 9),
             "remote" = only the blocks that crossed the wire (commlayer's executor; the local block is a device copy).
+        plan_from_bytes: traffic of fewer bytes stays flat, because the curves say too little there; 0 (and not in the file):
+            they are as good there as elsewhere.
         curves: at most one per (collective, link, group_size).
         interference: slowdowns of pairs of resources; a pair that is not listed does not interfere.
         environment: versions, host, date and so on, by name.
@@ -100,6 +102,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     topology: str
     peaks: Peaks
     gather: Literal["whole", "remote"]
+    plan_from_bytes: int = 0
     curves: tuple[Curve, ...]
     interference: tuple[Interference, ...] = ()
     environment: dict[str, str] = {}
@@ -111,6 +114,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         shape = Topology.parse(self.topology).shape
         if shape != self.topology:
             raise ProfileError(f"topology: expected the shortest spelling {shape!r}, got {self.topology!r}")
+        if self.plan_from_bytes < 0:
+            raise ProfileError(f"plan_from_bytes: expected a size of at least 0, got {self.plan_from_bytes}")
         _refuse_twins("curves", [curve.key for curve in self.curves])
         _refuse_twins("interference", [(entry.resource, entry.other) for entry in self.interference])
 
@@ -130,6 +135,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         curves: Iterable[Curve],
         interference: Iterable[Interference] = (),
         environment: Mapping[str, str] | None = None,
+        plan_from_bytes: int = 0,
     ) -> Profile:
         """Build a profile and compute its fingerprint.
 
@@ -145,6 +151,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             "topology": shape,
             "peaks": peaks,
             "gather": gather,
+            "plan_from_bytes": plan_from_bytes,
             "curves": tuple(curves),
             "interference": tuple(interference),
             "environment": dict(environment or {}),
@@ -240,7 +247,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def to_json(self) -> str:
         """The file's text: one line per value, arrays in one line, a newline at the end."""
-        return pretty(msgspec.to_builtins(self)) + "\n"
+        return pretty(_content(self)) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file in one step: a reader sees the old file or the new one, never a half.
@@ -327,8 +334,16 @@ def _refuse_twins(field: str, keys: list[Any]) -> None:
             raise ProfileError(f"{field}[{i}]: expected {name} once, got it again after {field}[{keys.index(key)}]")
 
 
+def _content(profile: Profile) -> dict[str, Any]:
+    """What is in the file. Profiles without ``plan_from_bytes`` are as they were before there was such a field."""
+    content: dict[str, Any] = msgspec.to_builtins(profile)
+    if not profile.plan_from_bytes:
+        del content["plan_from_bytes"]
+    return content
+
+
 def _fingerprint(profile: Profile) -> str:
-    content = msgspec.to_builtins(profile)
+    content = _content(profile)
     del content["fingerprint"]
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()

@@ -30,7 +30,8 @@ class Policy:
 
     ``gather`` None follows the profile. ``tolerance`` None takes the error of the curves: a simpler plan is preferred
     when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal. Where there is
-    nothing to move, or less than ``min_bytes``, the plan is flat, also if ``strategies`` lacks it.
+    nothing to move, or less than ``min_bytes`` (None: the profile's ``plan_from_bytes``), the plan is flat, also if
+    ``strategies`` lacks it.
 
     Raises UsageError for a value out of its range.
     """
@@ -38,7 +39,7 @@ class Policy:
     strategies: tuple[Strategy, ...] = tuple(Strategy)
     max_chunks: int = 32
     min_slice_bytes: int = 4096
-    min_bytes: int = 0
+    min_bytes: int | None = None
     gather: Gather | None = None
     interference: bool = True
     tolerance: float | None = None
@@ -50,7 +51,7 @@ class Policy:
                 f"one or more of Strategy's {', '.join(strategy.value for strategy in Strategy)}",
             ),
             "max_chunks": (self.max_chunks >= 1, "at least 1"),
-            "min_bytes": (self.min_bytes >= 0, "at least 0"),
+            "min_bytes": (self.min_bytes is None or self.min_bytes >= 0, "at least 0, or None for the profile's"),
             "min_slice_bytes": (self.min_slice_bytes >= 0, "at least 0"),
             "gather": (
                 self.gather is None or isinstance(self.gather, Gather),
@@ -79,6 +80,7 @@ class Decision:
     candidates: tuple[Timeline, ...]
     margin: float
     tolerance: float
+    min_bytes: int
     profile_name: str
     policy: Policy
 
@@ -103,6 +105,9 @@ class Decision:
         if len(self.candidates) == 1:
             if traffic.logical_bytes == 0:
                 return "the only plan for this traffic (nothing to move)"
+            if traffic.logical_bytes < self.min_bytes:
+                whose = "the profile" if self.policy.min_bytes is None else "the policy"
+                return f"the only plan below {self.min_bytes} bytes, says {whose}"
             if can_drop(traffic):
                 return "the only plan that the policy allows"
             crossing = f"group size {traffic.group_size} over {traffic.link.value}"
@@ -128,7 +133,8 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     policy = policy or Policy()
     gather = policy.gather or Gather(profile.gather)
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks)
-    allowed = policy.strategies if traffic.logical_bytes >= max(1, policy.min_bytes) else (Strategy.FLAT,)
+    min_bytes = profile.plan_from_bytes if policy.min_bytes is None else policy.min_bytes
+    allowed = policy.strategies if traffic.logical_bytes >= max(1, min_bytes) else (Strategy.FLAT,)
     priced = tuple(price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in allowed)
     if not priced:
         names = ", ".join(strategy.value for strategy in allowed)
@@ -140,7 +146,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     chosen = min(near, key=lambda timeline: (_SIMPLICITY[timeline.plan.strategy], timeline.plan.chunks))
     rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
-    return Decision(traffic, chosen, priced, margin, tolerance, profile.name, policy)
+    return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy)
 
 
 def _error(plans: list[Plan], profile: Profile) -> float:

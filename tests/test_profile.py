@@ -103,6 +103,18 @@ def test_the_fingerprint_is_the_same_for_ever() -> None:
     assert make().fingerprint == "sha256:c778fab0544675d83e406e316efdbe9e22399a644befd8c007bec8b986d9fb11"
 
 
+def test_a_profile_of_sizes_that_it_does_not_know_says_so_in_its_file() -> None:
+    assert "plan_from_bytes" not in make().to_json()
+    coarse = make(plan_from_bytes=4096)
+    assert coarse.fingerprint != make().fingerprint
+    assert parse_profile(coarse.to_json(), "memory") == coarse
+    assert coarse.replace(name="other").plan_from_bytes == 4096
+    (difference,) = diff(make(), coarse)
+    assert (difference.field, difference.a, difference.b) == ("plan_from_bytes", "0", "4096")
+    with pytest.raises(ProfileError, match="plan_from_bytes: expected a size of at least 0, got -1"):
+        make(plan_from_bytes=-1)
+
+
 def test_whole_numbers_may_be_spelled_either_way() -> None:
     profile = make()
     whole = profile.to_json().replace("25.0", "25").replace("10.0", "10")

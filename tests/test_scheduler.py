@@ -282,6 +282,17 @@ def test_a_gain_below_the_profiles_error_keeps_the_simpler_plan() -> None:
     assert vague.predicted_us <= exact.predicted_us * 1.9
 
 
+def test_below_the_sizes_that_a_profile_knows_the_plan_is_flat() -> None:
+    profile = synthetic_profile().replace(plan_from_bytes=1 << 24)
+    small, large = Traffic(1 << 23, 2, 4), Traffic(1 << 24, 2, 4)
+    assert choose(small, synthetic_profile()).plan.strategy is not Strategy.FLAT
+    decision = choose(small, profile, Policy(strategies=(Strategy.PIPELINED,)))
+    assert decision.reason() == "flat: the only plan below 16777216 bytes, says the profile"
+    assert choose(small, profile, Policy(min_bytes=1 << 24)).reason().endswith("says the policy")
+    assert choose(small, profile, Policy(min_bytes=0)).plan == choose(small, synthetic_profile()).plan
+    assert choose(large, profile).plan == choose(large, synthetic_profile()).plan
+
+
 def test_nothing_replicated_means_flat() -> None:
     profile = synthetic_profile()
     for traffic in (Traffic(2**20, 2, 1), Traffic(0, 2, 4)):
