@@ -46,7 +46,7 @@ def of(world_size: int, choice: dict[str, Any], **orders: Any) -> FoldedMapping:
     return FoldedMapping(world_size, **choice, **orders)
 
 
-def some_degrees(world_size: int, count: int = 25) -> list[dict[str, int]]:
+def some_degrees(world_size: int, count: int = 12) -> list[dict[str, int]]:
     found = list(degrees(world_size))
     return random.Random(world_size).sample(found, min(count, len(found)))
 
