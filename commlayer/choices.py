@@ -78,6 +78,19 @@ class Choices:
             return None
         return None if found.strategy is Strategy.FLAT else found
 
+    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+        """What a call is predicted to take, moved as it would be; None where no profile says it. Sizes as in :meth:`plan`."""
+        if self.planner is None or num_bytes == 0:
+            return None if self.planner is None else 0.0
+        try:
+            decision = self.planner.decide(self._traffic(collective, num_bytes))
+        except PlanError:
+            return None
+        if collective == "all_to_all_v" and not self.two_level_may_pay:  # then it is not asked for, and stays flat
+            flat = [t for t in decision.candidates if t.plan.strategy is Strategy.FLAT]
+            return flat[0].total_us
+        return decision.predicted_us
+
     @cached_property
     def two_level_may_pay(self) -> bool:
         """Whether a two-level all_to_all is predicted to win clearly at any size: the profile says it.

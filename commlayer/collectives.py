@@ -1,8 +1,9 @@
 """Collectives of one process group for model code: differentiable, with uneven rows, planned, on a lane.
 
 ``GroupCommunicator`` is to layers what ``torch.distributed`` is to trainers. Tensors are [rows, …]; ranks exchange rows.
-The plain verbs are differentiable and return when their result may be used. The ``start_`` verbs return at once; autograd
-does not see them: they are for code that writes its own backward pass, such as a pipeline of chunks.
+The plain verbs return when their result may be used. The ``start_`` verbs return at once, and so do their gradients: the
+backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started.
+Autograd runs backward what it ran forward, last first, so what ran beside the transfer in one pass does in the other too.
 
 All ranks of the group call the same verbs in the same order, also with zero rows.
 """
@@ -23,21 +24,27 @@ LANES = ("ep", "pp", "cp", "dp", "tp")
 """Classes of traffic, by the groups they belong to."""
 Rows = Sequence[int] | None
 """How many rows each rank has; None: all as many."""
+# torch 2.13 has given them new names, and warns about the old ones.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pending:
     """A result under way. ``wait()`` returns it when it may be used, or raises what the call raised."""
 
-    __slots__ = ("_result", "_work")
+    __slots__ = ("_finish", "_result", "_work")
 
-    def __init__(self, result: torch.Tensor, work: dist.Work | None) -> None:
-        self._result, self._work = result, work
+    def __init__(self, result: torch.Tensor, work: dist.Work | None, finish: Move | None = None) -> None:
+        self._result, self._work, self._finish = result, work, finish
 
     def wait(self) -> torch.Tensor:
         """The call's output, bounded by the group's timeout. May be called again."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self._finish is not None:
+            self._result, self._finish = self._finish(self._result), None
         return self._result
 
 
@@ -70,6 +77,9 @@ class GroupCommunicator:
                 "with commlayer.integrations.planned_group(group)"
             )
 
+    def __deepcopy__(self, memo: object) -> GroupCommunicator:
+        return self  # a copied model, such as an average of weights, communicates in the same group
+
     def __repr__(self) -> str:
         return f"GroupCommunicator(lane={self.lane!r}, rank={self.rank}, size={self.size})"
 
@@ -81,12 +91,10 @@ class GroupCommunicator:
         Returns [Σ receive_rows, …], the rows of rank 0 first. None: as many to and from each. The gradient goes the way back.
         Raises TensorError where ``x`` does not have these rows.
         """
-        if not _needs_grad(x):
-            return self.start_all_to_all(x, send_rows, receive_rows).wait()
-        return _apply(
+        return _run(
             x,
-            lambda t: self.start_all_to_all(t, send_rows, receive_rows).wait(),
-            lambda t: self.start_all_to_all(t, receive_rows, send_rows).wait(),
+            lambda t: self._all_to_all(t, send_rows, receive_rows),
+            lambda t: self._all_to_all(t, receive_rows, send_rows),
         )
 
     def all_gather(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
@@ -94,22 +102,14 @@ class GroupCommunicator:
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        if not _needs_grad(x):
-            return self.start_all_gather(x, rows).wait()
-        return _apply(
-            x, lambda t: self.start_all_gather(t, rows).wait(), lambda t: self.start_reduce_scatter(t, rows).wait()
-        )
+        return _run(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
 
     def reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
         """This rank's rows of the sum of all ranks' ``x`` [Σ rows, …]: [rows[rank], …]. Its gradient: all_gather.
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        if not _needs_grad(x):
-            return self.start_reduce_scatter(x, rows).wait()
-        return _apply(
-            x, lambda t: self.start_reduce_scatter(t, rows).wait(), lambda t: self.start_all_gather(t, rows).wait()
-        )
+        return _run(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``. Its gradient is the sum of all ranks' gradients (each rank's loss counts)."""
@@ -126,7 +126,35 @@ class GroupCommunicator:
     # Started, and waited for later
 
     def start_all_to_all(self, x: torch.Tensor, send_rows: Rows = None, receive_rows: Rows = None) -> Pending:
-        """As :meth:`all_to_all`, without autograd. ``x`` must not change before the wait."""
+        """As :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
+        return _start(
+            x,
+            lambda t: self._all_to_all(t, send_rows, receive_rows),
+            lambda t: self._all_to_all(t, receive_rows, send_rows),
+        )
+
+    def start_all_gather(self, x: torch.Tensor, rows: Rows = None) -> Pending:
+        """As :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
+        return _start(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
+
+    def start_reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> Pending:
+        """As :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
+        return _start(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
+
+    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+        """What the profile predicts for a call, µs; None where there is none, or it knows no such group. Talks to nobody.
+
+        ``collective``: all_to_all_v (``num_bytes``: the most that a rank sends or receives), all_gather (the gathered total)
+        or reduce_scatter (a rank's whole input): numbers that all ranks know alike. 0 for a group of one rank.
+        """
+        if self.size == 1:
+            return 0.0
+        predict = getattr(self.group, "predicted_us", None)
+        return None if predict is None else cast("float | None", predict(collective, num_bytes))
+
+    # Without autograd
+
+    def _all_to_all(self, x: torch.Tensor, send_rows: Rows, receive_rows: Rows) -> Pending:
         self._check_rows("all_to_all", x, send_rows)
         x = x.detach().contiguous()
         if self.size == 1:
@@ -139,8 +167,7 @@ class GroupCommunicator:
         )
         return Pending(out, cast("dist.Work", work))
 
-    def start_all_gather(self, x: torch.Tensor, rows: Rows = None) -> Pending:
-        """As :meth:`all_gather`, without autograd. ``x`` must not change before the wait."""
+    def _all_gather(self, x: torch.Tensor, rows: Rows) -> Pending:
         self._check_length("all_gather", rows)
         if rows is not None and x.shape[:1] != (rows[self.rank],):
             raise TensorError(f"{self._who('all_gather')}: expected {rows[self.rank]} rows, got shape {list(x.shape)}")
@@ -150,13 +177,12 @@ class GroupCommunicator:
         total = x.shape[0] * self.size if rows is None else sum(rows)
         out = x.new_empty(total, *x.shape[1:])
         if rows is None or len(set(rows)) == 1:
-            work = dist.all_gather_into_tensor(out, x, group=self.group, async_op=True)
+            work = _ALL_GATHER(out, x, group=self.group, async_op=True)
         else:
             work = dist.all_gather(list(out.split(list(rows))), x, group=self.group, async_op=True)
         return Pending(out, cast("dist.Work", work))
 
-    def start_reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> Pending:
-        """As :meth:`reduce_scatter`, without autograd. ``x`` must not change before the wait."""
+    def _reduce_scatter(self, x: torch.Tensor, rows: Rows) -> Pending:
         self._check_rows("reduce_scatter", x, rows)
         x = x.detach().contiguous()
         if self.size == 1:
@@ -164,7 +190,7 @@ class GroupCommunicator:
         mine = x.shape[0] // self.size if rows is None else rows[self.rank]
         out = x.new_empty(mine, *x.shape[1:])
         if rows is None or len(set(rows)) == 1:
-            work = dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
+            work = _REDUCE_SCATTER(out, x, group=self.group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(x.split(list(rows))), group=self.group, async_op=True)
         return Pending(out, cast("dist.Work", work))
@@ -199,9 +225,6 @@ class GroupCommunicator:
         return f"{where}{verb} on lane {self.lane}"
 
 
-Move = Callable[[torch.Tensor], torch.Tensor]
-
-
 class _Moved(torch.autograd.Function):
     """A linear map between ranks, and the one that its gradient takes back."""
 
@@ -217,6 +240,69 @@ class _Moved(torch.autograd.Function):
 
 
 _apply: Callable[[torch.Tensor, Move, Move], torch.Tensor] = cast("Any", _Moved.apply)
+Start = Callable[[torch.Tensor], Pending]
+
+
+def _run(x: torch.Tensor, forward: Start, backward: Start) -> torch.Tensor:
+    if not _needs_grad(x):
+        return forward(x).wait()
+    return _apply(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
+
+
+class _Way:
+    """There and back: how a transfer and its gradient's are started, and whichever is under way."""
+
+    __slots__ = ("backward", "forward", "pending")
+
+    def __init__(self, forward: Start, backward: Start) -> None:
+        self.forward, self.backward = forward, backward
+        self.pending: Pending | None = None
+
+    def take(self) -> Pending:
+        pending, self.pending = self.pending, None
+        assert pending is not None  # whoever waits comes after whoever started
+        return pending
+
+
+def _start(x: torch.Tensor, forward: Start, backward: Start) -> Pending:
+    if not _needs_grad(x):
+        return forward(x)
+    way = _Way(forward, backward)
+    return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
+
+
+class _Started(torch.autograd.Function):
+    """Starts in the forward pass; in the backward pass waits for the gradient that :class:`_Waited` has started."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
+        ctx.way = way
+        way.pending = way.forward(x)
+        return way.pending._result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.way.take().wait(), None
+
+
+class _Waited(torch.autograd.Function):
+    """Waits in the forward pass; in the backward pass starts the gradient's way back."""
+
+    @staticmethod
+    def forward(ctx: Any, unfinished: torch.Tensor, way: _Way) -> torch.Tensor:
+        ctx.way = way
+        return way.take().wait().detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.way.pending = ctx.way.backward(gradient)
+        return gradient, None
+
+
+_apply_start: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Started.apply)
+_apply_wait: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Waited.apply)
 
 
 def _needs_grad(x: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Who calls it: trainers, and MoE layers later. Names are loaded on first use (PEP 562); they load torch."""
+"""Who calls it: trainers, and MoE models. Names are loaded on first use (PEP 562); they load torch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,68 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commlayer.integrations.attention import ParallelAttention as ParallelAttention
+    from commlayer.integrations.context_parallel import merge_sequence as merge_sequence
+    from commlayer.integrations.context_parallel import split_sequence as split_sequence
     from commlayer.integrations.ddp import all_reduce_hook as all_reduce_hook
     from commlayer.integrations.ddp import plan_ddp as plan_ddp
     from commlayer.integrations.fsdp import PlannedAllGather as PlannedAllGather
     from commlayer.integrations.fsdp import PlannedReduceScatter as PlannedReduceScatter
     from commlayer.integrations.fsdp import plan_fsdp as plan_fsdp
     from commlayer.integrations.groups import planned_group as planned_group
+    from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
+    from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
+    from commlayer.integrations.linear import reduce_replicated_gradients as reduce_replicated_gradients
+    from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
+    from commlayer.integrations.mesh_ranks import FoldedMapping as FoldedMapping
+    from commlayer.integrations.moe.dispatcher import TokenDispatcher as TokenDispatcher
+    from commlayer.integrations.moe.experts import GroupedExperts as GroupedExperts
+    from commlayer.integrations.moe.layer import MoELayer as MoELayer
+    from commlayer.integrations.moe.router import Router as Router
+    from commlayer.integrations.moe.router import RouterConfig as RouterConfig
 
 _HOME = {
+    "ColumnParallelLinear": "linear",
+    "FoldedMapping": "mesh_ranks",
+    "FoldedMesh": "mesh",
+    "GroupedExperts": "moe.experts",
+    "MoELayer": "moe.layer",
+    "ParallelAttention": "attention",
     "PlannedAllGather": "fsdp",
     "PlannedReduceScatter": "fsdp",
+    "Router": "moe.router",
+    "RouterConfig": "moe.router",
+    "RowParallelLinear": "linear",
+    "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
+    "merge_sequence": "context_parallel",
     "plan_ddp": "ddp",
     "plan_fsdp": "fsdp",
     "planned_group": "groups",
+    "reduce_replicated_gradients": "linear",
+    "split_sequence": "context_parallel",
 }
 
 __all__ = [
+    "ColumnParallelLinear",
+    "FoldedMapping",
+    "FoldedMesh",
+    "GroupedExperts",
+    "MoELayer",
+    "ParallelAttention",
     "PlannedAllGather",
     "PlannedReduceScatter",
+    "Router",
+    "RouterConfig",
+    "RowParallelLinear",
+    "TokenDispatcher",
     "all_reduce_hook",
+    "merge_sequence",
     "plan_ddp",
     "plan_fsdp",
     "planned_group",
+    "reduce_replicated_gradients",
+    "split_sequence",
 ]
 
 

@@ -39,6 +39,7 @@ class Op(str, Enum):
     SCATTER = "scatter"
     REDUCE = "reduce"  # of blocks that have arrived, in memory
     COPY = "copy"
+    COMPUTE = "compute"  # the model's own work, which transfers may hide behind
 
     # Enum hashes the member's name, in Python: pricing looks steps up by their operation, a hundred times a plan.
     __hash__ = str.__hash__

@@ -21,7 +21,7 @@ from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
-__all__ = ["Timeline", "curves_of", "price"]
+__all__ = ["Timeline", "curves_of", "price", "schedule"]
 
 _NEVER = math.inf
 
@@ -64,7 +64,7 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
     durations, is_extrapolated = _durations(plan, profile)
     kinds = tuple(dict.fromkeys([step.resource for step in plan.steps]))
     companies = _companies(kinds, profile) if interference else None
-    spans = _fluid(plan, durations, companies) if companies else _independent(plan, durations)
+    spans = _fluid(plan, durations, companies) if companies else schedule(plan, durations)
     return Timeline(plan, tuple(spans), is_extrapolated)
 
 
@@ -133,7 +133,8 @@ def _replicated_curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:
     return profile.curve("all_to_all", traffic.link, traffic.group_size)
 
 
-def _independent(plan: Plan, durations: Sequence[float]) -> list[tuple[float, float]]:
+def schedule(plan: Plan, durations: Sequence[float]) -> list[tuple[float, float]]:
+    """When each step starts and ends, µs, where step i takes ``durations[i]`` and resources do not slow each other down."""
     free: dict[Resource, float] = {}
     spans: list[tuple[float, float]] = []
     for step, duration in zip(plan.steps, durations, strict=True):

@@ -105,6 +105,11 @@ class CommlayerGroup(Messages):
     def name(self) -> str:
         return "commlayer"
 
+    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+        """What the profile predicts for a call, µs: see :meth:`commlayer.choices.Choices.predicted_us`. Talks to nobody."""
+        predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes)
+        return predicted
+
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""
         store: Store = self._store

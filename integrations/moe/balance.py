@@ -1,0 +1,109 @@
+"""What keeps experts evenly used: auxiliary losses, the bias of loss-free balancing, and how a loss joins the backward pass.
+
+Shapes: T tokens, K choices per token, E experts, D devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from commlayer.integrations.moe.capacity import Gathering
+from commlayer.profiles.errors import TensorError
+
+__all__ = ["Usage", "attach_loss", "device_balance_loss", "expert_balance_loss", "step_bias", "usage"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Usage:
+    """How the experts were used by T tokens, maybe of several ranks.
+
+    ``fractions`` [E] of the T·K choices, before any are dropped; no gradient. ``probabilities`` [E]: the tokens' mean, which
+    sums to 1. ``squared_logsumexp``: the mean over tokens of ``logsumexp(logits)²``. All are 0 where there are no tokens.
+    """
+
+    fractions: torch.Tensor
+    probabilities: torch.Tensor
+    squared_logsumexp: torch.Tensor
+
+
+def usage(logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor, over: Gathering | None) -> Usage:
+    """Of ``logits`` and ``probabilities`` [T, E] and the choices per expert ``chosen`` [E]; over the tokens of all ranks of
+    ``over`` (one all_reduce), so that it does not depend on how tokens are spread."""
+    num_tokens, num_experts = logits.shape
+    sums = torch.cat(
+        [
+            probabilities.sum(0),
+            chosen.to(logits.dtype),
+            logits.logsumexp(-1).square().sum().view(1),
+            logits.new_tensor([num_tokens]),
+        ]
+    )
+    if over is not None:
+        sums = over.all_reduce(sums)
+    probability, count, squared, tokens = sums.split([num_experts, num_experts, 1, 1])
+    tokens = tokens.detach().clamp(min=1)
+    count = count.detach()
+    return Usage(count / count.sum().clamp(min=1), probability / tokens, (squared / tokens).squeeze(0))
+
+
+def expert_balance_loss(usage: Usage) -> torch.Tensor:
+    """``E · Σ_i f_i · P_i``: 1 where all experts are used evenly, E where one gets everything (with K = 1).
+
+    f_i is the fraction of the choices that fell on expert i, P_i the mean of its probability. Switch Transformer (Fedus et
+    al. 2021), equations 4 to 6, with K choices per token as in DeepSeek-V2, equations 23 to 25: dividing by K keeps 1 as the
+    balanced value. Gradients go through P alone.
+    """
+    return usage.fractions.numel() * (usage.fractions * usage.probabilities).sum()
+
+
+def device_balance_loss(usage: Usage, num_devices: int) -> torch.Tensor:
+    """``D · Σ_d F_d · P_d`` with F_d and P_d the sums of f and P over the E/D consecutive experts of device d.
+
+    MegaScale-MoE, section 3.2, "we treat the experts placed on the same GPU as a group"; DeepSeek-V2, equations 26 to 28,
+    which take the mean of E·f over a group: the same number.
+    """
+    fractions = usage.fractions.view(num_devices, -1).sum(1)
+    return num_devices * (fractions * usage.probabilities.view(num_devices, -1).sum(1)).sum()
+
+
+@torch.no_grad()
+def step_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float, over: Gathering | None) -> None:
+    """``bias += rate · sign(mean(counts) − counts)``, in place, with counts [E] summed over the ranks of ``over``.
+
+    Loss-free balancing (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1;
+    DeepSeek-V3, section 2.1.2).
+    """
+    if over is not None:
+        counts = over.all_reduce(counts)
+    missing = counts.sum() - counts * counts.numel()  # E times (mean − count), in integers: an even count has sign 0
+    bias.add_(missing.sign().to(bias.dtype), alpha=rate)
+
+
+def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """``output`` unchanged; whenever a gradient flows back through it, ``scale · loss`` is differentiated as well.
+
+    So ``attach_loss(y, loss)`` and then ``main(y).backward()`` give the gradients of ``main(y) + scale · loss`` though no
+    caller hands the loss on (as Megatron-Core's MoEAuxLossAutoScaler). Where nothing flows back through the output the loss
+    counts for nothing. ``scale``: what the main loss is multiplied with, by a gradient scaler or for accumulation.
+
+    Raises:
+        TensorError: ``loss`` is no scalar.
+    """
+    if loss.dim() != 0:
+        raise TensorError(f"expected a loss without dimensions, got shape {list(loss.shape)}: sum or average it first")
+    return cast("torch.Tensor", cast("Any", _AttachLoss.apply)(output, loss, scale))
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale
+        ctx.like = loss.detach()
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, torch.ones_like(ctx.like) * ctx.scale, None

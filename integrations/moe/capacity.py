@@ -1,0 +1,129 @@
+"""Which choices are kept where experts, or devices, take a limited number.
+
+Capacity counts choices, as MoE Parallel Folding's text has it; its equation 4 is for one choice per token.
+
+Shapes: T tokens, K choices per token, E experts, D devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+
+from commlayer.profiles.errors import DisagreementError
+
+__all__ = ["Choices", "Gathering", "Limits", "capacity", "gather_choices", "keep_within"]
+
+
+class Gathering(Protocol):
+    """What the router asks of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one. All ranks call alike."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """The ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ. Differentiable."""
+        ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' ``x``. Differentiable: the gradient is the sum of the ranks' gradients."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choices:
+    """What is decided upon: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept; ``positions`` [T] of
+    the tokens in their sequence, None: the order in which they lie here. Where priorities are equal the earlier is kept."""
+
+    indices: torch.Tensor
+    priority: torch.Tensor
+    positions: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much experts and devices take, as multiples of an even share; None: all. Devices have consecutive experts."""
+
+    num_experts: int
+    expert_factor: float | None
+    num_devices: int | None
+    device_factor: float | None
+
+    def capacities(self, num_choices: int) -> tuple[int | None, int | None]:
+        """Of an expert, and of a device, for T·K choices."""
+        expert, device = self.expert_factor, self.device_factor
+        return (
+            None if expert is None else capacity(expert, num_choices, self.num_experts),
+            None if device is None or self.num_devices is None else capacity(device, num_choices, self.num_devices),
+        )
+
+    def keep(self, choices: Choices) -> torch.Tensor:
+        """The choices that are kept, [T, K] of bool: first each expert drops what it cannot take, then each device."""
+        per_expert, per_device = self.capacities(choices.indices.numel())
+        keep = torch.ones_like(choices.indices, dtype=torch.bool)
+        if per_expert is not None:
+            keep = keep_within(choices.indices, choices, self.num_experts, per_expert)
+        if per_device is not None and self.num_devices is not None:
+            devices = choices.indices // (self.num_experts // self.num_devices)
+            keep = keep_within(devices.masked_fill(~keep, -1), choices, self.num_devices, per_device)
+        return keep
+
+
+def capacity(factor: float, num_choices: int, num_bins: int) -> int:
+    """``ceil(factor · T·K / bins)``, at least 1 unless there are no tokens.
+
+    ``factor`` counts as the decimal that was written: 1.1 · 10 is 11, not 11.000000000000002, whose ceiling is 12.
+    """
+    return max(min(num_choices, 1), math.ceil(Fraction(str(factor)) * num_choices / num_bins))
+
+
+def keep_within(bins: torch.Tensor, choices: Choices, num_bins: int, capacity: int) -> torch.Tensor:
+    """Of the choices with one bin, the ``capacity`` of highest priority: [T, K] of bool.
+
+    ``bins`` [T, K]: 0 ≤ bin < ``num_bins``, or −1: out of the contest, not kept. Sorts are stable, so that the decision
+    depends on nothing but the choices: highest priority first, then earliest token, then the token's earlier choice.
+    """
+    order = torch.arange(bins.numel(), device=bins.device)
+    if choices.positions is not None:
+        order = torch.argsort(choices.positions.repeat_interleave(bins.shape[1]), stable=True)
+    order = order[torch.argsort(choices.priority.flatten()[order], descending=True, stable=True)]
+    bins_in_order = torch.where(bins < 0, num_bins, bins).flatten()[order]
+    sorted_bins, by_bin = torch.sort(bins_in_order, stable=True)
+    first = torch.searchsorted(sorted_bins, torch.arange(num_bins + 1, device=bins.device))
+    place = torch.arange(bins.numel(), device=bins.device) - first[sorted_bins]
+    keep = torch.empty(bins.numel(), dtype=torch.bool, device=bins.device)
+    keep[order[by_bin]] = (place < capacity) & (sorted_bins < num_bins)
+    return keep.view_as(bins)
+
+
+@torch.no_grad()
+def gather_choices(choices: Choices, sequence: Gathering) -> tuple[Choices, slice]:
+    """The choices of all ranks of ``sequence``, and which of them are this rank's. Ranks may have different T.
+
+    Raises DisagreementError, on every rank, where only some ranks pass positions.
+    """
+    positions = choices.positions
+    device = choices.indices.device
+    mine = torch.tensor([[choices.indices.shape[0], positions is not None]], dtype=torch.int64, device=device)
+    rows, has_positions = sequence.all_gather(mine).t().tolist()
+    if len(set(has_positions)) > 1:
+        lacking = [rank for rank, has in enumerate(has_positions) if not has]
+        raise DisagreementError(
+            f"ranks {lacking} of the {sequence.size} that share the sequence route without positions, the others with: "
+            "pass positions on all of them, or on none"
+        )
+    start = sum(rows[: sequence.rank])
+    whole = Choices(
+        sequence.all_gather(choices.indices, rows),
+        sequence.all_gather(choices.priority.detach(), rows),
+        None if positions is None else sequence.all_gather(positions, rows),
+    )
+    return whole, slice(start, start + rows[sequence.rank])

@@ -1,0 +1,283 @@
+"""The token dispatcher: from tokens to the experts that they chose, and back.
+
+The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names): dispatch_preprocess (permute),
+token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by expert), and their mirror:
+combine_preprocess (unsort, reduce_scatter over ETP), token_combine (all_to_all over EP), combine_postprocess (the weighted
+sum). The backward pass of each is the other's. Where it moves less, or runs faster, tokens go to all ranks instead:
+all_gather, then each rank takes what its experts need; partial sums, then reduce_scatter (MegaScale-MoE, section 3.2).
+
+One exchange of counts goes before, in :meth:`TokenDispatcher.prepare`. What follows from it is kept in a frozen handle, so
+that combine, backward and recompute exchange no counts.
+
+Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from commlayer.collectives import GroupCommunicator, Pending
+from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout
+from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, Experts
+from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
+from commlayer.profiles.errors import GroupError, TensorError, UsageError
+
+__all__ = ["TokenDispatcher"]
+
+
+class TokenDispatcher:
+    """Dispatch and combine over the EP and ETP groups of a mapping.
+
+    Args:
+        num_experts: E, over all ranks, in order; where EP does not divide them its first ranks have one more.
+        ep: the ranks that hold different experts.
+        etp: the ranks that hold shards of the same experts, where there are several.
+        etp_ep: both together; needed where there is ``etp``.
+        kind: ``all_to_all``, ``all_gather``, or ``auto``: whichever the profile predicts to be faster for a call, and without
+            a profile whichever moves fewer rows.
+        chunks: in how many slices tokens go through :meth:`run`: 1, 2, 4, 8, or ``auto``: by the profile and the experts'
+            measured times; 1 without a profile.
+        weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
+
+    Attributes:
+        decision: of the latest :meth:`prepare`.
+
+    Raises:
+        UsageError: fewer experts than EP ranks, or an unknown ``kind`` or number of chunks.
+        GroupError: the groups are no grid.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        ep: GroupCommunicator,
+        etp: GroupCommunicator | None = None,
+        etp_ep: GroupCommunicator | None = None,
+        kind: str = "auto",
+        chunks: int | str = "auto",
+        weights_travel: bool = False,
+    ) -> None:
+        if num_experts < ep.size:
+            raise UsageError(
+                f"{num_experts} experts over EP {ep.size}: some ranks would have none; use EP {num_experts} or less"
+            )
+        if kind not in ("auto", *KINDS):
+            raise UsageError(f"kind must be auto, {' or '.join(KINDS)}, got {kind!r}")
+        if chunks not in ("auto", 1, 2, 4, FINEST):
+            raise UsageError(f"chunks must be auto, 1, 2, 4 or {FINEST}, got {chunks}")
+        if weights_travel:  # the other way sends them for its combine
+            if kind == "all_gather":
+                raise UsageError("gating weights are applied by the experts only with all_to_all")
+            kind = "all_to_all"
+        etp = etp or GroupCommunicator(None, ep.lane)
+        if etp.size > 1 and etp_ep is None:
+            raise GroupError("ETP has several ranks: pass the group of both, etp_ep, too (mesh.group('etp_ep'))")
+        both = etp_ep or ep
+        if both.size != ep.size * etp.size:
+            raise GroupError(
+                f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
+            )
+        self.grid = Grid(num_experts, ep, etp, both)
+        self._planner = DispatchPlanner(self.grid, kind, chunks)
+        self._weights_travel = weights_travel
+        self.decision: DispatchDecision | None = None
+
+    def prepare(
+        self,
+        indices: torch.Tensor,
+        *,
+        capacity: int | None = None,
+        like: torch.Tensor | None = None,
+        experts: Experts | None = None,
+    ) -> DispatchHandle:
+        """Exchange counts, and decide how these tokens go; collective over EP × ETP.
+
+        Args:
+            indices: [T, K] int64: the expert of each choice, −1 where dropped.
+            capacity: each rank sends exactly so many rows to every expert, padded with zeros; the same on all ranks.
+            like: the tokens [T, H], of which only shape and dtype are looked at: needed to predict times.
+            experts: what will work on them: needed to choose chunks by its times, which the first call measures.
+
+        Raises TensorError for indices of another shape, dtype or range, and more choices of an expert than its capacity.
+        """
+        layout = Layout.exchange(self.grid, indices, capacity)
+        self.decision = decision = self._planner.decide(layout, like, experts)
+        chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.chunks)
+        return DispatchHandle(decision.kind, indices.shape[0], indices.shape[1], chunks, self)
+
+    # The six phases, of one chunk
+
+    def dispatch_preprocess(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """Permute: the chunk's tokens [t, H] → rows to send, by expert [Σ send_rows, H]."""
+        return x if chunk.is_gathered else gather_rows(x, chunk.rows)
+
+    def row_weights(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """The weights [t, K] of the rows that :meth:`dispatch_preprocess` makes, for experts that apply them: [rows, 1]."""
+        if chunk.is_gathered:
+            raise UsageError("weights travel with all_to_all only: all_gather sends them for its combine anyway")
+        return weights_of_rows(weights, chunk.rows)
+
+    def token_dispatch(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
+        """Start the exchange: over EP; or (all_gather) to all ranks."""
+        if chunk.is_gathered:
+            return self.grid.all.start_all_gather(rows, chunk.gather_rows)
+        return self.grid.ep.start_all_to_all(rows, chunk.send_rows, chunk.receive_rows)
+
+    def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """All ETP ranks' rows, sorted by expert: [R, H]."""
+        if chunk.is_gathered:
+            return gather_rows(rows, chunk.rows)
+        return permute_rows(self.grid.etp.all_gather(rows, chunk.gather_rows), chunk.by_expert)
+
+    def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
+        """The mirror of :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
+        if chunk.is_gathered:
+            if weights is not None:
+                assert chunk.choices is not None  # as in every chunk of this kind
+                weights = self.grid.all.all_gather(weights, chunk.gather_rows).gather(1, chunk.choices)
+            return combine_rows(rows, weights, chunk.rows)
+        rows = permute_rows(rows, chunk.by_expert and chunk.by_expert.reversed())
+        return self.grid.etp.reduce_scatter(rows, chunk.gather_rows)
+
+    def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
+        """Start the way back."""
+        if chunk.is_gathered:
+            return self.grid.all.start_reduce_scatter(rows, chunk.gather_rows)
+        return self.grid.ep.start_all_to_all(rows, chunk.receive_rows, chunk.send_rows)
+
+    def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
+        """``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""
+        return rows if chunk.is_gathered else combine_rows(rows, weights, chunk.rows)
+
+    # Whole
+
+    def dispatch(self, x: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Tokens [T, H] → (rows [R, H] sorted by expert, rows of each local expert). Collective.
+
+        Again with the same handle, the same rows come again (recompute). Raises TensorError for another number of tokens,
+        UsageError for a handle of another dispatcher, or one of several chunks (see :meth:`run`).
+        """
+        self._check(x, None, handle)
+        chunk = self._only(handle)
+        handle.use.dispatched += 1
+        sent = self.token_dispatch(self.dispatch_preprocess(x, chunk), chunk)
+        return self.dispatch_postprocess(sent.wait(), chunk), chunk.expert_rows
+
+    def combine(self, rows: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Experts' outputs [R, H] → tokens [T, H], each choice times its weight [T, K]. Collective.
+
+        Raises TensorError for shapes that are not the handle's, UsageError for a handle that has come back already.
+        """
+        self._check_handle(handle)
+        self._check_weights(weights, handle)
+        chunk = self._only(handle)
+        if rows.dim() != 2 or rows.shape[0] != sum(chunk.expert_rows):
+            raise TensorError(f"combine of {sum(chunk.expert_rows)} rows, got shape {list(rows.shape)}")
+        if handle.use.combined >= handle.use.dispatched:
+            raise UsageError(
+                "combine: the tokens of this handle have come back already (or never went): a handle is for one dispatch and "
+                "one combine; dispatch again with it to recompute, or prepare another"
+            )
+        handle.use.combined += 1
+        back = self.token_combine(self.combine_preprocess(rows, weights, chunk), chunk)
+        return self.combine_postprocess(back.wait(), weights, chunk)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        handle: DispatchHandle,
+        experts: Experts,
+        weights: torch.Tensor | None = None,
+        *,
+        beside: Callable[[], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Dispatch, ``experts``, combine, chunk by chunk: chunk j+1 goes out and chunk j−1 comes back while chunk j computes.
+
+        ``weights`` [T, K] are applied in the combine, or, with ``weights_travel``, by the experts. ``beside``: what else may be
+        computed while the first chunk travels, such as shared experts. The backward pass overlaps in the same way (see
+        :mod:`commlayer.collectives`). Returns the tokens [T, H] and what ``beside`` returned. Collective.
+
+        Raises TensorError and UsageError as :meth:`dispatch` and :meth:`combine` do.
+        """
+        self._check(x, weights, handle)
+        pipeline = [_Stage(self, chunk) for chunk in handle.chunks]
+        sizes = [chunk.num_tokens for chunk in handle.chunks]
+        xs = _split(x, sizes)
+        ws = [None] * len(sizes) if weights is None else _split(weights, sizes)
+        pipeline[0].send(xs[0], ws[0], self._weights_travel)
+        other = beside() if beside is not None else None
+        for j, stage in enumerate(pipeline):
+            if j + 1 < len(pipeline):
+                pipeline[j + 1].send(xs[j + 1], ws[j + 1], self._weights_travel)
+            stage.compute(experts)
+        parts = [stage.finish() for stage in pipeline]
+        return parts[0] if len(parts) == 1 else torch.cat(parts), other
+
+    @staticmethod
+    def _only(handle: DispatchHandle) -> Chunk:
+        if len(handle.chunks) != 1:
+            raise UsageError(f"dispatch() and combine() move one chunk, the handle has {len(handle.chunks)}: use run()")
+        return handle.chunks[0]
+
+    # Checks
+
+    def _check(self, x: torch.Tensor, weights: torch.Tensor | None, handle: DispatchHandle) -> None:
+        self._check_handle(handle)
+        if x.dim() != 2 or x.shape[0] != handle.num_tokens:
+            raise TensorError(
+                f"expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
+            )
+        self._check_weights(weights, handle)
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        if handle.owner is not self:
+            raise UsageError(
+                "the handle was prepared by another dispatcher, perhaps on another group: prepare it on this one"
+            )
+
+    def _check_weights(self, weights: torch.Tensor | None, handle: DispatchHandle) -> None:
+        if weights is None:
+            return
+        if weights.shape != (handle.num_tokens, handle.top_k):
+            raise TensorError(f"weights must be [{handle.num_tokens}, {handle.top_k}], got {list(weights.shape)}")
+        if not bool(torch.isfinite(weights).all()):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise TensorError(f"rank {rank}: weights hold NaN or Inf: look at the router's input and learning rate")
+
+
+class _Stage:
+    """One chunk on its way through :meth:`TokenDispatcher.run`."""
+
+    def __init__(self, dispatcher: TokenDispatcher, chunk: Chunk) -> None:
+        self._dispatcher, self._chunk = dispatcher, chunk
+        self._weights: torch.Tensor | None = None
+        self._going: list[Pending] = []
+        self._returning: Pending | None = None
+
+    def send(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
+        dispatcher, chunk = self._dispatcher, self._chunk
+        rows = dispatcher.dispatch_preprocess(x, chunk)
+        self._going.append(dispatcher.token_dispatch(rows, chunk))
+        if weights is not None and weights_travel:
+            self._going.append(dispatcher.token_dispatch(dispatcher.row_weights(weights, chunk), chunk))
+        else:
+            self._weights = weights
+
+    def compute(self, experts: Experts) -> None:
+        dispatcher, chunk = self._dispatcher, self._chunk
+        arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
+        computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
+        self._going = []
+        self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)
+
+    def finish(self) -> torch.Tensor:
+        assert self._returning is not None  # compute() came before
+        return self._dispatcher.combine_postprocess(self._returning.wait(), self._weights, self._chunk)
+
+
+def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    return (x,) if len(sizes) == 1 else x.split(sizes)

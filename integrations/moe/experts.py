@@ -1,0 +1,105 @@
+"""The experts of one rank: SwiGLU MLPs, run as one grouped matrix product each way where the device has it.
+
+Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP ranks each hold F/ETP of every expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
+
+from commlayer.profiles.errors import TensorError, UsageError
+
+__all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm"]
+
+
+def has_grouped_mm(x: torch.Tensor) -> bool:
+    """Whether torch has a grouped kernel for tensors such as ``x``: BF16 on CUDA, capability 8.0 or newer.
+
+    On the CPU torch's is a loop of its own, slower than ours by the offsets that it needs.
+    """
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and hasattr(F, "grouped_mm")
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has."""
+    if has_grouped_mm(x):
+        offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
+        out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+        return out
+    if len(rows) == 1:
+        return F.linear(x, weight[0])
+    # Also experts without rows: their weights get a gradient of zeros, as on every other rank.
+    return torch.cat([F.linear(part, w) for part, w in zip(x.split(list(rows)), weight.unbind(), strict=True)])
+
+
+class GroupedExperts(nn.Module):
+    """``w_down · (silu(w_gate · x) ⊙ w_up · x)`` for each expert on its rows.
+
+    Weights are drawn expert by expert, each from a seed of its own, and cut: they are the same under every mapping.
+
+    Args:
+        hidden, width: H and F.
+        first, count: which of the model's experts are here.
+        etp_rank, etp_size: which shard of each; the outputs are partial sums then, which the dispatcher adds up.
+        seed: of the weights.
+
+    Raises:
+        UsageError: ETP does not divide the width.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        *,
+        first: int = 0,
+        count: int = 1,
+        etp_rank: int = 0,
+        etp_size: int = 1,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if width % etp_size:
+            fitting = [size for size in range(1, etp_size + 1) if width % size == 0]
+            raise UsageError(
+                f"expert width {width} over ETP {etp_size}: ETP must divide it; the nearest that does is {fitting[-1]}"
+            )
+        self.hidden, self.width, self.first, self.count = hidden, width, first, count
+        self._shard = slice(etp_rank * (width // etp_size), (etp_rank + 1) * (width // etp_size))
+        drawn = [self._draw(seed, expert) for expert in range(first, first + count)]
+        self.w_gate = nn.Parameter(torch.stack([gate for gate, _, _ in drawn]).to(dtype))  # [L, F/ETP, H]
+        self.w_up = nn.Parameter(torch.stack([up for _, up, _ in drawn]).to(dtype))  # [L, F/ETP, H]
+        self.w_down = nn.Parameter(torch.stack([down for _, _, down in drawn]).to(dtype))  # [L, H, F/ETP]
+        for parameter in self.parameters():
+            parameter.is_expert = True  # type: ignore[attr-defined]  # its gradient is reduced over EDP
+
+    def _draw(self, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+        gate, up = (torch.randn(self.width, self.hidden, generator=generator) * self.hidden**-0.5 for _ in range(2))
+        down = torch.randn(self.hidden, self.width, generator=generator) * self.width**-0.5
+        return gate[self._shard].clone(), up[self._shard].clone(), down[:, self._shard].contiguous()
+
+    def forward(self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` [R, H], ``rows`` of each expert → [R, H]. ``weights`` [R, 1]: multiply each row by its gating weight between
+        SwiGLU and ``w_down``, where MegaScale-MoE does (its section 4.1), so that no output need be kept for it.
+
+        Raises TensorError for another hidden size or number of experts.
+        """
+        if x.dim() != 2 or x.shape[1] != self.hidden or len(rows) != self.count:
+            raise TensorError(
+                f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
+            )
+        inner = F.silu(grouped_linear(x, self.w_gate, rows)) * grouped_linear(x, self.w_up, rows)
+        if weights is not None:
+            inner = inner * weights.to(inner.dtype)
+        return grouped_linear(inner, self.w_down, rows)

@@ -1,0 +1,210 @@
+"""What one exchange of counts finds out: the way of every token, kept for combine, backward and recompute.
+
+Shapes: T tokens of this rank, K choices of each, E experts, R rows that this rank's experts receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.linear import even_rows
+from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
+from commlayer.profiles.errors import GroupError, TensorError
+
+__all__ = ["FINEST", "Chunk", "DispatchHandle", "Grid", "Layout"]
+
+FINEST = 8
+"""Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
+_HEAD = 3
+"""What goes before the counts: the rank's place in EP and in ETP, and its tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """The way of one slice of the tokens.
+
+    ``rows``: of the permute (``all_gather``: of all ranks' tokens, whose choices of local experts come first, in the order
+    ``choices`` [ΣT, K']). ``send_rows``, ``receive_rows``: for each EP rank. ``gather_rows``: what each rank brings to the
+    all_gather: rows for the ETP ranks, or, where all tokens are gathered, tokens. ``by_expert`` sorts what arrived by expert,
+    then ETP rank, then source. ``expert_rows``: rows of each local expert.
+    """
+
+    num_tokens: int
+    rows: RowMap
+    send_rows: tuple[int, ...]
+    receive_rows: tuple[int, ...]
+    gather_rows: tuple[int, ...]
+    by_expert: Permutation | None
+    expert_rows: tuple[int, ...]
+    choices: torch.Tensor | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all tokens go to all ranks."""
+        return self.choices is not None
+
+
+@dataclass(slots=True)
+class Use:
+    """How often a handle's tokens went out and came back."""
+
+    dispatched: int = 0
+    combined: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DispatchHandle:
+    """``kind``: ``all_to_all`` or ``all_gather``. ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the
+    dispatcher that prepared it."""
+
+    kind: str
+    num_tokens: int
+    top_k: int
+    chunks: tuple[Chunk, ...]
+    owner: object
+    use: Use = field(default_factory=Use)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """EP × ETP ranks, and the E experts over EP."""
+
+    num_experts: int
+    ep: GroupCommunicator
+    etp: GroupCommunicator
+    all: GroupCommunicator
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """How many each EP rank has, the first ones one more where they do not divide."""
+        return even_rows(self.num_experts, self.ep.size)
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.experts[self.ep.rank]
+
+    @property
+    def first_local_expert(self) -> int:
+        return sum(self.experts[: self.ep.rank])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert."""
+
+    grid: Grid
+    indices: torch.Tensor
+    capacity: int | None
+    tokens: tuple[int, ...]
+    counts: torch.Tensor
+
+    @classmethod
+    def exchange(cls, grid: Grid, indices: torch.Tensor, capacity: int | None) -> Layout:
+        """Collective over EP × ETP. Raises TensorError for indices that are none, GroupError for groups that are no grid."""
+        counts = _count(indices, grid.num_experts, capacity)
+        head = torch.tensor([grid.ep.rank, grid.etp.rank, indices.shape[0]])
+        everyone = grid.all.all_gather(torch.cat([head, counts.reshape(-1)]).unsqueeze(0))
+        places = everyone[:, 0] * grid.etp.size + everyone[:, 1]
+        if places.sort().values.tolist() != list(range(grid.all.size)):
+            raise GroupError(
+                f"the ranks of the common group have these places in (EP, ETP): {everyone[:, :2].tolist()}; expected each of "
+                f"{grid.ep.size} × {grid.etp.size} once: pass groups of one mapping"
+            )
+        by_place = everyone[places.argsort()].view(grid.ep.size, grid.etp.size, -1)
+        counts = by_place[:, :, _HEAD:].view(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
+        return cls(grid, indices, capacity, tuple(everyone[:, 2].tolist()), counts)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows that any rank sends or receives over EP: what all ranks know alike."""
+        sent = self.counts.sum((2, 3))
+        received = _by_rank(self.counts.sum((0, 2)), self.grid.experts)
+        return int(torch.maximum(sent.max(), received.max()))
+
+    @property
+    def most_expert_rows(self) -> int:
+        """The most rows that the experts of any rank work on."""
+        return max(self.gathered_rows)
+
+    @property
+    def gathered_rows(self) -> tuple[int, ...]:
+        """For each EP rank, the rows of all its ETP ranks together."""
+        return tuple(_by_rank(self.counts.sum((0, 1, 2)), self.grid.experts).tolist())
+
+    def chunks(self, number: int) -> tuple[Chunk, ...]:
+        """The tokens in ``number`` slices, each exchanged over EP; ``number`` divides FINEST."""
+        merged = self.counts.unflatten(2, (number, FINEST // number)).sum(3)
+        total = self.indices.shape[0]
+        bounds = [total * part // number for part in range(number + 1)]
+        if self.capacity is not None:  # padded: all rows go in one chunk
+            bounds = [0, total]
+        return tuple(
+            self._chunk(self.indices[start:stop], merged[:, :, part])
+            for part, (start, stop) in enumerate(pairwise(bounds))
+        )
+
+    def _chunk(self, indices: torch.Tensor, counts: torch.Tensor) -> Chunk:
+        """``counts`` [EP, ETP, E]: rows that each rank sends to each expert."""
+        grid = self.grid
+        arriving = counts.narrow(2, grid.first_local_expert, grid.num_local_experts)  # [source, ETP, local expert]
+        lying = arriving.transpose(0, 1)  # after the all_gather: ETP, source, expert
+        by_expert = regroup(lying, (2, 0, 1))
+        if by_expert is not None and indices.is_cuda:
+            by_expert = Permutation(by_expert.order.to(indices.device), by_expert.inverse.to(indices.device))
+        return Chunk(
+            num_tokens=indices.shape[0],
+            rows=make_row_map(indices, grid.num_experts, self.capacity),
+            send_rows=tuple(_by_rank(counts[grid.ep.rank, grid.etp.rank], grid.experts).tolist()),
+            receive_rows=tuple(arriving[:, grid.etp.rank].sum(1).tolist()),
+            gather_rows=tuple(arriving.sum((0, 2)).tolist()),
+            by_expert=by_expert,
+            expert_rows=tuple(arriving.sum((0, 1)).tolist()),
+        )
+
+    def gathered(self) -> tuple[Chunk, ...]:
+        """All tokens come here, and each rank takes the rows of its experts. Collective: the indices travel."""
+        grid = self.grid
+        everyones = grid.all.all_gather(self.indices, self.tokens) - grid.first_local_expert
+        is_local = (everyones >= 0) & (everyones < grid.num_local_experts)
+        counts = torch.bincount(everyones[is_local], minlength=grid.num_local_experts)
+        # Few of a token's choices are here: the combine is to look at no more columns than that.
+        local, choices = torch.where(is_local, everyones, -1).sort(dim=1, descending=True, stable=True)
+        most = int(is_local.sum(1).max()) if is_local.numel() else 0
+        rows = make_row_map(local[:, :most], grid.num_local_experts)
+        counted = tuple(counts.tolist())
+        return (Chunk(self.indices.shape[0], rows, (), (), self.tokens, None, counted, choices[:, :most]),)
+
+
+def _by_rank(counts: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
+    """[…, E] → [EP, …]: the sums over each rank's experts."""
+    return torch.stack([part.sum(-1) for part in counts.split(list(experts), -1)])
+
+
+def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
+    """Rows that this rank sends, [FINEST, E], on the host."""
+    if indices.dim() != 2 or indices.dtype != torch.int64:
+        raise TensorError(f"indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}")
+    if indices.numel():
+        low, high = (int(bound) for bound in torch.aminmax(indices))
+        if low < -1 or high >= num_experts:
+            raise TensorError(
+                f"indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
+            )
+    num_tokens = indices.shape[0]
+    bounds = torch.tensor([num_tokens * part // FINEST for part in range(1, FINEST)])
+    slices = torch.bucketize(torch.arange(num_tokens), bounds, right=True).to(indices.device)
+    keys = slices.unsqueeze(1) * num_experts + indices
+    counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).cpu().view(FINEST, num_experts)
+    if capacity is None:
+        return counts
+    fullest = int(counts.sum(0).max())
+    if fullest > capacity:
+        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
+    padded = torch.zeros_like(counts)
+    padded[0] = capacity
+    return padded

@@ -1,0 +1,127 @@
+"""A mixture of experts as a module: router, dispatcher, experts, shared experts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  torch's own name for it
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.dispatcher import TokenDispatcher
+from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.router import Router, RouterConfig, Routing
+from commlayer.profiles.errors import TensorError
+
+__all__ = ["MoELayer", "SharedExperts"]
+
+
+class SharedExperts(nn.Module):
+    """A SwiGLU MLP that every token goes through, computed while the first chunk of tokens travels.
+
+    Its weights are whole on every rank, like the router's: tokens are sharded, and so are their gradients' sums.
+    """
+
+    def __init__(self, hidden: int, width: int, *, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.gate = nn.Parameter(torch.randn(width, hidden, generator=generator) * hidden**-0.5)
+        self.up = nn.Parameter(torch.randn(width, hidden, generator=generator) * hidden**-0.5)
+        self.down = nn.Parameter(torch.randn(hidden, width, generator=generator) * width**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] → [T, H]."""
+        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class MoELayer(nn.Module):
+    """``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a mesh; plus the shared experts.
+
+    Every rank brings tokens of its own: under tensor parallelism that means sequence parallelism. Weights are the same
+    under every mapping for one seed.
+
+    Args:
+        hidden, width: of a token, and of an expert's inner layer.
+        router: how tokens choose.
+        mesh: the groups; None: all experts are here.
+        shared_width: inner width of the shared experts; 0: there are none.
+        dispatch: ``all_to_all``, ``all_gather``, or ``auto``: whichever the profile predicts to be faster for each call.
+        chunks: in how many slices tokens go through the experts: 1, 2, 4, 8, or ``auto``: by the profile and the experts' own
+            measured times.
+        weights_at: ``combine``: gating weights are applied to the experts' outputs, where they are summed; ``experts``: before
+            each expert's last product, as MegaScale-MoE does. Their values differ by rounding.
+        sequence, balance: the ranks that share a sequence, and those whose tokens are balanced together, for the router.
+        seed: of all weights.
+
+    Attributes:
+        routing: what the router decided in the latest forward pass.
+
+    Raises:
+        UsageError: what does not go together.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        router: RouterConfig,
+        *,
+        mesh: FoldedMesh | None = None,
+        shared_width: int = 0,
+        dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto",
+        chunks: int | Literal["auto"] = "auto",
+        weights_at: Literal["combine", "experts"] = "combine",
+        sequence: GroupCommunicator | None = None,
+        balance: GroupCommunicator | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.hidden = hidden
+        generator = torch.Generator().manual_seed(seed)
+        self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
+        self.dispatcher = TokenDispatcher(
+            router.num_experts, **_groups(mesh), kind=dispatch, chunks=chunks, weights_travel=weights_at == "experts"
+        )
+        grid = self.dispatcher.grid
+        self.experts = GroupedExperts(
+            hidden,
+            width,
+            first=grid.first_local_expert,
+            count=grid.num_local_experts,
+            etp_rank=grid.etp.rank,
+            etp_size=grid.etp.size,
+            seed=seed,
+        )
+        self.shared = SharedExperts(hidden, shared_width, seed=seed + 1) if shared_width else None
+        self.routing: Routing | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [..., H] → the same shape. Collective over EP × ETP, also where this rank has no tokens.
+
+        Raises TensorError for another hidden size, PeerError and CollectiveTimeoutError as collectives do.
+        """
+        if x.dim() < 1 or x.shape[-1] != self.hidden:
+            raise TensorError(f"a MoELayer of hidden size {self.hidden} got {list(x.shape)}")
+        tokens = x.reshape(-1, self.hidden)
+        routing = self.routing = self.router(tokens)
+        handle = self.dispatcher.prepare(
+            routing.indices, capacity=routing.capacity if routing.is_padded else None, like=tokens, experts=self.experts
+        )
+        shared = self.shared
+        beside = None if shared is None else lambda: shared(tokens)
+        out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
+        return (out if other is None else out + other).view(x.shape)
+
+
+def _groups(mesh: FoldedMesh | None) -> dict[str, GroupCommunicator]:
+    if mesh is None:
+        return {"ep": GroupCommunicator(None, "ep")}
+    groups = {"ep": GroupCommunicator(mesh.group("ep"), "ep")}
+    if mesh.size("etp") > 1:
+        groups |= {
+            "etp": GroupCommunicator(mesh.group("etp"), "ep"),
+            "etp_ep": GroupCommunicator(mesh.group("etp_ep"), "ep"),
+        }
+    return groups

@@ -1,0 +1,144 @@
+"""How the tokens of a call go to their experts: by all_to_all or all_gather, and in how many chunks.
+
+Decided on every rank alike, from the exchanged counts, the profile's curves and the experts' own times, which are measured at
+the first call and agreed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from commlayer.integrations.moe.handle import FINEST, Grid, Layout
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.overlap import ExpertTimes, choose_chunks
+from commlayer.scheduler.traffic import Traffic
+
+__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "Experts", "measure_experts"]
+
+KINDS = ("all_to_all", "all_gather")
+Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
+"""Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
+_MARGIN = 0.1
+"""all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
+_MEASURED = (8, 2, 1)
+"""Of the first call's rows, the fractions 1/8, 1/2 and all are timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchDecision:
+    """What was chosen for one call, and why. ``predicted_us``: each kind, both ways; each number of chunks, with the experts,
+    forward and backward. Empty where nothing was there to predict from."""
+
+    kind: str
+    chunks: int
+    kinds_us: dict[str, float]
+    chunks_us: dict[int, float]
+    reason: str
+
+
+class DispatchPlanner:
+    """Decides for one dispatcher. ``kind`` and ``chunks``: what the user fixed, or ``auto``."""
+
+    def __init__(self, grid: Grid, kind: str, chunks: int | str) -> None:
+        self._grid, self._kind, self._chunks = grid, kind, chunks
+        self._times: ExpertTimes | None = None
+
+    def decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
+        """Collective at the first call that asks for chunks by the experts' times. ``like`` [T, H]: the tokens."""
+        row_bytes = None if like is None else like.shape[1] * like.element_size()
+        kind, kinds_us, why = self._choose_kind(layout, row_bytes)
+        if kind == "all_gather" or layout.capacity is not None:
+            return DispatchDecision(kind, 1, kinds_us, {}, why)
+        if self._chunks != "auto":
+            return DispatchDecision(kind, int(self._chunks), kinds_us, {}, f"{why}; chunks as asked for")
+        if self._grid.ep.size == 1 or row_bytes is None or like is None or experts is None:
+            return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: nothing to overlap")
+        size = layout.most_rows * row_bytes
+        if self._exchange_us(size) is None:
+            return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: no profile of this group")
+        if self._times is None:
+            self._times = self._measure(layout, like, experts)
+        times, rows_per_byte = self._times, layout.most_expert_rows / max(size, 1)
+        link = Resource.INTER
+        traffic = Traffic(size, self._grid.ep.size, link=link, collective="all_to_all_v", nodes=(self._grid.ep.size,))
+        chunks, chunks_us = choose_chunks(
+            traffic, lambda part: self._exchange_us(part) or 0.0, lambda part: times.at(part * rows_per_byte)
+        )
+        return DispatchDecision(kind, chunks, kinds_us, chunks_us, f"{why}; chunks by the experts' times")
+
+    def _choose_kind(self, layout: Layout, row_bytes: int | None) -> tuple[str, dict[str, float], str]:
+        if self._kind != "auto":
+            return self._kind, {}, f"{self._kind} as asked for"
+        grid = self._grid
+        if grid.all.size == 1 or layout.capacity is not None:
+            return "all_to_all", {}, "all_to_all: one rank, or padded rows"
+        tokens = sum(layout.tokens)
+        if row_bytes is not None:
+            each = self._kinds_us(layout, tokens, row_bytes)
+            if each is not None:
+                is_faster = each["all_gather"] * (1 + _MARGIN) < each["all_to_all"]
+                kind = "all_gather" if is_faster else "all_to_all"
+                return (
+                    kind,
+                    each,
+                    f"{kind}: predicted {each[kind]:.0f} µs both ways, the other {_other(each, kind):.0f}",
+                )
+        sent = layout.most_rows * (grid.ep.size - 1) / grid.ep.size + max(layout.gathered_rows) * (grid.etp.size > 1)
+        gathered = tokens * (grid.all.size - 1) / grid.all.size
+        kind = "all_gather" if gathered < sent else "all_to_all"
+        return (
+            kind,
+            {},
+            f"{kind} by rows, for want of a profile: {gathered:.0f} by all_gather, {sent:.0f} by all_to_all",
+        )
+
+    def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int) -> dict[str, float] | None:
+        grid = self._grid
+        all_gather = grid.all.predicted_us("all_gather", tokens * row_bytes)
+        reduce_scatter = grid.all.predicted_us("reduce_scatter", tokens * row_bytes)
+        exchange = self._exchange_us(layout.most_rows * row_bytes)
+        most = max(layout.gathered_rows) * row_bytes
+        inside = grid.etp.predicted_us("all_gather", most), grid.etp.predicted_us("reduce_scatter", most)
+        if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
+            return None
+        return {"all_to_all": 2 * exchange + inside[0] + inside[1], "all_gather": all_gather + reduce_scatter}
+
+    def _exchange_us(self, size: float) -> float | None:
+        return self._grid.ep.predicted_us("all_to_all_v", round(size))
+
+    def _measure(self, layout: Layout, like: torch.Tensor, experts: Experts) -> ExpertTimes:
+        most = max(layout.most_expert_rows, FINEST)
+        sizes = sorted({max(most // part, 1) for part in _MEASURED})
+        local = measure_experts(experts, self._grid.num_local_experts, like, sizes)
+        everyone = self._grid.all.all_gather(torch.tensor([local], dtype=torch.float64))
+        return ExpertTimes(tuple(sizes), tuple(statistics.median(column.tolist()) for column in everyone.unbind(1)))
+
+
+def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:
+    """µs of a forward pass of ``experts`` on each number of rows, spread evenly over them; the better of two."""
+    times = []
+    with torch.no_grad():
+        for size in sizes:
+            rows = like.new_zeros(size, like.shape[1])
+            counts = [size // num_experts + (expert < size % num_experts) for expert in range(num_experts)]
+            times.append(min(_time_us(lambda: experts(rows, counts, None), rows) for _ in range(2)))  # noqa: B023
+    return times
+
+
+def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    started = time.perf_counter()
+    call()
+    if like.is_cuda:
+        torch.cuda.synchronize(like.device)
+    return (time.perf_counter() - started) * 1e6
+
+
+def _other(each: dict[str, float], kind: str) -> float:
+    return next(value for key, value in each.items() if key != kind)

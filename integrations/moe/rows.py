@@ -1,0 +1,238 @@
+"""Row maps: which row of a buffer each choice of a token is, worked out once and used by every gather, forward and backward.
+
+Shapes: T tokens, K choices of each, E experts, H hidden, N rows (one for each kept choice, or, padded, E·capacity).
+Both directions are gathers: each row of the result is written once. Rejected: index_add into zeros, which reads and writes
+the result twice more, and on a GPU adds in an order that changes from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+__all__ = [
+    "Permutation",
+    "RowMap",
+    "combine_rows",
+    "gather_rows",
+    "make_row_map",
+    "permute_rows",
+    "regroup",
+    "weights_of_rows",
+]
+
+_BLOCK_BYTES = 1 << 20
+"""What combine_rows works on at a time: it stays in a core's cache between the gather, the product and the sum."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMap:
+    """Where the choices of T tokens lie in N rows, which are sorted by expert, then by token.
+
+    ``token_of_row`` [N] and ``choice_of_row`` [N] (flat: t·K + k); ``row_of_choice`` [T, K]. Where a choice has no row
+    (dropped) ``is_kept`` [T, K] is False and its row any; where a row has no choice (padding) ``is_filled`` [N] is False and
+    its token any. Both are None where all are True.
+    """
+
+    token_of_row: torch.Tensor
+    choice_of_row: torch.Tensor
+    row_of_choice: torch.Tensor
+    is_kept: torch.Tensor | None
+    is_filled: torch.Tensor | None
+
+
+def make_row_map(indices: torch.Tensor, num_experts: int, capacity: int | None = None) -> RowMap:
+    """The map of ``indices`` [T, K]: the expert of each choice, −1 for none.
+
+    ``capacity``: each expert gets exactly so many rows; no expert may have more choices (the router has dropped them).
+    """
+    num_tokens, top_k = indices.shape
+    flat = indices.reshape(-1)
+    experts, order = torch.sort(flat, stable=True)
+    num_dropped = int((flat < 0).sum())
+    is_kept = None
+    if num_dropped:
+        experts, order, is_kept = experts[num_dropped:], order[num_dropped:], indices >= 0
+    row_of_choice = torch.zeros_like(flat) if num_dropped else torch.empty_like(flat)
+    places = torch.arange(order.numel(), device=flat.device)
+    is_filled = None
+    if capacity is not None:
+        counts = torch.bincount(experts, minlength=num_experts)
+        starts = counts.cumsum(0) - counts
+        places += experts * capacity - starts[experts]
+        is_filled = torch.zeros(num_experts * capacity, dtype=torch.bool, device=flat.device)
+        is_filled[places] = True
+        padded = torch.zeros(num_experts * capacity, dtype=order.dtype, device=flat.device)
+        padded[places] = order
+        row_of_choice[order] = places
+        order = padded
+    else:
+        row_of_choice[order] = places
+    tokens = order if top_k == 1 else order // max(top_k, 1)
+    return RowMap(tokens, order, row_of_choice.view(num_tokens, top_k), is_kept, is_filled)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permutation:
+    """A rearrangement of rows: row i of the result is row ``order[i]``; ``inverse`` undoes it."""
+
+    order: torch.Tensor
+    inverse: torch.Tensor
+
+    def reversed(self) -> Permutation:
+        return Permutation(self.inverse, self.order)
+
+
+def regroup(lengths: torch.Tensor, order: Sequence[int]) -> Permutation | None:
+    """What brings segments of rows into another order; None where they are in it already.
+
+    ``lengths`` int64, on the host: rows of each segment, in the order in which they lie (the last dimension fastest).
+    ``order``: the dimensions in the order in which they are to lie.
+    """
+    flat = lengths.reshape(-1)
+    starts = (flat.cumsum(0) - flat).view(lengths.shape).permute(*order).reshape(-1)
+    flat = lengths.permute(*order).reshape(-1)
+    shifts = starts - (flat.cumsum(0) - flat)
+    if not shifts[flat > 0].any():
+        return None
+    forward = torch.repeat_interleave(shifts, flat) + torch.arange(int(flat.sum()))
+    inverse = torch.empty_like(forward)
+    inverse[forward] = torch.arange(forward.numel())
+    return Permutation(forward, inverse)
+
+
+def permute_rows(x: torch.Tensor, permutation: Permutation | None) -> torch.Tensor:
+    """``x`` [R, H] with its rows rearranged; None: as they are."""
+    return x if permutation is None else _permute(x, permutation)
+
+
+def gather_rows(x: torch.Tensor, rows: RowMap) -> torch.Tensor:
+    """Each row its token: [T, H] → [N, H]; padding is zero. The gradient of a token is the sum of its rows', in pairs."""
+    return _gather(x, rows)
+
+
+def combine_rows(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) -> torch.Tensor:
+    """``out[t] = Σ_k weights[t, k] · y[row_of_choice[t, k]]``, in pairs: [N, H] → [T, H].
+
+    The sum of the first half of the choices plus that of the second, and so on within: so k equal choices with weights 1/k,
+    k a power of two, give their value bit for bit, which one after the other they do not. Products and sums in the wider
+    dtype of ``y`` and ``weights`` [T, K] (None: plain sum, in FP32 at least), the result in that of ``y``.
+    """
+    return _combine(y, weights, rows)
+
+
+def weights_of_rows(weights: torch.Tensor, rows: RowMap) -> torch.Tensor:
+    """Each row the weight of its choice: [T, K] → [N, 1]; padding any."""
+    if weights.numel() == 0:
+        return weights.new_zeros(rows.choice_of_row.shape[0], 1) + weights.sum()  # still part of the graph
+    return weights.reshape(-1, 1).index_select(0, rows.choice_of_row)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: RowMap) -> torch.Tensor:
+        ctx.rows = rows
+        return _take(x, rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum_choices(gradient, None, ctx.rows), None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, permutation: Permutation) -> torch.Tensor:
+        ctx.inverse = permutation.inverse
+        return x.index_select(0, permutation.order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.index_select(0, ctx.inverse), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) -> torch.Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(y if weights is not None and weights.requires_grad else None, weights)
+        return _sum_choices(y, weights, rows)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        y, weights = ctx.saved_tensors
+        rows: RowMap = ctx.rows
+        of_rows = of_weights = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _take(gradient, rows)
+            if weights is not None:
+                of_rows *= weights_of_rows(weights, rows).to(of_rows.dtype)
+        if y is not None:
+            of_weights = _dot_choices(gradient, y, rows).to(weights.dtype)
+        return of_rows, of_weights, None
+
+
+_permute: Callable[[torch.Tensor, Permutation], torch.Tensor] = cast("Any", _Permute.apply)
+_gather: Callable[[torch.Tensor, RowMap], torch.Tensor] = cast("Any", _Gather.apply)
+_combine: Callable[[torch.Tensor, torch.Tensor | None, RowMap], torch.Tensor] = cast("Any", _Combine.apply)
+
+
+def _take(x: torch.Tensor, rows: RowMap) -> torch.Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(rows.token_of_row.shape[0], x.shape[1])
+    taken = x.index_select(0, rows.token_of_row)
+    return taken if rows.is_filled is None else taken.masked_fill_(~rows.is_filled.unsqueeze(1), 0)
+
+
+def _sum_choices(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) -> torch.Tensor:
+    """``Σ_k w[t, k] · y[row[t, k]]``, a block of tokens at a time."""
+    num_tokens, top_k = rows.row_of_choice.shape
+    if y.shape[0] == 0 or top_k == 0:
+        return y.new_zeros(num_tokens, y.shape[1])
+    dtype = y.dtype if weights is None else torch.promote_types(y.dtype, weights.dtype)
+    if weights is None and y.dtype in (torch.bfloat16, torch.float16):
+        dtype = torch.float32
+    out = y.new_empty(num_tokens, y.shape[1])
+    block = num_tokens if y.is_cuda else max(1, _BLOCK_BYTES // (y.shape[1] * dtype.itemsize))
+    for start in range(0, num_tokens, block):
+        tokens = slice(start, start + block)
+        out[tokens] = _sum_pairs(range(top_k), lambda k: _part(y, weights, rows, tokens, k, dtype))  # noqa: B023  called here
+    return out
+
+
+def _part(
+    y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap, tokens: slice, k: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A block's choice k times its weight: a fresh tensor."""
+    part = y.index_select(0, rows.row_of_choice[tokens, k]).to(dtype)
+    if weights is not None:
+        part *= weights[tokens, k].unsqueeze(1)
+    if rows.is_kept is not None:  # not times zero: what lies there may be infinite
+        part.masked_fill_(~rows.is_kept[tokens, k].unsqueeze(1), 0)
+    return part
+
+
+def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    if len(choices) == 1:
+        return part(choices[0])
+    half = len(choices) // 2
+    return _sum_pairs(choices[:half], part).add_(_sum_pairs(choices[half:], part))
+
+
+def _dot_choices(gradient: torch.Tensor, y: torch.Tensor, rows: RowMap) -> torch.Tensor:
+    """``gradient[t] · y[row[t, k]]``: [T, K]."""
+    columns = []
+    for k in range(rows.row_of_choice.shape[1]):
+        if y.shape[0] == 0:
+            columns.append(gradient.new_zeros(gradient.shape[0]))
+        else:
+            columns.append(
+                torch.linalg.vecdot(gradient, y.index_select(0, rows.row_of_choice[:, k]).to(gradient.dtype))
+            )
+    dots = torch.stack(columns, 1) if columns else gradient.new_zeros(gradient.shape[0], 0)
+    return dots if rows.is_kept is None else dots.masked_fill_(~rows.is_kept, 0)
