@@ -13,6 +13,7 @@ wrong results, not an error.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, UsageError
+from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
 __all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task", "too_long"]
 
@@ -47,7 +48,7 @@ class QueuedWork(Work):
 
     def __init__(self, queue: ProgressQueue, label: str, outputs: Outputs) -> None:
         super().__init__()
-        self._queue, self._label, self._outputs = queue, label, outputs
+        self._queue, self.label, self._outputs = queue, label, outputs
         self._gate = threading.Lock()  # held until the call has ended: cheaper than an Event
         self._gate.acquire()
         self._done = False
@@ -72,7 +73,7 @@ class QueuedWork(Work):
         elif self._gate.acquire(timeout=timeout_s if timeout_s > 0 else -1):
             self._gate.release()
         else:
-            raise too_long(self._queue, self._label, timeout_s)
+            raise too_long(self._queue, self.label, timeout_s)
 
     def is_completed(self) -> bool:
         return self._done
@@ -86,7 +87,7 @@ class QueuedWork(Work):
     def result(self) -> Outputs:
         """The call's outputs. Raises UsageError before it has ended."""
         if not self._done:
-            raise UsageError(f"{self._queue.who()}, {self._label}: result() before the call has ended: wait() first")
+            raise UsageError(f"{self._queue.who()}, {self.label}: result() before the call has ended: wait() first")
         return self._outputs
 
     def synchronize(self) -> None:
@@ -170,6 +171,7 @@ class ProgressQueue:
         self._thread: threading.Thread | None = None
         self._thread_id = 0
         self._closed = False
+        self._failure: BaseException | None = None  # what the thread died of
 
     def is_progress_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
@@ -183,13 +185,18 @@ class ProgressQueue:
             task(*args)
 
     def submit(self, label: str, outputs: Outputs, task: Task, args: tuple[Any, ...]) -> QueuedWork:
-        """Queue ``task(*args)``; on the progress thread itself, run it at once."""
+        """Queue ``task(*args)``; on the progress thread itself, run it at once.
+
+        Raises GroupError after the group's end, InternalError where the progress thread has died.
+        """
         work = QueuedWork(self, label, outputs)
         if self.is_progress_thread():
             self._execute(work, task, args)
             work.open()
             return work
         with self._counting:
+            if self._failure is not None:
+                raise self._died(label)
             if self._closed:
                 raise GroupError(
                     f"{self.who()}: {label} after the group was destroyed (or aborted): make another with "
@@ -225,10 +232,34 @@ class ProgressQueue:
 
     def _work(self) -> None:
         self._thread_id = threading.get_ident()
-        while (item := self._tasks.get()) is not None:
-            self._run_item(*item)
-            del item  # or the last call's tensors would live until the next call
+        try:
+            while (item := self._tasks.get()) is not None:
+                self._run_item(*item)
+                del item  # or the last call's tensors would live until the next call
+        except BaseException as error:  # noqa: BLE001  not of a call, whose errors are its own: carried to all that wait
+            self._give_up(error)
         self._thread_id = 0  # the system may give it to another thread
+
+    def _give_up(self, error: BaseException) -> None:
+        """Nobody runs what is queued: whoever waits for it must hear so. It stays ``pending``, so that later calls do too."""
+        with self._counting:
+            self._failure = error
+        while not self._tasks.empty():
+            item = self._tasks.get()
+            if item is not None:
+                work = item[0]
+                with contextlib.suppress(Exception):  # the next ones are to hear of it as well
+                    work.finish(self._died(work.label))
+                work.open()
+
+    def _died(self, label: str) -> InternalError:
+        cause = self._failure
+        error = InternalError(
+            f"{self.who()}: {label} was not run: the thread of this group's asynchronous calls died of "
+            f"{type(cause).__name__}: {cause}. Please report it; restart the job"
+        )
+        error.__cause__ = cause
+        return error
 
     def _run_item(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:
         try:
