@@ -1,0 +1,141 @@
+"""What the dispatcher decides from predictions: the pipeline's closed forms, the kind, the chunks; no processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe.handle import Grid, Layout
+from commlayer.integrations.moe.planning import DispatchPlanner, measure_experts
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.overlap import ExpertTimes, choose_chunks, pipeline, time_pipeline
+from commlayer.scheduler.plan import Op
+from commlayer.scheduler.traffic import Traffic
+
+TRAFFIC = Traffic(8000, 8, link=Resource.INTER, collective="all_to_all_v", nodes=(4, 4))
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+def test_the_pipeline_moves_all_bytes_both_ways_and_computes_once(chunks: int) -> None:
+    plan = pipeline(TRAFFIC, chunks)
+    moved = [step for step in plan.steps if step.op is Op.ALL_TO_ALL]
+    computed = [step for step in plan.steps if step.op is Op.COMPUTE]
+    assert sum(step.bytes for step in moved) == 2 * TRAFFIC.logical_bytes
+    assert sum(step.bytes for step in computed) == TRAFFIC.logical_bytes
+    assert plan.name == ("flat" if chunks == 1 else f"flat×{chunks}")
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
+def test_closed_forms(chunks: int) -> None:
+    """Bound by compute: first chunk in, all experts, last chunk out. Bound by the link: all chunks both ways,
+    and with one chunk its experts between, which nothing hides."""
+    plan = pipeline(TRAFFIC, chunks)
+    by_compute = time_pipeline(plan, lambda _: 1.0, lambda _: 100.0)
+    assert by_compute.total_us == 1 + 100 * chunks + 1
+    by_link = time_pipeline(plan, lambda _: 100.0, lambda _: 1.0)
+    assert by_link.total_us == 200 * chunks + (chunks == 1)
+    equal = time_pipeline(plan, lambda size: size, lambda size: size)
+    assert equal.total_us == (3 if chunks == 1 else 2) * 8000
+
+
+def test_chunks_are_as_many_as_pay() -> None:
+    def linear(latency_us: float) -> Callable[[float], float]:
+        return lambda size: latency_us + size
+
+    assert choose_chunks(TRAFFIC, linear(0), linear(0), tolerance=0)[0] == 8
+    assert choose_chunks(TRAFFIC, linear(50_000), linear(0))[0] == 1  # each chunk costs a latency
+    assert choose_chunks(TRAFFIC, linear(0), lambda _: 0.0)[0] == 1  # nothing to hide behind
+    chunks, priced = choose_chunks(TRAFFIC, linear(0), linear(0), tolerance=0.5)
+    assert chunks < 8  # fewer chunks stay where they are near enough
+    assert priced[chunks] <= 1.5 * min(priced.values())
+
+
+def test_expert_times_between_and_beyond_their_points() -> None:
+    times = ExpertTimes((10, 100), (20.0, 110.0))
+    assert [times.at(rows) for rows in (0, 1, 10, 55, 100, 200)] == [0.0, 20.0, 20.0, 65.0, 110.0, 220.0]
+
+
+def test_measured_experts_get_even_rows() -> None:
+    seen = []
+
+    def experts(rows: torch.Tensor, counts: Any, _: object) -> torch.Tensor:
+        seen.append((rows.shape[0], tuple(counts)))
+        return rows
+
+    assert len(measure_experts(experts, 3, torch.zeros(1, 4), [1, 8])) == 2
+    assert set(seen) == {(1, (1, 0, 0)), (8, (3, 3, 2))}
+
+
+class Predicted(GroupCommunicator):
+    """A group of ``size`` ranks that are not there, with a profile: µs for a byte of each collective."""
+
+    def __init__(self, size: int, us_per_byte: dict[str, float] | None) -> None:
+        super().__init__(None, "ep")
+        self.size, self._us_per_byte = size, us_per_byte
+
+    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+        return None if self._us_per_byte is None else self._us_per_byte[collective] * num_bytes
+
+
+def layout(group: GroupCommunicator, *, top_k: int, capacity: int | None = None) -> Layout:
+    """Four ranks with 16 tokens each, whose choices are spread evenly over 4 experts."""
+    grid = Grid(4, group, GroupCommunicator(None, "ep"), group)
+    counts = torch.full((4, 1, 8, 4), 16 * top_k // 4 // 8 or 1)
+    return Layout(grid, torch.zeros(16, top_k, dtype=torch.int64), capacity, (16,) * 4, counts)
+
+
+LIKE = torch.zeros(16, 8)
+
+
+@pytest.mark.parametrize(
+    ("gathering_us", "kind"), [(0.5, "all_gather"), (2.0, "all_to_all"), (0.99, "all_to_all")], ids=str
+)
+def test_the_kind_is_the_one_predicted_faster_by_a_margin(gathering_us: float, kind: str) -> None:
+    """64 rows either way (k = 4 of 4 experts): per byte the times compare directly."""
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": gathering_us, "reduce_scatter": gathering_us})
+    decision = DispatchPlanner(group_grid := layout(group, top_k=4).grid, "auto", 1).decide(
+        layout(group, top_k=4), LIKE, None
+    )
+    assert group_grid.all.size == 4
+    assert decision.kind == kind
+    assert decision.kinds_us["all_gather"] == pytest.approx(gathering_us * decision.kinds_us["all_to_all"])
+    assert "predicted" in decision.reason
+
+
+@pytest.mark.parametrize(("top_k", "kind"), [(2, "all_to_all"), (8, "all_gather")])
+def test_without_a_profile_the_kind_moves_fewer_rows(top_k: int, kind: str) -> None:
+    group = Predicted(4, None)
+    decision = DispatchPlanner(layout(group, top_k=top_k).grid, "auto", "auto").decide(
+        layout(group, top_k=top_k), LIKE, None
+    )
+    assert (decision.kind, decision.chunks) == (kind, 1)
+    assert "for want of a profile" in decision.reason
+
+
+def test_what_was_asked_for_is_done() -> None:
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.1, "reduce_scatter": 0.1})
+    decision = DispatchPlanner(layout(group, top_k=4).grid, "all_to_all", 4).decide(layout(group, top_k=4), LIKE, None)
+    assert (decision.kind, decision.chunks) == ("all_to_all", 4)
+
+
+def test_padded_rows_go_in_one_chunk_by_all_to_all() -> None:
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.1, "reduce_scatter": 0.1})
+    padded = layout(group, top_k=4, capacity=16)
+    decision = DispatchPlanner(padded.grid, "auto", 8).decide(padded, LIKE, None)
+    assert (decision.kind, decision.chunks) == ("all_to_all", 1)
+
+
+def test_the_most_rows_are_of_the_fullest_rank() -> None:
+    group = Predicted(2, None)
+    grid = Grid(3, group, GroupCommunicator(None, "ep"), group)  # experts 2 + 1
+    counts = torch.zeros(2, 1, 8, 3, dtype=torch.int64)
+    counts[0, 0, 0] = torch.tensor([5, 1, 2])
+    counts[1, 0, 3] = torch.tensor([7, 0, 1])
+    found = Layout(grid, torch.zeros(0, 1, dtype=torch.int64), None, (8, 8), counts)
+    assert found.most_rows == 13  # received by rank 0
+    assert found.gathered_rows == (13, 3)
+    assert found.most_expert_rows == 13
