@@ -435,6 +435,31 @@ def test_detail_names_the_rank_that_does_not_come(emulated_cluster: ClusterFacto
     assert "call #2 broadcast" in text
 
 
+def test_detail_says_that_a_call_was_refused_on_the_other_rank(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[str]:
+        rank, size, _ = start(timeout_s=20, COMMLAYER_DEBUG="detail")
+        x, texts = torch.ones(size), []
+        for collective in (dist.all_gather_single, dist.all_to_all_single):
+            group = dist.new_group(timeout=timedelta(seconds=1))
+            right = torch.empty(size * size if collective is dist.all_gather_single else size)
+            if rank == 1:
+                with pytest.raises(TensorError) as refused:
+                    collective(right[1:], x, group=group)
+                texts.append(str(refused.value))
+                dist.barrier()
+            else:
+                with pytest.raises(CollectiveTimeoutError) as late:
+                    collective(right, x, group=group)
+                texts.append(str(late.value))
+                dist.barrier()
+        return texts
+
+    waited, refused = run(emulated_cluster, job, nodes=1)
+    for text, why in zip(waited, refused, strict=True):
+        assert "rank 1 (its call #1 was refused there: all_" in text
+        assert why in text
+
+
 # Agreement
 
 

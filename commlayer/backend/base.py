@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import ReduceOp, Store, Work
 from commlayer.backend.cuda import Inner, Nccl
 from commlayer.backend.issued import IssuedWork
 from commlayer.backend.progress import DONE, ProgressQueue, Task
-from commlayer.backend.signature import SignatureCheck
+from commlayer.backend.signature import SignatureCheck, described
 from commlayer.planned import PlannedGroup
-from commlayer.profiles.errors import ClusterError, GroupError, TensorError
+from commlayer.profiles.errors import ClusterError, GroupError, TensorError, UsageError
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
@@ -158,6 +158,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _issue(self, opts: Any, label: str, outputs: Any, task: Task, *args: Any) -> Work:
         """Run ``task(*args)`` in this group's order: now, or, for an asynchronous call, on the progress thread."""
+        if self._signatures is not None:
+            task, args = self._or_say_refused, (label, task, *args)
         latest = self._latest
         if not opts.asyncOp:
             if latest is not None:
@@ -173,6 +175,15 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
+
+    def _or_say_refused(self, label: str, task: Task, *args: Any) -> None:
+        """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
+        try:
+            task(*args)
+        except UsageError as error:
+            if self._signatures is not None:
+                self._signatures.refuse(self._sequence + 1, label, error)
+            raise
 
     # Deciding
 
@@ -196,33 +207,11 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         if plannable and self._is_planning and tensor is not None:
             plan = self._planned.plan(collective, num_bytes, is_float=tensor.dtype.is_floating_point)
         if self._signatures is not None:
-            self._compare(collective, tensor, num_bytes, op, root, sizes, plan, timeout)
+            from_rank = None if root is None else self._global_ranks[root]
+            call = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)
+            seconds = self._timeout_s if timeout is None or timeout.total_seconds() < 0 else timeout.total_seconds()
+            self._signatures.compare(self._sequence + 1, call, seconds)
         return plan
-
-    def _compare(
-        self,
-        collective: str,
-        tensor: torch.Tensor | None,
-        num_bytes: int,
-        op: ReduceOp.RedOpType | None,
-        root: int | None,
-        sizes: tuple[int, ...] | None,
-        plan: Plan | None,
-        timeout: timedelta | None,
-    ) -> None:
-        assert self._signatures is not None
-        parts = [f"{num_bytes} bytes"]
-        if tensor is not None:
-            parts.append(str(tensor.dtype).removeprefix("torch."))
-        if op is not None:
-            parts.append(op.name)
-        if root is not None:
-            parts.append(f"root {self._global_ranks[root]}")
-        if sizes is not None:
-            parts.append(f"sizes {list(sizes)}")
-        parts.append(f"plan {plan.name if plan else 'flat'}")
-        seconds = self._timeout_s if timeout is None or timeout.total_seconds() < 0 else timeout.total_seconds()
-        self._signatures.compare(self._sequence + 1, f"{collective}({', '.join(parts)})", seconds)
 
     # Running
 

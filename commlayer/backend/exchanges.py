@@ -68,7 +68,7 @@ class Exchanges(Moves):
             device = self._on_device(input)
             return device.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
         splits = output_split_sizes, input_split_sizes
-        self._check_all(output, input, *splits)
+        self._or_say_refused("all_to_all", self._check_all, output, input, *splits)
         return self._issue(opts, "all_to_all", [output], self._all_to_all, output, input, *splits, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **named: Any) -> Work:

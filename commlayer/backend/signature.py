@@ -7,17 +7,19 @@ in a timeout or in wrong numbers: ranks that call different collectives, or with
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.scheduler.plan import Plan
 
-__all__ = ["SignatureCheck"]
+__all__ = ["SignatureCheck", "described"]
 
 _DIGEST, _WIDTH = 32, 1024
 """Bytes of a message: the digest of the whole signature, then as much of its text as fits."""
@@ -51,6 +53,11 @@ class SignatureCheck:
                     f"{self._global_ranks[member]} calls {_text(theirs)}: all ranks of a group must make the same calls in the "
                     "same order (nothing was moved)"
                 )
+
+    def refuse(self, sequence: int, call: str, why: Exception) -> None:
+        """Note for the others that this rank does not make its ``call``: nothing of it was compared, and nothing moved."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: the caller's own mistake matters more
+            self._store.set(f"{self._key}refused/{self._rank}", f"{sequence} {call}: {type(why).__name__}: {why}")
 
     def compare_splits(
         self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
@@ -98,15 +105,47 @@ class SignatureCheck:
         ) from error
 
     def _last_call(self, member: int, sequence: int) -> str | None:
-        """What ``member`` called last, where that is before ``sequence``."""
-        key = f"{self._key}{member}"
+        """What ``member`` called last, where that is before ``sequence``; or why it could not make that call."""
         try:
-            if not self._store.check([key]):
-                return "has called nothing yet"
-            number, _, call = self._store.get(key).decode().partition(" ")
+            last, refused = self._read(f"{member}"), self._read(f"refused/{member}")
         except RuntimeError:  # the rank that hosts the store is gone
             return None
-        return f"its last call was #{number} {call}" if int(number) < sequence else None
+        if last is not None and last[0] >= sequence:
+            return None
+        if refused is not None and refused[0] == sequence:
+            return f"its call #{sequence} was refused there: {refused[1]}"
+        return "has called nothing yet" if last is None else f"its last call was #{last[0]} {last[1]}"
+
+    def _read(self, name: str) -> tuple[int, str] | None:
+        """What stands under that name: the number of a call, and text."""
+        key = f"{self._key}{name}"
+        if not self._store.check([key]):
+            return None
+        number, _, text = self._store.get(key).decode().partition(" ")
+        return int(number), text
+
+
+def described(
+    collective: str,
+    tensor: torch.Tensor | None,
+    num_bytes: int,
+    op: ReduceOp.RedOpType | None,
+    root: int | None,
+    sizes: tuple[int, ...] | None,
+    plan: Plan | None,
+) -> str:
+    """A call, as all ranks must make it. ``root``: its global rank."""
+    parts = [f"{num_bytes} bytes"]
+    if tensor is not None:
+        parts.append(str(tensor.dtype).removeprefix("torch."))
+    if op is not None:
+        parts.append(op.name)
+    if root is not None:
+        parts.append(f"root {root}")
+    if sizes is not None:
+        parts.append(f"sizes {list(sizes)}")
+    parts.append(f"plan {plan.name if plan else 'flat'}")
+    return f"{collective}({', '.join(parts)})"
 
 
 def _text(message: torch.Tensor) -> str:
