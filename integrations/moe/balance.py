@@ -42,10 +42,11 @@ def usage(logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tenso
         ]
     )
     if over is not None:
-        sums = over.all_reduce(sums)
+        # Every rank's loss is the same function of the total, so the gradient of all their losses is `size` times that of
+        # this rank's: the backward pass needs no communication, and no rank can be missing from it.
+        sums = over.all_reduce(sums.detach()) + over.size * (sums - sums.detach())
     probability, count, squared, tokens = sums.split([num_experts, num_experts, 1, 1])
-    tokens = tokens.detach().clamp(min=1)
-    count = count.detach()
+    tokens = tokens.clamp(min=1)
     return Usage(count / count.sum().clamp(min=1), probability / tokens, (squared / tokens).squeeze(0))
 
 

@@ -21,7 +21,10 @@ __all__ = ["Choices", "Gathering", "Limits", "capacity", "gather_choices", "keep
 
 
 class Gathering(Protocol):
-    """What the router asks of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one. All ranks call alike."""
+    """What the router asks of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one. All ranks call alike.
+
+    Tensors come without gradients; the router asks for nothing in the backward pass.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -30,11 +33,11 @@ class Gathering(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ. Differentiable."""
+        """The ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' ``x``. Differentiable: the gradient is the sum of the ranks' gradients."""
+        """The sum of the ranks' ``x``, floating or integer."""
         ...
 
 
@@ -80,7 +83,7 @@ class Limits:
 def capacity(factor: float, num_choices: int, num_bins: int) -> int:
     """``ceil(factor · T·K / bins)``, at least 1 unless there are no tokens.
 
-    ``factor`` counts as the decimal that was written: 1.1 · 10 is 11, not 11.000000000000002, whose ceiling is 12.
+    ``factor`` counts as the decimal that was written: 0.07 · 100 is 7, not 7.000000000000001, whose ceiling is 8.
     """
     return max(min(num_choices, 1), math.ceil(Fraction(str(factor)) * num_choices / num_bins))
 

@@ -102,14 +102,17 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "num_groups", "top_groups", "num_devices"):
             value = getattr(self, name)
-            _require(value is None or (type(value) is int and value >= 1), f"{name} must be 1 or more, got {value!r}")
+            is_whole = type(value) is int and value >= 1
+            _require(value is None or is_whole, f"{name} must be an int, 1 or more, got {value!r}")
         for name in ("scaling_factor", "capacity_factor", "device_capacity_factor"):
             value = getattr(self, name)
-            _require(value is None or 0 < value < math.inf, f"{name} must be a positive number, got {value!r}")
+            is_positive = isinstance(value, (int, float)) and 0 < value < math.inf
+            _require(value is None or is_positive, f"{name} must be a positive number, got {value!r}")
         rates = "aux_loss_coefficient", "device_aux_loss_coefficient", "z_loss_coefficient", "bias_update_rate"
         for name in rates:
             value = getattr(self, name)
-            _require(value is None or 0 <= value < math.inf, f"{name} must be 0 or more, got {value!r}")
+            is_rate = isinstance(value, (int, float)) and 0 <= value < math.inf
+            _require(value is None or is_rate, f"{name} must be a number, 0 or more, got {value!r}")
         for name, words in _WORDS.items():
             value = getattr(self, name)
             _require(value in words, f"{name} must be {words[0]!r} or {words[1]!r}, got {value!r}")
