@@ -47,6 +47,12 @@ class Pending:
             self._result, self._finish = self._finish(self._result), None
         return self._result
 
+    def on_gradient(self, call: Callable[[], None]) -> None:
+        """Call ``call`` in the backward pass, when the gradient of this result has been sent on its way and before it is
+        waited for. Before :meth:`wait`, in the forward pass; nothing where the result has no gradient."""
+        if self._result.requires_grad:
+            self._result.register_hook(lambda _: call())
+
 
 class GroupCommunicator:
     """The collectives of ``group`` as this rank calls them.

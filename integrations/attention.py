@@ -30,6 +30,7 @@ from commlayer.integrations.linear import (
     even_rows,
     gather_rows,
 )
+from commlayer.integrations.remat import promise_of, recomputable
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
@@ -149,11 +150,16 @@ class ParallelAttention(nn.Module):
             where = positions(seq_len, cp=self.cp, tp=self.tp, device=x.device)
             q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
         q, k, v = self._to_heads(q, k, v, rows)
-        y: torch.Tensor = self.out(self._to_rows(self._attend(q, k, v, seq_len), rows))
+        attended = self._attend(q, k, v, seq_len)
+        joined = self._to_rows(attended, rows)
+        if self.tp.size > 1:  # else it is the same memory
+            kept = attended.detach()
+            recomputable(joined, lambda: self._to_rows(kept, rows))
+        y: torch.Tensor = self.out(joined)
         return y
 
     def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
-        x = gather_rows(x, self.tp, sum(rows))
+        x = self._gather(x, rows)
         q = self._heads(F.linear(x, self.q.weight))
         k, v = (self._heads(F.linear(x, self._weight_of_kv(layer))) for layer in (self.k, self.v))
         if self.rope_base is not None:
@@ -161,6 +167,14 @@ class ParallelAttention(nn.Module):
             q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
         y: torch.Tensor = self.out(self._attend(q, k, v, seq_len).flatten(2))
         return y
+
+    def _gather(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        gathered = gather_rows(x, self.tp, sum(rows))
+        if self.tp.size > 1:
+            source, shape = promise_of(x), x.shape
+            kept = x.detach() if source is None else None  # what is promised itself must not be held
+            recomputable(gathered, lambda made=kept: gather_rows(made.view(shape), self.tp, sum(rows)), source)
+        return gathered
 
     def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
         if layer.dim is not None:

@@ -142,9 +142,11 @@ def context_parallel_attention(
         raise TensorError(f"{num_heads} query heads cannot share {num_kv_heads} key-value heads{shares}")
     if num_heads == 0:
         return q  # nor has any other rank of cp; q, though empty, leads the backward pass on
+    if cp.size == 1:
+        return _attend(q, k, v, uses, causal)
     kv = zigzag_merge(torch.cat((k, v), dim=2), cp, seq_len)
     keys, values = kv.split(num_kv_heads, dim=2)
-    if not causal or cp.size == 1:
+    if not causal:
         return _attend(q, keys, values, uses, causal)
     chunks = _chunks(seq_len, cp.size)
     ends = tuple(accumulate(chunks))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from commlayer.integrations.remat import recomputable
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm"]
@@ -99,7 +100,15 @@ class GroupedExperts(nn.Module):
             raise TensorError(
                 f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
             )
-        inner = F.silu(grouped_linear(x, self.w_gate, rows)) * grouped_linear(x, self.w_up, rows)
+        gate, up = grouped_linear(x, self.w_gate, rows), grouped_linear(x, self.w_up, rows)
+        kept_gate, kept_up = gate.detach(), up.detach()
+        activated = F.silu(gate)
+        promise = recomputable(activated, lambda: F.silu(kept_gate))  # before it is used, as everywhere
+        inner = activated * up
+        promise = recomputable(inner, lambda made: made * kept_up, promise)
         if weights is not None:
-            inner = inner * weights.to(inner.dtype)
+            weights = weights.to(inner.dtype)
+            inner = inner * weights
+            kept_weights = weights.detach()
+            recomputable(inner, lambda made: made * kept_weights, promise)
         return grouped_linear(inner, self.w_down, rows)

@@ -97,15 +97,16 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(hidden, shared_width, seed=seed + 1) if shared_width else None
         self.routing: Routing | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., H] → the same shape. Collective over EP × ETP, also where this rank has no tokens.
 
+        ``positions`` [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
         Raises TensorError for another hidden size, PeerError and CollectiveTimeoutError as collectives do.
         """
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise TensorError(f"a MoELayer of hidden size {self.hidden} got {list(x.shape)}")
         tokens = x.reshape(-1, self.hidden)
-        routing = self.routing = self.router(tokens)
+        routing = self.routing = self.router(tokens, positions)
         handle = self.dispatcher.prepare(
             routing.indices, capacity=routing.capacity if routing.is_padded else None, like=tokens, experts=self.experts
         )

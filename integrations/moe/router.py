@@ -444,7 +444,9 @@ def fixed_shape_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     block_tokens = _BLOCK_TOKENS_CPU if x.device.type == "cpu" else _BLOCK_TOKENS
     blocks = []
     for block in x.split(block_tokens):
-        full = pad(block.to(dtype), (0, 0, 0, block_tokens - len(block)))
+        full = block.to(dtype)
+        if len(block) < block_tokens:  # padding by nothing would copy all the same
+            full = pad(full, (0, 0, 0, block_tokens - len(block)))
         blocks.append((full @ columns)[: len(block), :num_experts])
     return torch.cat(blocks)
 
