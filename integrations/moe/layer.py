@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.profiles.errors import TensorError
 
@@ -39,7 +41,7 @@ class SharedExperts(nn.Module):
 class MoELayer(nn.Module):
     """``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a mesh; plus the shared experts.
 
-    Every rank brings tokens of its own: under tensor parallelism that means sequence parallelism. Weights are the same
+    Weights are the same
     under every mapping for one seed.
 
     Args:
@@ -52,6 +54,11 @@ class MoELayer(nn.Module):
             measured times.
         weights_at: ``combine``: gating weights are applied to the experts' outputs, where they are summed; ``experts``: before
             each expert's last product, as MegaScale-MoE does. Their values differ by rounding.
+        tokens: ``sharded``: every rank brings tokens of its own. ``replicated``: the ranks of tp all bring the same ones
+            (tensor parallelism without sequence parallelism) and get the same outputs; see
+            :mod:`commlayer.integrations.moe.replicated`.
+        communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans. Without it
+            each rank takes its share of them.
         sequence, balance: the ranks that share a sequence, and those whose tokens are balanced together, for the router.
         seed: of all weights.
 
@@ -73,6 +80,8 @@ class MoELayer(nn.Module):
         dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto",
         chunks: int | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
+        tokens: Literal["sharded", "replicated"] = "sharded",
+        communicator: Communicator | None = None,
         sequence: GroupCommunicator | None = None,
         balance: GroupCommunicator | None = None,
         seed: int = 0,
@@ -95,6 +104,8 @@ class MoELayer(nn.Module):
             seed=seed,
         )
         self.shared = SharedExperts(hidden, shared_width, seed=seed + 1) if shared_width else None
+        self.holders = GroupCommunicator(mesh.group("tp") if mesh and tokens == "replicated" else None, "tp")
+        self.replicated = ReplicatedDispatcher(router.num_experts, communicator, grid.etp) if communicator else None
         self.routing: Routing | None = None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,6 +118,9 @@ class MoELayer(nn.Module):
             raise TensorError(f"a MoELayer of hidden size {self.hidden} got {list(x.shape)}")
         tokens = x.reshape(-1, self.hidden)
         routing = self.routing = self.router(tokens, positions)
+        if self.holders.size > 1:
+            out = self._mix_replicated(tokens, routing)
+            return (out if self.shared is None else out + self.shared(tokens)).view(x.shape)
         handle = self.dispatcher.prepare(
             routing.indices, capacity=routing.capacity if routing.is_padded else None, like=tokens, experts=self.experts
         )
@@ -114,6 +128,12 @@ class MoELayer(nn.Module):
         beside = None if shared is None else lambda: shared(tokens)
         out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
         return (out if other is None else out + other).view(x.shape)
+
+    def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+        indices, weights = routing.indices, routing.weights
+        if self.replicated is not None and routing.is_padded and routing.capacity is not None:
+            return self.replicated.run(tokens, indices, weights, routing.capacity, self.experts)
+        return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
 
 
 def _groups(mesh: FoldedMesh | None) -> dict[str, GroupCommunicator]:
