@@ -14,7 +14,7 @@ Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout
 from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, Experts
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
-from commlayer.integrations.remat import Promise, promise_of, recomputable
+from commlayer.integrations.moe.stage import Stage, cut, split
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
@@ -207,15 +207,15 @@ class TokenDispatcher:
         """
         self._check(x, weights, handle)
         sizes = [chunk.num_tokens for chunk in handle.chunks]
-        xs = _split(x, sizes)
-        ws = [None] * len(sizes) if weights is None else _split(weights, sizes)
-        stages = [_Stage(self, chunk) for chunk in handle.chunks]
+        xs = split(x, sizes)
+        ws = [None] * len(sizes) if weights is None else split(weights, sizes)
+        stages = [Stage(self, chunk) for chunk in handle.chunks]
         stages[0].send(xs[0], ws[0], self._weights_travel)
         other = beside() if beside is not None else None
         for j, stage in enumerate(stages):
             if j + 1 < len(stages):
                 stages[j + 1].send(xs[j + 1], ws[j + 1], self._weights_travel)
-            stage.compute(experts, partial(_cut, sizes, j), x)
+            stage.compute(experts, partial(cut, sizes, j), x)
         parts = [stage.finish() for stage in stages]
         return parts[0] if len(parts) == 1 else torch.cat(parts), other
 
@@ -249,69 +249,3 @@ class TokenDispatcher:
         if not bool(torch.isfinite(weights).all()):
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise TensorError(f"rank {rank}: weights hold NaN or Inf: look at the router's input and learning rate")
-
-
-class _Stage:
-    """One chunk on its way through :meth:`TokenDispatcher.run`."""
-
-    def __init__(self, dispatcher: TokenDispatcher, chunk: Chunk) -> None:
-        self._dispatcher, self._chunk = dispatcher, chunk
-        self._weights: torch.Tensor | None = None
-        self._going: list[Pending] = []
-        self._returning: Pending | None = None
-
-    def send(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
-        dispatcher, chunk = self._dispatcher, self._chunk
-        self._going.append(self._exchange(x))
-        if weights is not None and weights_travel:
-            self._going.append(dispatcher.token_dispatch(dispatcher.row_weights(weights, chunk), chunk))
-        else:
-            self._weights = weights
-
-    def _exchange(self, x: torch.Tensor) -> Pending:
-        return self._dispatcher.token_dispatch(self._dispatcher.dispatch_preprocess(x, self._chunk), self._chunk)
-
-    def compute(self, experts: Experts, cut: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-        """``cut`` gives the chunk's tokens of all of ``x``: for when they are sent again."""
-        dispatcher, chunk = self._dispatcher, self._chunk
-        arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
-        self._going = []
-        promise = self._promise(arrived[0], cut, x)
-        computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
-        self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)
-        if promise is not None:  # the tokens come again while the gradient of the combine travels
-            self._returning.on_gradient(promise.start)
-
-    def _promise(
-        self, arrived: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-    ) -> Promise | None:
-        """That what arrived can be sent again."""
-        source = promise_of(x)
-        if source is not None:
-            return recomputable(arrived, lambda made: _Arriving(self, cut(made)), source)
-        kept = x.detach()
-        return recomputable(arrived, lambda: _Arriving(self, cut(kept)))
-
-    def finish(self) -> torch.Tensor:
-        assert self._returning is not None  # compute() came before
-        returning, self._returning = self._returning, None
-        return self._dispatcher.combine_postprocess(returning.wait(), self._weights, self._chunk)
-
-
-class _Arriving:
-    """A chunk's tokens on their way to the experts once more."""
-
-    def __init__(self, stage: _Stage, x: torch.Tensor) -> None:
-        self._stage, self._pending = stage, stage._exchange(x)
-
-    def wait(self) -> torch.Tensor:
-        return self._stage._dispatcher.dispatch_postprocess(self._pending.wait(), self._stage._chunk)
-
-
-def _cut(sizes: list[int], j: int, x: torch.Tensor) -> torch.Tensor:
-    """Chunk j of all tokens [T, H] or [S, B, H]."""
-    return x.flatten(0, -2).split(sizes)[j]
-
-
-def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
-    return (x,) if len(sizes) == 1 else x.split(sizes)

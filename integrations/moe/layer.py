@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -63,7 +64,7 @@ class MoELayer(nn.Module):
         seed: of all weights.
 
     Attributes:
-        routing: what the router decided in the latest forward pass.
+        routing: what the router decided in the latest forward pass, without gradients and losses.
 
     Raises:
         UsageError: what does not go together.
@@ -117,7 +118,8 @@ class MoELayer(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise TensorError(f"a MoELayer of hidden size {self.hidden} got {list(x.shape)}")
         tokens = x.reshape(-1, self.hidden)
-        routing = self.routing = self.router(tokens, positions)
+        routing = self.router(tokens, positions)
+        self.routing = replace(routing, weights=routing.weights.detach(), losses={})  # without the graph behind it
         if self.holders.size > 1:
             out = self._mix_replicated(tokens, routing)
             return (out if self.shared is None else out + self.shared(tokens)).view(x.shape)

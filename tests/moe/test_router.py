@@ -16,7 +16,8 @@ import torch
 
 from commlayer.integrations.moe.balance import Usage, attach_loss, device_balance_loss, expert_balance_loss
 from commlayer.integrations.moe.capacity import Gathering, capacity
-from commlayer.integrations.moe.router import Router, RouterConfig, Routing, fixed_shape_logits
+from commlayer.integrations.moe.router import Router, RouterConfig, Routing
+from commlayer.integrations.moe.scoring import fixed_shape_logits
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 
 Result = TypeVar("Result")

@@ -1,0 +1,101 @@
+"""What a router has decided: where tokens go, and the checks of what another router decided.
+
+Shapes: T tokens, E experts, K choices per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from commlayer.profiles.errors import TensorError
+
+__all__ = ["Routing", "count_choices", "refuse_any", "who"]
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where tokens go.
+
+    ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped. ``weights`` [T, K] float32
+    (float64 for float64 tokens): differentiable; 0 where it was dropped. ``counts`` [E] int64: kept choices per expert;
+    ``chosen`` [E]: before dropping. ``capacity``, ``device_capacity``: what an expert, a device takes of one drop scope (of all
+    ranks that share the sequence, under ``drop_scope="sequence"``); None: everything. ``is_padded``: the dispatcher is to pad
+    to the capacity. ``losses``: ``aux``, ``device_aux``, ``z``, scalars with their coefficients, as far as they are on.
+    """
+
+    indices: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    chosen: torch.Tensor
+    capacity: int | None = None
+    device_capacity: int | None = None
+    is_padded: bool = False
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_experts(self) -> int:
+        return self.counts.numel()
+
+    @property
+    def dropped(self) -> int:
+        """How many choices were dropped. (Waits for the device.)"""
+        return int((self.indices < 0).sum())
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
+        """What another router decided: ``indices`` [T, K], −1 where a choice is dropped, and floating ``weights`` [T, K].
+
+        Raises:
+            TensorError: shapes or types that do not fit, indices out of range, a token that chooses an expert twice, weights
+                that are NaN or infinite.
+        """
+        _check_shapes(indices, weights)
+        out_of_range = (indices < -1) | (indices >= num_experts)
+        refuse_any(
+            out_of_range, indices, f"experts out of range: expected 0 to {num_experts - 1}, or -1 for a dropped one"
+        )
+        experts = indices.sort(-1).values
+        twice = (experts[:, 1:] == experts[:, :-1]) & (experts[:, 1:] >= 0)
+        refuse_any(twice, experts, "a token chooses one expert twice: expected K different experts")
+        refuse_any(
+            ~weights.isfinite(), weights, "weights that are NaN or infinite: check the router's input and parameters"
+        )
+        weights = weights.masked_fill(indices < 0, 0.0)
+        counts = count_choices(indices, num_experts)
+        return cls(indices.long(), weights if weights.dtype == torch.float64 else weights.float(), counts, counts)
+
+
+def _check_shapes(indices: torch.Tensor, weights: torch.Tensor) -> None:
+    if indices.dim() != 2 or indices.shape != weights.shape:
+        raise TensorError(
+            f"{who()}expected indices and weights of one shape [tokens, choices], got {list(indices.shape)} and "
+            f"{list(weights.shape)}"
+        )
+    if indices.dtype not in (torch.int64, torch.int32) or not weights.is_floating_point():
+        raise TensorError(
+            f"{who()}expected integer indices and floating weights, got {indices.dtype} and {weights.dtype}: convert them"
+        )
+
+
+def refuse_any(bad: torch.Tensor, values: torch.Tensor, message: str) -> None:
+    """Raise TensorError where ``bad`` [T, ·] has a True; names the first. Waits for the device, so not during capture."""
+    if bad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if bool(bad.any()):
+        token, place = bad.nonzero()[0].tolist()
+        where = f"first {values[token, place].item()} at token {token}, {int(bad.any(-1).sum())} of {len(bad)} tokens"
+        raise TensorError(f"{who()}{message} ({where})")
+
+
+def who() -> str:
+    return f"rank {dist.get_rank()}: " if dist.is_available() and dist.is_initialized() else ""
+
+
+def count_choices(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Choices per expert [E]; dropped ones (−1) are left out."""
+    flat = indices.flatten().long()
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat + 1, torch.ones_like(flat))
+    return counts[1:].contiguous()

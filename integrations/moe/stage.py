@@ -1,0 +1,85 @@
+"""One chunk of tokens on its way through the experts, and what rematerialisation needs to send it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from commlayer.collectives import Pending
+from commlayer.integrations.moe.handle import Chunk
+from commlayer.integrations.moe.planning import Experts
+from commlayer.integrations.remat import Promise, promise_of, recomputable
+
+if TYPE_CHECKING:
+    from commlayer.integrations.moe.dispatcher import TokenDispatcher
+
+__all__ = ["Stage", "cut", "split"]
+
+
+class Stage:
+    """One chunk on its way through :meth:`TokenDispatcher.run`."""
+
+    def __init__(self, dispatcher: TokenDispatcher, chunk: Chunk) -> None:
+        self.dispatcher, self.chunk = dispatcher, chunk
+        self._weights: torch.Tensor | None = None
+        self._going: list[Pending] = []
+        self._returning: Pending | None = None
+
+    def send(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
+        dispatcher, chunk = self.dispatcher, self.chunk
+        self._going.append(self.exchange(x))
+        if weights is not None and weights_travel:
+            self._going.append(dispatcher.token_dispatch(dispatcher.row_weights(weights, chunk), chunk))
+        else:
+            self._weights = weights
+
+    def exchange(self, x: torch.Tensor) -> Pending:
+        return self.dispatcher.token_dispatch(self.dispatcher.dispatch_preprocess(x, self.chunk), self.chunk)
+
+    def compute(self, experts: Experts, part_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+        """``part_of`` gives the chunk's tokens of all of ``x``: for when they are sent again."""
+        dispatcher, chunk = self.dispatcher, self.chunk
+        arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
+        self._going = []
+        promise = self._promise(arrived[0], part_of, x)
+        computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
+        self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)
+        if promise is not None:  # the tokens come again while the gradient of the combine travels
+            self._returning.on_gradient(promise.start)
+
+    def _promise(
+        self, arrived: torch.Tensor, part_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> Promise | None:
+        """That what arrived can be sent again."""
+        source = promise_of(x)
+        if source is not None:
+            return recomputable(arrived, lambda made: _Arriving(self, part_of(made)), source)
+        kept = x.detach()
+        return recomputable(arrived, lambda: _Arriving(self, part_of(kept)))
+
+    def finish(self) -> torch.Tensor:
+        assert self._returning is not None  # compute() came before
+        returning, self._returning = self._returning, None
+        return self.dispatcher.combine_postprocess(returning.wait(), self._weights, self.chunk)
+
+
+class _Arriving:
+    """A chunk's tokens on their way to the experts once more."""
+
+    def __init__(self, stage: Stage, x: torch.Tensor) -> None:
+        self._stage, self._pending = stage, stage.exchange(x)
+
+    def wait(self) -> torch.Tensor:
+        return self._stage.dispatcher.dispatch_postprocess(self._pending.wait(), self._stage.chunk)
+
+
+def cut(sizes: list[int], j: int, x: torch.Tensor) -> torch.Tensor:
+    """Chunk j of all tokens [T, H] or [S, B, H]."""
+    part: torch.Tensor = x.flatten(0, -2).split(sizes)[j]
+    return part
+
+
+def split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    return (x,) if len(sizes) == 1 else x.split(sizes)
