@@ -1,0 +1,128 @@
+"""A transformer layer with a mixture of experts, on a folded mesh.
+
+Activations are [rows, B, hidden]: this rank's rows of the sequence by
+:func:`~commlayer.integrations.context_parallel.split_sequence` (zigzag over cp, then consecutive over tp) of its
+data-parallel part of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.attention import ParallelAttention
+from commlayer.integrations.context_parallel import positions
+from commlayer.integrations.linear import mark_replicated
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.layer import MoELayer
+from commlayer.integrations.moe.router import RouterConfig
+from commlayer.integrations.norm import RMSNorm
+
+__all__ = ["MoETransformerLayer", "sequence_groups"]
+
+
+def sequence_groups(mesh: FoldedMesh | None) -> tuple[GroupCommunicator, GroupCommunicator]:
+    """The ranks that share a sequence, as layers take them: tp and cp."""
+    if mesh is None:
+        return GroupCommunicator(None, "tp"), GroupCommunicator(None, "cp")
+    return GroupCommunicator(mesh.group("tp"), "tp"), GroupCommunicator(mesh.group("cp"), "cp")
+
+
+class MoETransformerLayer(nn.Module):
+    """``y = x + attention(norm(x))``, then ``y + moe(norm(y))``, with RMSNorm.
+
+    Weights are the same under every mapping for one seed, and so are, up to rounding, outputs and gradients, once these are
+    summed (:func:`~commlayer.integrations.gradients.synchronise_gradients`). Choices that a capacity drops depend on the
+    tokens that compete: under ``drop_scope="sequence"`` those of one data-parallel rank, under ``subsequence`` of one rank.
+
+    Args:
+        hidden: size of an activation.
+        num_heads: query heads.
+        num_kv_heads: key-value heads; None: as many.
+        width: inner width of an expert.
+        router: how tokens choose experts. Losses and the bias of loss-free balancing look at the tokens of the whole stage.
+        mesh: the groups; None: everything is on this rank.
+        attention: ``ulysses`` or ``tensor``, see :class:`~commlayer.integrations.attention.ParallelAttention`.
+        shared_width, dispatch, chunks, weights_at: see :class:`~commlayer.integrations.moe.layer.MoELayer`.
+        rope_base: base of rotary position embeddings; None: no rotation.
+        seed: of all weights.
+
+    Raises:
+        UsageError: sizes that do not go together, or with the mesh.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int | None,
+        width: int,
+        router: RouterConfig,
+        *,
+        mesh: FoldedMesh | None = None,
+        attention: Literal["ulysses", "tensor"] = "ulysses",
+        shared_width: int = 0,
+        dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto",
+        chunks: int | Literal["auto"] = "auto",
+        weights_at: Literal["combine", "experts"] = "combine",
+        rope_base: float | None = 10_000.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tp, self.cp = sequence_groups(mesh)
+        self.norm_1 = RMSNorm(hidden)
+        self.attention = ParallelAttention(
+            hidden,
+            num_heads,
+            num_kv_heads,
+            tp=self.tp,
+            cp=self.cp,
+            kind=attention,
+            rope_base=rope_base,
+            generator=torch.Generator().manual_seed(4 * seed),
+        )
+        self.norm_2 = RMSNorm(hidden)
+        self._places = mesh is not None and router.drop_scope == "sequence" and not router.is_dropless
+        self.moe = MoELayer(
+            hidden,
+            width,
+            router,
+            mesh=mesh,
+            shared_width=shared_width,
+            dispatch=dispatch,
+            chunks=chunks,
+            weights_at=weights_at,
+            sequence=None if mesh is None else GroupCommunicator(mesh.group("tp_cp"), "ep"),
+            balance=None if mesh is None else GroupCommunicator(mesh.group("stage"), "ep"),
+            seed=4 * seed + 1,  # and the shared experts the one after
+        )
+        # Every tp rank has these whole, and uses them on its own rows.
+        for part in (self.norm_1, self.norm_2, self.moe.router, self.moe.shared):
+            if part is not None:
+                mark_replicated(part)
+
+    def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
+        """This rank's rows [rows, B, hidden] → the same shape. Collective over the stage, also with no rows or an empty batch.
+
+        ``seq_len``: rows of the whole sequence. None: all ranks have equally many, which nobody checks.
+        Raises TensorError where ``x`` does not have this rank's rows.
+        """
+        x = x + self.attention(self.norm_1(x), seq_len)
+        y: torch.Tensor = x + self.moe(self.norm_2(x), self._positions(x, seq_len))
+        return y
+
+    def scale_losses(self, num_micro_batches: int) -> None:
+        """Let the router's losses count as a mean over micro-batches, where gradients are summed over the stage."""
+        balance = self.moe.router.balance
+        self.moe.router.loss_scale = 1.0 / (num_micro_batches * (1 if balance is None else balance.size))
+
+    def _positions(self, x: torch.Tensor, seq_len: int | None) -> torch.Tensor | None:
+        """Where each token lies among those that compete with it, where they do: ranks do not hold consecutive slices."""
+        if not self._places:
+            return None
+        seq_len = x.shape[0] * self.tp.size * self.cp.size if seq_len is None else seq_len
+        rows = positions(seq_len, cp=self.cp, tp=self.tp, device=x.device)
+        return (rows.unsqueeze(1) * x.shape[1] + torch.arange(x.shape[1], device=x.device)).flatten()

@@ -1,0 +1,69 @@
+"""The gradients of a model on a folded mesh, summed over the ranks that share each parameter.
+
+The convention is the *sum*: every rank's loss is its tokens' part of the whole, ``Σ loss of a token / number of all tokens``,
+so the gradient of the whole is the sum of all ranks' gradients, of dense parameters and of experts alike. Rejected: the mean,
+which needs another factor for experts (:attr:`FoldedMapping.expert_gradient_scale`), and is wrong where ranks have different
+numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.linear import replicated_parameters
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.experts import GroupedExperts
+
+__all__ = ["gradient_axes", "synchronise_gradients"]
+
+
+def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of ``module`` that need gradients, by the axis of a mesh over which these are summed.
+
+    ``edp``: experts, whose gradients are those of all tokens that came to them already. ``dp_cp``: what tensor parallelism
+    splits. ``stage``, which is dp_cp and tp together: what every tp rank has and uses on its own tokens
+    (:func:`~commlayer.integrations.linear.mark_replicated`).
+    """
+    # By module too: torch drops the mark of a parameter in deepcopy() and some conversions.
+    experts = {id(p) for part in module.modules() if isinstance(part, GroupedExperts) for p in part.parameters()}
+    replicated = {id(parameter) for parameter in replicated_parameters(module)}
+    axes: dict[str, list[nn.Parameter]] = {"dp_cp": [], "edp": [], "stage": []}
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in experts or getattr(parameter, "is_expert", False):
+            axes["edp"].append(parameter)
+        else:
+            axes["stage" if id(parameter) in replicated else "dp_cp"].append(parameter)
+    return axes
+
+
+@torch.no_grad()
+def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None) -> None:
+    """Sum every gradient over the ranks that share its parameter, in place: one all_reduce for each axis and dtype.
+
+    Once a step, when all gradients are there, by all ranks of a pipeline stage. A parameter without a gradient counts as zero
+    and has one afterwards, also where there is nobody to sum with: an optimizer then treats it alike under every mapping.
+    ``mesh`` None: the model is whole on this rank.
+
+    Raises PeerError and CollectiveTimeoutError as collectives do.
+    """
+    for axis, parameters in gradient_axes(module).items():
+        by_dtype: dict[str, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(str(parameter.grad.dtype), []).append(parameter.grad)
+        if mesh is None or mesh.size(axis) == 1:
+            continue
+        group = GroupCommunicator(mesh.group(axis), "dp")
+        for _, gradients in sorted(by_dtype.items()):
+            _sum_together(gradients, group)
+
+
+def _sum_together(gradients: list[torch.Tensor], group: GroupCommunicator) -> None:
+    total = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,171 @@
+"""A language model of :class:`~commlayer.integrations.block.MoETransformerLayer`, on any mapping, with one training step.
+
+Weights, losses and gradients are the same under every mapping, up to rounding, where nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.block import MoETransformerLayer, sequence_groups
+from commlayer.integrations.context_parallel import split_sequence
+from commlayer.integrations.gradients import synchronise_gradients
+from commlayer.integrations.linear import ReplicatedLinear, even_rows, mark_replicated
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.router import RouterConfig
+from commlayer.integrations.norm import RMSNorm
+from commlayer.integrations.pipeline import run_pipeline
+from commlayer.profiles.errors import TensorError, UsageError
+
+__all__ = ["MoELanguageModel", "ModelConfig"]
+
+_SEEDS = 1_009
+"""Between the seeds of two models: layers take consecutive ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What a model is, whatever ranks it runs on; the fields that are not explained here are the layer's.
+
+    Attributes:
+        vocabulary: how many tokens there are; 256: bytes.
+        num_layers: in the whole model.
+        seed: of all weights.
+    """
+
+    router: RouterConfig
+    vocabulary: int = 256
+    hidden: int = 64
+    num_layers: int = 2
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    width: int = 128
+    shared_width: int = 0
+    attention: Literal["ulysses", "tensor"] = "ulysses"
+    dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto"
+    chunks: int | Literal["auto"] = "auto"
+    rope_base: float | None = 10_000.0
+    seed: int = 0
+
+    def layer(self, index: int, mesh: FoldedMesh | None) -> MoETransformerLayer:
+        """The layer of this index, from 0."""
+        return MoETransformerLayer(
+            self.hidden,
+            self.num_heads,
+            self.num_kv_heads,
+            self.width,
+            self.router,
+            mesh=mesh,
+            attention=self.attention,
+            shared_width=self.shared_width,
+            dispatch=self.dispatch,
+            chunks=self.chunks,
+            rope_base=self.rope_base,
+            seed=self.seed * _SEEDS + index + 1,
+        )
+
+
+class MoELanguageModel(nn.Module):
+    """Embedding, layers, norm, head (untied). Of a pipeline, a rank has the layers of its stage, the first stage the
+    embedding, and the last one norm and head.
+
+    Args:
+        config: the model.
+        mesh: the groups; None: everything is on this rank.
+
+    Attributes:
+        layers: by their index in the whole model, as text: parameters have the same names under every mapping.
+
+    Raises:
+        UsageError: fewer layers than stages, or sizes that do not go together.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: FoldedMesh | None = None) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        self.tp, self.cp = sequence_groups(mesh)
+        self.pp = GroupCommunicator(None if mesh is None else mesh.group("pp"), "pp")
+        if config.num_layers < self.pp.size:
+            raise UsageError(
+                f"{config.num_layers} layers over pp={self.pp.size}: some stages would have none; use pp="
+                f"{config.num_layers} or less"
+            )
+        self.is_first, self.is_last = self.pp.rank == 0, self.pp.rank == self.pp.size - 1
+        generator = torch.Generator().manual_seed(config.seed)
+        scale = config.hidden**-0.5  # of every stage, so that the head is drawn from the same state everywhere
+        embedding = torch.randn(config.vocabulary, config.hidden, generator=generator) * scale
+        self.embedding = nn.Embedding.from_pretrained(embedding, freeze=False) if self.is_first else None
+        sizes = even_rows(config.num_layers, self.pp.size)
+        first = sum(sizes[: self.pp.rank])
+        here = range(first, first + sizes[self.pp.rank])
+        self.layers = nn.ModuleDict({str(index): config.layer(index, mesh) for index in here})
+        self.norm = RMSNorm(config.hidden) if self.is_last else None
+        self.head = (
+            ReplicatedLinear(config.hidden, config.vocabulary, tp=self.tp, generator=generator)
+            if self.is_last
+            else None
+        )
+        for part in (self.embedding, self.norm):
+            if part is not None:
+                mark_replicated(part)
+
+    def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
+        """This stage: tokens [rows, B] (first stage) or activations [rows, B, hidden] → activations, or (last stage) logits
+        [rows, B, vocabulary]. Rows are this rank's; ``seq_len`` as in the layer. Collective over the stage."""
+        x = x if self.embedding is None else self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x, seq_len)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+    def split(self, batch: torch.Tensor) -> torch.Tensor:
+        """This rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are as even as can be; some may be
+        empty. Sends nothing."""
+        dp, rank = (1, 0) if self.mesh is None else (self.mesh.size("dp"), self.mesh.rank("dp"))
+        mine = batch.split(even_rows(batch.shape[1], dp), dim=1)[rank]
+        return split_sequence(mine, cp=self.cp, tp=self.tp)
+
+    def train_step(self, tokens: torch.Tensor, labels: torch.Tensor, *, num_micro_batches: int = 1) -> torch.Tensor:
+        """Forward pass, backward pass and gradients of a whole batch; the mean loss over its tokens, on all ranks alike.
+
+        Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before.
+
+        Args:
+            tokens: [S, B] int64, the same on all ranks.
+            labels: [S, B] int64: the token that follows each.
+            num_micro_batches: in how many parts each rank's part of the batch goes through the pipeline.
+
+        Raises:
+            TensorError: shapes that are none. UsageError: no micro-batches. Others as collectives do.
+        """
+        if tokens.dim() != 2 or tokens.shape != labels.shape or not tokens.numel():
+            raise TensorError(
+                f"expected tokens and labels of one shape [S, B], not empty; got {list(tokens.shape)} and {list(labels.shape)}"
+            )
+        if num_micro_batches < 1:
+            raise UsageError(f"num_micro_batches must be 1 or more, got {num_micro_batches}")
+        for layer in self._layers():
+            layer.scale_losses(num_micro_batches)
+        mine, wanted = self.split(tokens), self.split(labels)
+        sizes = even_rows(mine.shape[1], num_micro_batches)
+        inputs, targets = mine.split(sizes, dim=1), wanted.split(sizes, dim=1)
+
+        def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
+            y: torch.Tensor = self(inputs[m] if x is None else x, tokens.shape[0])
+            if not self.is_last:
+                return y
+            return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
+
+        shapes = [(mine.shape[0], size, self.config.hidden) for size in sizes]
+        losses = run_pipeline(stage, self.pp, shapes, device=tokens.device)
+        synchronise_gradients(self, self.mesh)
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=tokens.device)
+        return loss if self.mesh is None else GroupCommunicator(self.mesh.group("world"), "dp").all_reduce(loss)
+
+    def _layers(self) -> list[MoETransformerLayer]:
+        return [layer for layer in self.layers.values() if isinstance(layer, MoETransformerLayer)]
