@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,9 @@ lint: $(READY)  ## style, format, types, import contracts
 
 bench-collectives: $(READY)  ## the backend's collectives against torch's on Gloo; writes a dated result document
 	$(RUN) benchmarks/collectives.py $(ARGS)
+
+bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; writes a dated result document
+	$(RUN) benchmarks/moe.py $(ARGS)
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)

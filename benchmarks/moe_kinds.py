@@ -1,0 +1,119 @@
+"""all_gather and reduce_scatter against all_to_all for the dispatch, over k, on one emulated node."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from moe_tables import KindRow, spread
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.emulation import EmulatedCluster
+from commlayer.integrations import FoldedMesh
+from commlayer.integrations.moe.dispatcher import TokenDispatcher
+from commlayer.integrations.moe.planning import KINDS
+
+__all__ = ["HIDDEN", "NUM_EXPERTS", "NUM_TOKENS", "run_kinds"]
+
+NUM_EXPERTS, NUM_TOKENS, HIDDEN = 8, 1024, 512
+_TOLERANCE = 1e-5
+
+
+def run_kinds(
+    ranks: int, ks: Sequence[int], profile: str, rounds: int, budget_s: float, timeout_s: float
+) -> list[KindRow]:
+    """``budget_s``: for all of ``ks`` together. ``profile``: as COMMLAYER_PROFILE."""
+    with EmulatedCluster(1, ranks, mode="netns") as cluster:
+        found: list[KindRow] = cluster.run(_on_rank, tuple(ks), profile, rounds, budget_s, timeout_s=timeout_s)[0]
+    return found
+
+
+def _on_rank(ks: Sequence[int], profile: str, rounds: int, budget_s: float) -> list[KindRow]:
+    os.environ["COMMLAYER_PROFILE"] = profile
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = FoldedMesh({"ep": dist.get_world_size()}, backend="commlayer")
+    rows = []
+    for k in ks:
+        rows.append(_Comparison(mesh, k).row(rounds, budget_s / len(ks)))
+        if dist.get_rank() == 0:
+            print(f"kinds: {dist.get_world_size()} ranks, k {k} of {ks[-1]}: {rows[-1].chosen}", flush=True)
+    return rows
+
+
+class _Comparison:
+    """Both kinds of one k. The experts do nothing: rows come back as they went."""
+
+    def __init__(self, mesh: FoldedMesh, k: int) -> None:
+        self.k = k
+        ep = GroupCommunicator(mesh.group("ep"), "ep")
+        self.dispatchers = {kind: TokenDispatcher(NUM_EXPERTS, ep=ep, kind=kind, chunks=1) for kind in KINDS}
+        self.choosing = TokenDispatcher(NUM_EXPERTS, ep=ep, chunks=1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator)
+        scores = torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator)
+        top, self.indices = scores.topk(k)
+        self.weights = top / top.sum(1, keepdim=True)
+
+    def step(self, kind: str) -> tuple[float, float, torch.Tensor, torch.Tensor | None]:
+        """ms of the slowest rank, forward and both; the output; the tokens' gradient. Counts are exchanged before: a handle
+        is for the layer's forward and backward alike."""
+        dispatcher = self.dispatchers[kind]
+        handle = dispatcher.prepare(self.indices, like=self.x)
+        x, weights = self.x.detach().requires_grad_(), self.weights.detach().requires_grad_()
+        dist.barrier()
+        begin = time.perf_counter()
+        rows, _ = dispatcher.dispatch(x, handle)
+        out = dispatcher.combine(rows, handle, weights)
+        middle = time.perf_counter()
+        out.backward(self.x)
+        end = time.perf_counter()
+        times = torch.tensor([middle - begin, end - begin], dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        forward_s, both_s = times.tolist()
+        return forward_s * 1e3, both_s * 1e3, out.detach(), x.grad
+
+    def row(self, rounds: int, budget_s: float) -> KindRow:
+        error = self._error()
+        if error > _TOLERANCE:
+            raise RuntimeError(f"k {self.k}: the kinds' results differ by {error:.1e}")
+        self.choosing.prepare(self.indices, like=self.x)
+        decision = self.choosing.decision
+        assert decision is not None  # prepare() made it
+        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        chooser, order, began = random.Random(self.k), list(KINDS), time.perf_counter()
+        while not times[KINDS[0]] or (len(times[KINDS[0]]) < rounds and self._goes_on(began, budget_s)):
+            chooser.shuffle(order)  # the same on all ranks
+            for kind in order:
+                times[kind].append(self.step(kind)[:2])
+        return KindRow(
+            dist.get_world_size(),
+            self.k,
+            {kind: us / 1e3 for kind, us in decision.kinds_us.items()},
+            {kind: spread([forward for forward, _ in each]) for kind, each in times.items()},
+            {kind: spread([both for _, both in each]) for kind, each in times.items()},
+            decision.kind,
+            len(times[KINDS[0]]),
+            f"{error:.0e}",
+        )
+
+    @staticmethod
+    def _goes_on(began: float, budget_s: float) -> bool:
+        spent = torch.tensor([time.perf_counter() - began])
+        dist.all_reduce(spent, dist.ReduceOp.MAX)
+        return float(spent) < budget_s
+
+    def _error(self) -> float:
+        """Both kinds' outputs and gradients against the tokens themselves: the weights sum to 1, and experts do nothing."""
+        worst = torch.zeros(1)
+        for _ in range(2):  # the first call connects
+            for kind in KINDS:
+                _, _, out, gradient = self.step(kind)
+                assert gradient is not None  # the tokens require it
+                worst = torch.stack([worst[0], (out - self.x).abs().max(), (gradient - self.x).abs().max()]).max()[None]
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return float(worst)
