@@ -14,17 +14,19 @@ from dataclasses import dataclass
 import torch
 
 from commlayer.integrations.moe.handle import FINEST, Grid, Layout
+from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import ExpertTimes, choose_chunks
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "Experts", "measure_experts"]
+__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "Experts", "measure_experts", "measure_moves"]
 
 KINDS = ("all_to_all", "all_gather")
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
 _MARGIN = 0.1
 """all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
+_SAMPLE = 1024
 _MEASURED = (8, 2, 1)
 """Of the first call's rows, the fractions 1/8, 1/2 and all are timed."""
 
@@ -47,11 +49,12 @@ class DispatchPlanner:
     def __init__(self, grid: Grid, kind: str, chunks: int | str) -> None:
         self._grid, self._kind, self._chunks = grid, kind, chunks
         self._times: ExpertTimes | None = None
+        self._us_per_row: float | None = None
 
     def decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         """Collective at the first call that asks for chunks by the experts' times. ``like`` [T, H]: the tokens."""
         row_bytes = None if like is None else like.shape[1] * like.element_size()
-        kind, kinds_us, why = self._choose_kind(layout, row_bytes)
+        kind, kinds_us, why = self._choose_kind(layout, row_bytes, like)
         if kind == "all_gather" or layout.capacity is not None:
             return DispatchDecision(kind, 1, kinds_us, {}, why)
         if self._chunks != "auto":
@@ -71,15 +74,17 @@ class DispatchPlanner:
         )
         return DispatchDecision(kind, chunks, kinds_us, chunks_us, f"{why}; chunks by the experts' times")
 
-    def _choose_kind(self, layout: Layout, row_bytes: int | None) -> tuple[str, dict[str, float], str]:
+    def _choose_kind(
+        self, layout: Layout, row_bytes: int | None, like: torch.Tensor | None
+    ) -> tuple[str, dict[str, float], str]:
         if self._kind != "auto":
             return self._kind, {}, f"{self._kind} as asked for"
         grid = self._grid
         if grid.all.size == 1 or layout.capacity is not None:
             return "all_to_all", {}, "all_to_all: one rank, or padded rows"
         tokens = sum(layout.tokens)
-        if row_bytes is not None:
-            each = self._kinds_us(layout, tokens, row_bytes)
+        if row_bytes is not None and like is not None:
+            each = self._kinds_us(layout, tokens, row_bytes, like)
             if each is not None:
                 is_faster = each["all_gather"] * (1 + _MARGIN) < each["all_to_all"]
                 kind = "all_gather" if is_faster else "all_to_all"
@@ -97,7 +102,8 @@ class DispatchPlanner:
             f"{kind} by rows, for want of a profile: {gathered:.0f} by all_gather, {sent:.0f} by all_to_all",
         )
 
-    def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int) -> dict[str, float] | None:
+    def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int, like: torch.Tensor) -> dict[str, float] | None:
+        """Both ways, with the rows that are moved in memory: all_gather also sums over the tokens of all ranks."""
         grid = self._grid
         all_gather = grid.all.predicted_us("all_gather", tokens * row_bytes)
         reduce_scatter = grid.all.predicted_us("reduce_scatter", tokens * row_bytes)
@@ -106,7 +112,15 @@ class DispatchPlanner:
         inside = grid.etp.predicted_us("all_gather", most), grid.etp.predicted_us("reduce_scatter", most)
         if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
             return None
-        return {"all_to_all": 2 * exchange + inside[0] + inside[1], "all_gather": all_gather + reduce_scatter}
+        if self._us_per_row is None:
+            self._us_per_row = self._agreed([measure_moves(like)])[0]
+        local, top_k = max(grid.experts), layout.indices.shape[1]
+        sorted_rows = layout.most_expert_rows if local * grid.etp.size > 1 else 0
+        summed = tokens * min(top_k, local)
+        return {
+            "all_to_all": 2 * exchange + inside[0] + inside[1] + (layout.most_rows + sorted_rows) * self._us_per_row,
+            "all_gather": all_gather + reduce_scatter + (layout.most_expert_rows + summed) / 2 * self._us_per_row,
+        }
 
     def _exchange_us(self, size: float) -> float | None:
         return self._grid.ep.predicted_us("all_to_all_v", round(size))
@@ -114,9 +128,24 @@ class DispatchPlanner:
     def _measure(self, layout: Layout, like: torch.Tensor, experts: Experts) -> ExpertTimes:
         most = max(layout.most_expert_rows, FINEST)
         sizes = sorted({max(most // part, 1) for part in _MEASURED})
-        local = measure_experts(experts, self._grid.num_local_experts, like, sizes)
-        everyone = self._grid.all.all_gather(torch.tensor([local], dtype=torch.float64))
-        return ExpertTimes(tuple(sizes), tuple(statistics.median(column.tolist()) for column in everyone.unbind(1)))
+        return ExpertTimes(
+            tuple(sizes), self._agreed(measure_experts(experts, self._grid.num_local_experts, like, sizes))
+        )
+
+    def _agreed(self, times: list[float]) -> tuple[float, ...]:
+        """The medians over all ranks; collective."""
+        everyone = self._grid.all.all_gather(torch.tensor([times], dtype=torch.float64))
+        return tuple(statistics.median(column.tolist()) for column in everyone.unbind(1))
+
+
+def measure_moves(like: torch.Tensor) -> float:
+    """µs that a row takes from its token to a buffer and, summed, back: the better of two, over 1024 tokens such as ``like``."""
+    tokens = like.new_zeros(_SAMPLE, like.shape[1])
+    rows = make_row_map(torch.arange(2 * _SAMPLE, device=like.device).view(_SAMPLE, 2) % 4, 4)
+    weights = like.new_ones(_SAMPLE, 2)
+    with torch.no_grad():
+        times = [_time_us(lambda: combine_rows(gather_rows(tokens, rows), weights, rows), like) for _ in range(3)]
+    return min(times[1:]) / (2 * _SAMPLE)
 
 
 def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe import planning
 from commlayer.integrations.moe.handle import Grid, Layout
 from commlayer.integrations.moe.planning import DispatchPlanner, measure_experts
 from commlayer.profiles.links import Resource
@@ -80,6 +81,9 @@ class Predicted(GroupCommunicator):
     def predicted_us(self, collective: str, num_bytes: int) -> float | None:
         return None if self._us_per_byte is None else self._us_per_byte[collective] * num_bytes
 
+    def all_gather(self, x: torch.Tensor, rows: Any = None) -> torch.Tensor:
+        return x.expand(self.size, *x.shape[1:])  # all ranks measure the same
+
 
 def layout(group: GroupCommunicator, *, top_k: int, capacity: int | None = None) -> Layout:
     """Four ranks with 16 tokens each, whose choices are spread evenly over 4 experts."""
@@ -92,18 +96,41 @@ LIKE = torch.zeros(16, 8)
 
 
 @pytest.mark.parametrize(
-    ("gathering_us", "kind"), [(0.5, "all_gather"), (2.0, "all_to_all"), (0.99, "all_to_all")], ids=str
+    ("gathering_us", "us_per_row", "kind"),
+    [(0.5, 0.0, "all_gather"), (2.0, 0.0, "all_to_all"), (0.99, 0.0, "all_to_all"), (0.5, 1e6, "all_to_all")],
+    ids=str,
 )
-def test_the_kind_is_the_one_predicted_faster_by_a_margin(gathering_us: float, kind: str) -> None:
-    """64 rows either way (k = 4 of 4 experts): per byte the times compare directly."""
+def test_the_kind_is_the_one_predicted_faster_by_a_margin(
+    monkeypatch: pytest.MonkeyPatch, gathering_us: float, us_per_row: float, kind: str
+) -> None:
+    """64 rows of 32 bytes either way (k = 4 of 4 experts, one a rank), so times for a byte compare directly. In memory
+    all_to_all moves 64 rows out and back, all_gather takes 64 and sums over 64 tokens: the same."""
+    monkeypatch.setattr(planning, "measure_moves", lambda _: us_per_row)
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": gathering_us, "reduce_scatter": gathering_us})
-    decision = DispatchPlanner(group_grid := layout(group, top_k=4).grid, "auto", 1).decide(
-        layout(group, top_k=4), LIKE, None
-    )
-    assert group_grid.all.size == 4
+    found = layout(group, top_k=4)
+    decision = DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None)
+    moved_us = 64 * us_per_row
+    assert decision.kinds_us == {
+        "all_to_all": 2 * 64 * 32 + moved_us,
+        "all_gather": gathering_us * 2 * 64 * 32 + moved_us,
+    }
     assert decision.kind == kind
-    assert decision.kinds_us["all_gather"] == pytest.approx(gathering_us * decision.kinds_us["all_to_all"])
     assert "predicted" in decision.reason
+
+
+def test_sums_over_all_tokens_count_against_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """k = 1: three of four tokens that are gathered and summed have no choice here."""
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.2, "reduce_scatter": 0.2})
+    found = layout(group, top_k=1)
+    kinds = []
+    for us_per_row in (0.0, 1e3):
+        monkeypatch.setattr(planning, "measure_moves", lambda _, us=us_per_row: us)
+        kinds.append(DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kind)
+    assert kinds == ["all_gather", "all_to_all"]
+
+
+def test_moves_are_measured() -> None:
+    assert planning.measure_moves(torch.zeros(1, 4)) > 0
 
 
 @pytest.mark.parametrize(("top_k", "kind"), [(2, "all_to_all"), (8, "all_gather")])
