@@ -1,0 +1,1 @@
+"""Programs that put the layers together; run them with ``python -m``."""

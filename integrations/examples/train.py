@@ -1,0 +1,310 @@
+"""Train a small MoE language model on any mapping: ``python -m commlayer.integrations.examples.train``, alone or on ranks.
+
+The losses are the same under every mapping, up to rounding; docs/moe_training.md takes it apart.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+import torch.distributed as dist
+
+from commlayer import stats
+from commlayer.cli.launch import is_first
+from commlayer.cli.parameters import json_option
+from commlayer.cli.progress import progress
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.integrations.block import MoETransformerLayer
+from commlayer.integrations.examples.text import VOCABULARY, Corpus
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.mesh_ranks import FoldedMapping
+from commlayer.integrations.model import ModelConfig, MoELanguageModel
+from commlayer.integrations.moe.router import RouterConfig
+from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
+from commlayer.units import format_bytes
+
+__all__ = ["TrainOptions", "Trained", "main", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How long and on what. ``text``: a file; None: sentences of a small grammar. ``sequence``, ``batch``: of a whole step.
+    ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, under which rounding stays what it is: AdamW divides every gradient
+    by its size, the smallest ones too, which are rounding alone."""
+
+    steps: int = 50
+    sequence: int = 64
+    batch: int = 8
+    micro_batches: int = 1
+    lr: float = 3e-3
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    seed: int = 0
+    text: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """``losses`` of every step, before its update; the same on all ranks. ``dispatch``: how often tokens went which way, in how
+    many chunks, on this rank, and why in the end. ``step_us``: the median step."""
+
+    losses: list[float]
+    dispatch: dict[str, int]
+    reason: str
+    step_us: float
+
+
+def train(
+    config: ModelConfig,
+    options: TrainOptions,
+    mesh: FoldedMesh | None,
+    say: Callable[[int, float], None] = lambda step, loss: None,
+) -> Trained:
+    """Train from scratch. Collective over all ranks; ``mesh`` None: on this one. ``say``: told every step's loss.
+
+    Raises:
+        UsageError: sizes that do not go together, or with the mesh or the text.
+    """
+    with _said_once():
+        model = MoELanguageModel(config, mesh)
+        corpus = Corpus.of(options.text, options.seed)
+        corpus.batch(0, options.sequence, options.batch)
+    optimizer: torch.optim.Optimizer
+    if options.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    losses: list[float] = []
+    times: list[float] = []
+    dispatch: Counter[str] = Counter()
+    reason = ""
+    layers = [layer for layer in model.layers.values() if isinstance(layer, MoETransformerLayer)]
+    with progress("training", options.steps) as advance:
+        for step in range(options.steps):
+            started = time.perf_counter()
+            tokens, labels = corpus.batch(step, options.sequence, options.batch)
+            optimizer.zero_grad()
+            loss = model.train_step(tokens, labels, num_micro_batches=options.micro_batches)
+            optimizer.step()
+            losses.append(loss.item())
+            times.append((time.perf_counter() - started) * 1e6)
+            for decision in (layer.moe.dispatcher.decision for layer in layers):
+                if decision is not None:
+                    dispatch[f"{decision.kind}, {decision.chunks} chunk{'s'[: decision.chunks > 1]}"] += 1
+                    reason = decision.reason
+            say(step, losses[-1])
+            advance(f"loss {losses[-1]:.4f}")
+    return Trained(losses, dict(dispatch), reason, statistics.median(times) if times else 0.0)
+
+
+# The program
+
+
+class _Failure(click.ClickException):
+    """One message and an exit status instead of a traceback."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click documents it as settable
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.format_message()}", file=file, err=file is None)
+
+
+class _Program(click.Command):
+    """Turns errors into exit statuses, as ``commlayer`` does."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommlayerError as error:
+            if ctx.params.get("traceback") or os.environ.get("COMMLAYER_DEBUG") == "detail":
+                raise
+            status = 2 if isinstance(error, UsageError) else 3 if isinstance(error, InternalError) else 1
+            raise _Failure(str(error), status) from error
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Around what fails on all ranks alike: one of them says so."""
+    try:
+        yield
+    except UsageError:
+        if is_first():
+            raise
+        sys.exit(2)
+
+
+def _whole(name: str, default: int, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option(name, default=default, show_default=True, type=click.IntRange(min=1), help=text)
+
+
+class _Chunks(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    name = "chunks"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if str(value) not in ("auto", "1", "2", "4", "8"):
+            self.fail(f"expected auto, 1, 2, 4 or 8, got {value!r}", param, ctx)
+        return "auto" if value == "auto" else int(value)
+
+
+_EPILOG = """\
+\b
+  python -m commlayer.integrations.examples.train
+  torchrun --nproc-per-node 8 -m commlayer.integrations.examples.train --tp 2 --cp 2 --ep 4
+  commlayer emulate -- python -m commlayer.integrations.examples.train --pp 2 --tp 2 --ep 4
+
+\b
+Exit status: 0 done, 1 the surroundings failed, 2 wrong usage, 3 a bug of ours.
+"""
+
+
+@click.command(
+    cls=_Program,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    epilog=_EPILOG,
+)
+@_whole("--tp", 1, "Tensor parallelism of attention; its ranks also share the sequence.")
+@_whole("--cp", 1, "Context parallelism.")
+@_whole("--pp", 1, "Pipeline stages.")
+@_whole("--ep", 1, "Expert parallelism. It may cross tp, cp and dp.")
+@_whole("--etp", 1, "Tensor parallelism of experts.")
+@_whole("--steps", 50, "Training steps.")
+@_whole("--layers", 2, "Transformer layers.")
+@_whole("--hidden", 64, "Size of an activation.")
+@_whole("--heads", 4, "Query heads.")
+@_whole("--kv-heads", 2, "Key-value heads.")
+@_whole("--width", 128, "Inner width of an expert.")
+@click.option("--shared-width", default=0, show_default=True, type=click.IntRange(min=0), help="Of shared experts.")
+@_whole("--experts", 8, "Experts of a layer.")
+@_whole("--top-k", 2, "Experts of a token.")
+@click.option("--aux-loss", default=0.01, show_default=True, help="Coefficient of the balance loss.")
+@_whole("--sequence", 64, "Bytes of a sample.")
+@_whole("--batch", 8, "Samples of a step, on all ranks together.")
+@_whole("--micro-batches", 1, "Parts in which a rank's samples go through the pipeline.")
+@click.option("--lr", default=3e-3, show_default=True, help="Learning rate.")
+@click.option(
+    "--optimizer", default="adamw", show_default=True, type=click.Choice(["adamw", "sgd"]), help="sgd: momentum 0.9."
+)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and batches.")
+@click.option("--dispatch", default="auto", show_default=True, type=click.Choice(["auto", "all_to_all", "all_gather"]))
+@click.option("--chunks", default="auto", show_default=True, type=_Chunks(), help="Slices of tokens: auto, 1, 2, 4, 8.")
+@click.option(
+    "--attention",
+    default="ulysses",
+    show_default=True,
+    type=click.Choice(["ulysses", "tensor"]),
+    help="What tp splits.",
+)
+@click.option(
+    "--backend", default="commlayer", show_default=True, help="Of the default group. The mesh's are commlayer's anyway."
+)
+@click.option(
+    "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train on this file.  [a grammar]"
+)
+@click.option("--traceback", is_flag=True, help="On an error, show where in the code it arose.")
+@json_option
+def main(
+    tp: int,
+    cp: int,
+    pp: int,
+    ep: int,
+    etp: int,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    shared_width: int,
+    experts: int,
+    top_k: int,
+    aux_loss: float,
+    dispatch: Any,
+    chunks: Any,
+    attention: Any,
+    backend: str,
+    traceback: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Train a small MoE language model on bytes of text, on any mapping of the ranks that torchrun started, or alone.
+
+    dp and edp are what the other degrees leave of the ranks. The losses do not depend on the mapping.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    with _said_once():
+        mapping = FoldedMapping(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+        config = ModelConfig(
+            router=RouterConfig(num_experts=experts, top_k=top_k, aux_loss_coefficient=aux_loss),
+            vocabulary=VOCABULARY,
+            hidden=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            width=width,
+            shared_width=shared_width,
+            attention=attention,
+            dispatch=dispatch,
+            chunks=chunks,
+            seed=options["seed"],
+        )
+    wanted = TrainOptions(**options)
+    every = max(wanted.steps // 10, 1)
+
+    def say(step: int, loss: float) -> None:
+        if is_first() and not as_json and (step % every == 0 or step == wanted.steps - 1):
+            click.echo(f"step {step:4}  loss {loss:.5f}")
+
+    if is_first() and not as_json:
+        click.echo(str(mapping))
+    if "RANK" not in os.environ:
+        _report(mapping, train(config, wanted, None, say), as_json)
+        return
+    import commlayer.backend  # noqa: F401  # makes the name valid, also where no entry point was installed
+
+    dist.init_process_group(backend)
+    with FoldedMesh(mapping, backend=None if backend == "commlayer" else "commlayer") as mesh:
+        trained = train(config, wanted, mesh, say)
+        if is_first():
+            _report(mapping, trained, as_json)
+    dist.destroy_process_group()
+
+
+def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
+    calls: dict[tuple[str, str, str], list[float]] = {}
+    for group in stats()["groups"]:
+        for call in group["calls"]:
+            key = group["description"].removeprefix("folded "), call["collective"], call["plan"]
+            total = calls.setdefault(key, [0, 0, 0.0])
+            for index, name in enumerate(("calls", "logical_bytes", "time_us")):
+                total[index] += call[name]  # type: ignore[literal-required]
+    if as_json:
+        names = ("group", "collective", "plan", "calls", "logical_bytes", "time_us")
+        moved = [dict(zip(names, (*key, *total), strict=True)) for key, total in sorted(calls.items())]
+        degrees = asdict(mapping) | {"dp": mapping.dp, "edp": mapping.edp}
+        print_json({"mapping": degrees, **asdict(trained), "calls": moved})
+        return
+    ways = "; ".join(f"{way}: {times} times" for way, times in trained.dispatch.items())
+    click.echo(f"a step takes {rounded(trained.step_us / 1e3)} ms (median)")
+    click.echo(f"dispatch: {ways} ({trained.reason})")
+    rows = [
+        (*key, f"{number:.0f}", format_bytes(int(size)), f"{time_us / number / 1e3:.2f}")
+        for key, (number, size, time_us) in sorted(calls.items())
+    ]
+    if rows:
+        columns = ("group", "collective", "plan", ">calls", ">bytes", ">ms each")
+        print_table(columns, rows, title="what rank 0 moved")
+
+
+if __name__ == "__main__":
+    main()
