@@ -40,7 +40,7 @@ __all__ = ["TrainOptions", "Trained", "main", "train"]
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """How long and on what. ``text``: a file; None: sentences of a small grammar. ``sequence``, ``batch``: of a whole step.
-    ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, under which rounding stays what it is: AdamW divides every gradient
+    ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, which hands rounding on more gently: AdamW divides every gradient
     by its size, the smallest ones too, which are rounding alone."""
 
     steps: int = 50

@@ -1,9 +1,11 @@
 """A small model learns alike on every mapping; and the program that trains it, as users start it.
 
-50 steps in FP32. By SGD: AdamW divides each gradient by its size, also those that are rounding alone, and makes it visible within
-some ten steps. Rounding differs between mappings, and a step hands it on to the next; a token whose second and third
-expert are almost equally good then goes elsewhere, and the curve takes another way for good. So the data's and weights' seed is
-one under which no decision of the 50 steps is that close, and a test says so.
+50 steps in FP32, by SGD. AdamW divides each gradient by its size, also those that are rounding alone: at lr 3e-3 its curves were
+0.5 to 0.8 % apart after 50 steps.
+
+Rounding differs between mappings, and a step hands it on to the next; a token whose second and third expert are almost equally
+good then goes elsewhere, and the curve takes another way for good. So the data's and weights' seed is one under which no
+decision of the 50 steps is that close, and a test says so.
 """
 
 from __future__ import annotations
