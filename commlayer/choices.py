@@ -48,6 +48,8 @@ class Choices:
         self._forced = parse_plan(settings.plan) if settings.plan else None
         self._is_ordered = settings.reduction == "ordered"
         self._plans: dict[tuple[str, int, bool], Plan | str] = {}
+        self._settings = settings
+        self._others: dict[tuple[int, ...], Choices] = {}
 
     @property
     def link(self) -> Resource:
@@ -78,8 +80,18 @@ class Choices:
             return None
         return None if found.strategy is Strategy.FLAT else found
 
-    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
-        """What a call is predicted to take, moved as it would be; None where no profile says it. Sizes as in :meth:`plan`."""
+    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+        """What a call is predicted to take, moved as it would be; None where no profile says it. Sizes as in :meth:`plan`.
+
+        ``shape``: of another group of the same job; a group of one rank takes no time.
+        """
+        if shape is not None and shape != self.shape:
+            if sum(shape) == 1:
+                return 0.0
+            other = self._others.get(shape)
+            if other is None:
+                other = self._others[shape] = Choices(shape, self.planner, self._settings)
+            return other.predicted_us(collective, num_bytes)
         if self.planner is None or num_bytes == 0:
             return None if self.planner is None else 0.0
         try:

@@ -5,7 +5,8 @@ The plain verbs return when their result may be used. The ``start_`` verbs retur
 backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started.
 Autograd runs backward what it ran forward, last first, so what ran beside the transfer in one pass does in the other too.
 
-All ranks of the group call the same verbs in the same order, also with zero rows.
+All ranks of the group call the same verbs in the same order, also with zero rows; and where a tensor needs a gradient on one
+rank, it does on all, because the gradient is a collective too. In a group of one rank a result is its input.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class Pending:
             self._result.register_hook(lambda _: call())
 
 
+Start = Callable[[torch.Tensor], Pending]
+
+
 class GroupCommunicator:
     """The collectives of ``group`` as this rank calls them.
 
@@ -97,7 +101,7 @@ class GroupCommunicator:
         Returns [Σ receive_rows, …], the rows of rank 0 first. None: as many to and from each. The gradient goes the way back.
         Raises TensorError where ``x`` does not have these rows.
         """
-        return _run(
+        return self._run(
             x,
             lambda t: self._all_to_all(t, send_rows, receive_rows),
             lambda t: self._all_to_all(t, receive_rows, send_rows),
@@ -108,32 +112,32 @@ class GroupCommunicator:
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        return _run(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
+        return self._run(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
 
     def reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
         """This rank's rows of the sum of all ranks' ``x`` [Σ rows, …]: [rows[rank], …]. Its gradient: all_gather.
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        return _run(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
+        return self._run(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``. Its gradient is the sum of all ranks' gradients (each rank's loss counts)."""
-        return _apply(x, self._summed, self._summed)
+        return x if self.size == 1 else _apply(x, self._summed, self._summed)
 
     def copy_to_group(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, which is equal on all ranks, on its way into shards: its gradient is their sum (Megatron's f)."""
-        return _apply(x, lambda t: t.view_as(t), self._summed)
+        return x if self.size == 1 else _apply(x, lambda t: t.view_as(t), self._summed)
 
     def reduce_from_group(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``, used alike by all: the gradient passes unchanged (Megatron's g)."""
-        return _apply(x, self._summed, lambda t: t)
+        return x if self.size == 1 else _apply(x, self._summed, lambda t: t)
 
     # Started, and waited for later
 
     def start_all_to_all(self, x: torch.Tensor, send_rows: Rows = None, receive_rows: Rows = None) -> Pending:
         """As :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
-        return _start(
+        return self._start(
             x,
             lambda t: self._all_to_all(t, send_rows, receive_rows),
             lambda t: self._all_to_all(t, receive_rows, send_rows),
@@ -141,22 +145,53 @@ class GroupCommunicator:
 
     def start_all_gather(self, x: torch.Tensor, rows: Rows = None) -> Pending:
         """As :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
-        return _start(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
+        return self._start(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
 
     def start_reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> Pending:
         """As :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
-        return _start(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
+        return self._start(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
 
-    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group, in its order."""
+        if self.group is None:
+            return (dist.get_rank() if dist.is_initialized() else 0,)
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many of the group's ranks each node holds; (1,) for this rank alone."""
+        shape: tuple[int, ...] = getattr(self.group, "shape", (self.size,))
+        return shape
+
+    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
         """What the profile predicts for a call, µs; None where there is none, or it knows no such group. Talks to nobody.
 
         ``collective``: all_to_all_v (``num_bytes``: the most that a rank sends or receives), all_gather (the gathered total)
-        or reduce_scatter (a rank's whole input): numbers that all ranks know alike. 0 for a group of one rank.
+        or reduce_scatter (a rank's whole input): numbers that all ranks know alike. ``shape``: of another group, where the
+        answer is to be the same on ranks of several. 0 for a group of one rank.
         """
         if self.size == 1:
             return 0.0
         predict = getattr(self.group, "predicted_us", None)
-        return None if predict is None else cast("float | None", predict(collective, num_bytes))
+        return None if predict is None else cast("float | None", predict(collective, num_bytes, shape))
+
+    def _run(self, x: torch.Tensor, forward: Start, backward: Start) -> torch.Tensor:
+        if self.size == 1:
+            forward(x)  # for its checks
+            return x
+        if not _needs_grad(x):
+            return forward(x).wait()
+        return _apply(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
+
+    def _start(self, x: torch.Tensor, forward: Start, backward: Start) -> Pending:
+        if self.size == 1:
+            forward(x)
+            return Pending(x, None)
+        if not _needs_grad(x):
+            return forward(x)
+        way = _Way(forward, backward)
+        return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
 
     # Without autograd
 
@@ -246,13 +281,6 @@ class _Moved(torch.autograd.Function):
 
 
 _apply: Callable[[torch.Tensor, Move, Move], torch.Tensor] = cast("Any", _Moved.apply)
-Start = Callable[[torch.Tensor], Pending]
-
-
-def _run(x: torch.Tensor, forward: Start, backward: Start) -> torch.Tensor:
-    if not _needs_grad(x):
-        return forward(x).wait()
-    return _apply(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
 
 
 class _Way:
@@ -268,13 +296,6 @@ class _Way:
         pending, self.pending = self.pending, None
         assert pending is not None  # whoever waits comes after whoever started
         return pending
-
-
-def _start(x: torch.Tensor, forward: Start, backward: Start) -> Pending:
-    if not _needs_grad(x):
-        return forward(x)
-    way = _Way(forward, backward)
-    return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
 
 
 class _Started(torch.autograd.Function):

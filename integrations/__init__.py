@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commlayer.integrations.attention import ParallelAttention as ParallelAttention
+    from commlayer.integrations.block import MoETransformerLayer as MoETransformerLayer
     from commlayer.integrations.context_parallel import merge_sequence as merge_sequence
     from commlayer.integrations.context_parallel import split_sequence as split_sequence
     from commlayer.integrations.ddp import all_reduce_hook as all_reduce_hook
@@ -14,38 +15,55 @@ if TYPE_CHECKING:
     from commlayer.integrations.fsdp import PlannedAllGather as PlannedAllGather
     from commlayer.integrations.fsdp import PlannedReduceScatter as PlannedReduceScatter
     from commlayer.integrations.fsdp import plan_fsdp as plan_fsdp
+    from commlayer.integrations.gradients import synchronise_gradients as synchronise_gradients
     from commlayer.integrations.groups import planned_group as planned_group
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
     from commlayer.integrations.linear import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
+    from commlayer.integrations.mesh import mark_experts as mark_experts
     from commlayer.integrations.mesh_ranks import FoldedMapping as FoldedMapping
+    from commlayer.integrations.model import ModelConfig as ModelConfig
+    from commlayer.integrations.model import MoELanguageModel as MoELanguageModel
     from commlayer.integrations.moe.dispatcher import TokenDispatcher as TokenDispatcher
     from commlayer.integrations.moe.experts import GroupedExperts as GroupedExperts
     from commlayer.integrations.moe.layer import MoELayer as MoELayer
     from commlayer.integrations.moe.router import Router as Router
     from commlayer.integrations.moe.router import RouterConfig as RouterConfig
+    from commlayer.integrations.norm import RMSNorm as RMSNorm
+    from commlayer.integrations.pipeline import run_pipeline as run_pipeline
+    from commlayer.integrations.remat import Rematerialise as Rematerialise
+    from commlayer.integrations.remat import recomputable as recomputable
 
 _HOME = {
     "ColumnParallelLinear": "linear",
     "FoldedMapping": "mesh_ranks",
     "FoldedMesh": "mesh",
     "GroupedExperts": "moe.experts",
+    "MoELanguageModel": "model",
     "MoELayer": "moe.layer",
+    "MoETransformerLayer": "block",
+    "ModelConfig": "model",
     "ParallelAttention": "attention",
     "PlannedAllGather": "fsdp",
     "PlannedReduceScatter": "fsdp",
+    "RMSNorm": "norm",
+    "Rematerialise": "remat",
     "Router": "moe.router",
     "RouterConfig": "moe.router",
     "RowParallelLinear": "linear",
     "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
+    "mark_experts": "mesh",
     "merge_sequence": "context_parallel",
     "plan_ddp": "ddp",
     "plan_fsdp": "fsdp",
     "planned_group": "groups",
+    "recomputable": "remat",
     "reduce_replicated_gradients": "linear",
+    "run_pipeline": "pipeline",
     "split_sequence": "context_parallel",
+    "synchronise_gradients": "gradients",
 }
 
 __all__ = [
@@ -53,21 +71,30 @@ __all__ = [
     "FoldedMapping",
     "FoldedMesh",
     "GroupedExperts",
+    "MoELanguageModel",
     "MoELayer",
+    "MoETransformerLayer",
+    "ModelConfig",
     "ParallelAttention",
     "PlannedAllGather",
     "PlannedReduceScatter",
+    "RMSNorm",
+    "Rematerialise",
     "Router",
     "RouterConfig",
     "RowParallelLinear",
     "TokenDispatcher",
     "all_reduce_hook",
+    "mark_experts",
     "merge_sequence",
     "plan_ddp",
     "plan_fsdp",
     "planned_group",
+    "recomputable",
     "reduce_replicated_gradients",
+    "run_pipeline",
     "split_sequence",
+    "synchronise_gradients",
 ]
 
 

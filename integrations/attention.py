@@ -30,7 +30,7 @@ from commlayer.integrations.linear import (
     even_rows,
     gather_rows,
 )
-from commlayer.integrations.remat import promise_of, recomputable
+from commlayer.integrations.remat import Promise, promise_of, recomputable, start_before
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
@@ -152,29 +152,40 @@ class ParallelAttention(nn.Module):
         q, k, v = self._to_heads(q, k, v, rows)
         attended = self._attend(q, k, v, seq_len)
         joined = self._to_rows(attended, rows)
-        if self.tp.size > 1:  # else it is the same memory
-            kept = attended.detach()
-            recomputable(joined, lambda: self._to_rows(kept, rows))
-        y: torch.Tensor = self.out(joined)
+        y: torch.Tensor
+        if self.tp.size == 1:  # the same memory
+            y = self.out(joined)
+            return y
+        kept = attended.detach()
+        promise = recomputable(joined, lambda: self._to_rows(kept, rows), inputs=(kept,))
+        y = self.out(joined)
+        start_before(y, promise)
         return y
 
     def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
-        x = self._gather(x, rows)
+        x, promise = self._gather(x, rows)
         q = self._heads(F.linear(x, self.q.weight))
         k, v = (self._heads(F.linear(x, self._weight_of_kv(layer))) for layer in (self.k, self.v))
         if self.rope_base is not None:
             where = positions(seq_len, cp=self.cp, device=x.device)
             q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
-        y: torch.Tensor = self.out(self._attend(q, k, v, seq_len).flatten(2))
+        attended = self._attend(q, k, v, seq_len)
+        start_before(attended, promise)
+        y: torch.Tensor = self.out(attended.flatten(2))
         return y
 
-    def _gather(self, x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def _gather(self, x: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, Promise | None]:
+        """All rows of the group, and that they can be gathered again."""
         gathered = gather_rows(x, self.tp, sum(rows))
-        if self.tp.size > 1:
-            source, shape = promise_of(x), x.shape
-            kept = x.detach() if source is None else None  # what is promised itself must not be held
-            recomputable(gathered, lambda made=kept: gather_rows(made.view(shape), self.tp, sum(rows)), source)
-        return gathered
+        if self.tp.size == 1:  # the same memory
+            return gathered, None
+        source, shape = promise_of(x), x.shape
+        if source is not None:
+            return gathered, recomputable(
+                gathered, lambda made: gather_rows(made.view(shape), self.tp, sum(rows)), source
+            )
+        kept = x.detach()
+        return gathered, recomputable(gathered, lambda: gather_rows(kept, self.tp, sum(rows)), inputs=(kept,))
 
     def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
         if layer.dim is not None:

@@ -251,6 +251,7 @@ class _GatherFeatures(torch.autograd.Function):
         return tp.all_gather(x.movedim(-1, 0)).movedim(0, -1).contiguous()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.chunk(ctx.tp.size, -1)[ctx.tp.rank].contiguous(), None
 

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         """[…, H] → […, H], in the dtype of ``x``."""
         y = _normalise(x, self.weight, self.eps)
         kept = x.detach()
-        recomputable(y, lambda: _forward(kept, self.weight, self.eps)[0])
+        recomputable(y, lambda: _forward(kept, self.weight, self.eps)[0], inputs=(kept,))
         return y
 
     def extra_repr(self) -> str:

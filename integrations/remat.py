@@ -4,12 +4,15 @@ MegaScale-MoE, section 4.1 and appendix A.2. A layer says of a tensor how it can
 
     with Rematerialise():
         normed = norm(x)
-        recomputable(normed, lambda: norm(x))
+        recomputable(normed, lambda: norm(x), inputs=(x,))
         …
 
 Whatever autograd would save of ``normed`` from then on, a view too, it saves as that promise, and the first gradient that
-needs it has it made, once for all that do. A recomputation may communicate: all ranks' backward passes run in one order.
-Outside of ``with`` the call does nothing.
+needs it has it made, once for all that do. Outside of ``with`` the call does nothing.
+
+A recomputation that communicates must run on all ranks of its group, and as often: autograd may have saved something on one
+rank and nothing on another, which has no rows. So it is started by a hook that every rank has (:meth:`Promise.start`), not by
+the first that needs it.
 
 Rejected: ``torch.utils.checkpoint``, whose unit is a function of which everything is done again, the products of the experts
 too; and its selective form, which decides by operator, so it cannot tell the product to keep from the one to make again.
@@ -17,16 +20,17 @@ too; and its selective form, which decides by operator, so it cannot tell the pr
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
-from commlayer.profiles.errors import InternalError
+from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["Later", "Promise", "Rematerialise", "promise_of", "recomputable"]
+__all__ = ["Later", "Promise", "Rematerialise", "promise_of", "recomputable", "start_before"]
 
 
 class Later(Protocol):
@@ -41,31 +45,49 @@ Make = Callable[..., "torch.Tensor | Later"]
 
 
 class Promise:
-    """How a tensor can be made again. ``uses``: how many saved tensors and other promises will ask for it."""
+    """How a tensor can be made again. A backward pass takes it as often as it was saved or is another's source."""
 
-    def __init__(self, tensor: torch.Tensor, make: Make, source: Promise | None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, make: Make, source: Promise | None, inputs: Sequence[torch.Tensor], forget: Any
+    ) -> None:
         self._make, self._source = make, source
-        self._original = weakref.ref(tensor)
+        self._inputs = [(given.detach(), given._version) for given in inputs]
+        self._original = weakref.ref(tensor, forget)
+        self._version, self._shape, self.offset = tensor._version, tensor.shape, tensor.storage_offset()
         self._made: torch.Tensor | Later | None = None
-        self._shape, self.offset = tensor.shape, tensor.storage_offset()
-        self.uses = 0
+        self._num_uses = self._num_taken = 0
         if source is not None:
-            source.uses += 1
+            source.add_use()
+
+    def add_use(self) -> None:
+        """Somebody will take it in the backward pass."""
+        self._num_uses += 1
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the memory of the promised one, which is still there."""
+        """Whether ``tensor`` lies in the memory of the promised one, which is still there and unchanged."""
         original = self._original()
-        return original is not None and _key(original) == _key(tensor)
+        return original is not None and _key(original) == _key(tensor) and original._version == self._version
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is all of the promised one, in another shape perhaps."""
+        is_whole = tensor.numel() == self._shape.numel() and tensor.storage_offset() == self.offset
+        return is_whole and tensor.is_contiguous() and self.covers(tensor)
 
     def start(self) -> None:
-        """Begin to make the tensor, where it is not there yet, for uses to come."""
-        if self._made is None:
-            with torch.no_grad():
-                self._made = self._make() if self._source is None else self._make(self._source.take())
+        """Make the tensor anew: for a recomputation that communicates, once in each backward pass, on all ranks."""
+        if any(given._version != version for given, version in self._inputs):
+            raise UsageError(
+                "a tensor that a recomputation needs was changed in place after the forward pass: add out of place there, or "
+                "leave Rematerialise out"
+            )
+        with torch.no_grad():
+            self._made = self._make() if self._source is None else self._make(self._source.take())
+        self._num_taken = 0
 
     def take(self) -> torch.Tensor:
         """The tensor, for one use."""
-        self.start()
+        if self._made is None:
+            self.start()
         made = self._made
         if not isinstance(made, torch.Tensor):
             assert made is not None  # start() has seen to it
@@ -73,8 +95,8 @@ class Promise:
                 made = made.wait()
         if made.shape != self._shape:
             raise InternalError(f"a recomputation gave {list(made.shape)} for {list(self._shape)}")
-        self.uses -= 1
-        self._made = made if self.uses > 0 else None  # the backward pass may come again: then it is made again
+        self._num_taken += 1
+        self._made = made if self._num_taken < self._num_uses else None
         return made.contiguous()
 
 
@@ -82,8 +104,8 @@ class _Saved:
     """In place of a saved tensor: which part of a promised one it is."""
 
     def __init__(self, promise: Promise, tensor: torch.Tensor) -> None:
-        promise.uses += 1
-        self._promise, self._dtype = promise, tensor.dtype
+        promise.add_use()
+        self._promise = promise
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - promise.offset
 
@@ -91,14 +113,36 @@ class _Saved:
         return self._promise.take().as_strided(self._size, self._stride, self._offset)
 
 
-_active: list[Rematerialise] = []
+class _Kept:
+    """A saved tensor, with torch's own check that nobody has changed it, which hooks switch off."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version  # itself, it would hold what saved it
+
+    def get(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            raise UsageError(
+                "a tensor that the backward pass needs was changed in place: it is at version "
+                f"{self._tensor._version}, expected {self._version}; work out of place there"
+            )
+        return self._tensor
+
+
+class _Entered(threading.local):
+    """Those entered on this thread, the innermost last: as torch's own hooks."""
+
+    def __init__(self) -> None:
+        self.stack: list[Rematerialise] = []
+
+
+_entered = _Entered()
 
 
 class Rematerialise:
     """While this is entered, :func:`recomputable` tensors are not saved for the backward pass.
 
     ``kept_bytes`` counts what autograd saves all the same, each storage once, parameters not; ``promised_bytes`` what it does
-    not. ``is_on=False`` only counts: for comparison.
+    not. ``is_on=False`` only counts: for comparison. Each is entered once (UsageError).
     """
 
     def __init__(self, *, is_on: bool = True) -> None:
@@ -117,31 +161,45 @@ class Rematerialise:
         return sum(self._promised.values())
 
     def __enter__(self) -> Rematerialise:
+        if self._hooks is not None:
+            raise UsageError("this Rematerialise was entered before: make another")
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._hooks.__enter__()
-        _active.append(self)
+        _entered.stack.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _active.remove(self)
+        _entered.stack.remove(self)
         self._hooks.__exit__(kind, error, trace)
         self._promises.clear()  # those that are needed live in what was saved
 
-    def promise(self, tensor: torch.Tensor, make: Make, source: Promise | None) -> Promise | None:
+    def promise(
+        self, tensor: torch.Tensor, make: Make, source: Promise | None, inputs: Sequence[torch.Tensor]
+    ) -> Promise | None:
         """See :func:`recomputable`."""
-        if not self.is_on or tensor.numel() == 0 or not tensor.is_contiguous():
+        if not self.is_on or not torch.is_grad_enabled() or not tensor.is_contiguous():
             return None
-        found = self._promises[_key(tensor)] = Promise(tensor, make, source)
-        return found
+        key, promises = _key(tensor), weakref.ref(self)
+
+        def forget(_: object) -> None:  # its memory is somebody else's now
+            owner = promises()
+            if owner is not None and owner._promises.get(key) is found():
+                owner._promises.pop(key, None)
+
+        promise = Promise(tensor, make, source, inputs, forget)
+        found = weakref.ref(promise)
+        if tensor.numel():  # what is empty has no memory to be known by
+            self._promises[key] = promise
+        return promise
 
     def find(self, tensor: torch.Tensor) -> Promise | None:
         """The promise of the memory in which ``tensor`` lies."""
-        found = self._promises.get(_key(tensor))
+        found = self._promises.get(_key(tensor)) if tensor.numel() else None
         return found if found is not None and found.covers(tensor) else None
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> _Kept | _Saved:
         key, size = _key(tensor), tensor.untyped_storage().nbytes()
         promise = self.find(tensor)
         if promise is not None:
@@ -149,26 +207,37 @@ class Rematerialise:
             return _Saved(promise, tensor)
         if not isinstance(tensor, torch.nn.Parameter) and not isinstance(tensor._base, torch.nn.Parameter):
             self._kept[key] = size
-        return tensor
+        return _Kept(tensor)
 
     @staticmethod
-    def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
-        return saved.get() if isinstance(saved, _Saved) else saved
+    def _unpack(saved: _Kept | _Saved) -> torch.Tensor:
+        return saved.get()
 
 
-def recomputable(tensor: torch.Tensor, make: Make, source: Promise | None = None) -> Promise | None:
+def recomputable(
+    tensor: torch.Tensor, make: Make, source: Promise | None = None, *, inputs: Sequence[torch.Tensor] = ()
+) -> Promise | None:
     """Promise that ``make()`` gives ``tensor`` again, bit for bit, in the backward pass.
 
     ``make`` runs without autograd, and must hold neither ``tensor`` nor what is promised itself, which would be kept then:
     it gets the latter as its argument, where ``source`` is its promise. It may return what is under way, and has ``wait()``.
-    Returns the promise, whose ``start()`` begins early; None where nothing was promised.
+    ``inputs``: what else it reads, so that a change in place is noticed (UsageError in the backward pass).
+
+    Returns the promise; None where nothing was promised. Where ``make`` communicates, see :func:`start_before`.
     """
-    return _active[-1].promise(tensor, make, source) if _active else None
+    return _entered.stack[-1].promise(tensor, make, source, inputs) if _entered.stack else None
+
+
+def start_before(result: torch.Tensor, promise: Promise | None) -> None:
+    """Start ``promise`` in the backward pass when the gradient of ``result`` is there, before that of what it is made of."""
+    if promise is not None and result.requires_grad:
+        result.register_hook(lambda _: promise.start())
 
 
 def promise_of(tensor: torch.Tensor) -> Promise | None:
-    """The promise in whose memory ``tensor`` lies, if there is one."""
-    return _active[-1].find(tensor) if _active else None
+    """The promise of which ``tensor`` is all, in another shape perhaps."""
+    found = _entered.stack[-1].find(tensor) if _entered.stack else None
+    return found if found is not None and found.is_of(tensor) else None
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -105,9 +105,15 @@ class CommlayerGroup(Messages):
     def name(self) -> str:
         return "commlayer"
 
-    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How many of the group's ranks each node holds."""
+        shape: tuple[int, ...] = self._planned.choices.shape
+        return shape
+
+    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
         """What the profile predicts for a call, µs: see :meth:`commlayer.choices.Choices.predicted_us`. Talks to nobody."""
-        predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes)
+        predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes, shape)
         return predicted
 
     def get_group_store(self) -> Store:

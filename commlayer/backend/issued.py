@@ -34,7 +34,8 @@ class IssuedWork(Work):
 
     def __init__(self, queue: ProgressQueue, label: str, outputs: Any, inner: Work, end: End) -> None:
         super().__init__()
-        self._queue, self._label, self._outputs, self._inner, self._end = queue, label, outputs, inner, end
+        self._queue, self._label, self._outputs, self._inner = queue, label, outputs, inner
+        self._end: End | None = end
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
@@ -72,8 +73,10 @@ class IssuedWork(Work):
         with self._lock:
             if self._done:
                 return
+            end, self._end = self._end, None  # it holds this work: the outputs would live until Python looks for cycles
             try:
-                self._end(error)
+                if end is not None:
+                    end(error)
             except Exception as explained:  # noqa: BLE001  carried to whoever waits
                 self._error = explained
             self._done = True

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator, Pending
-from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout
+from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout, Offer
 from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, Experts
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, split
@@ -71,6 +72,8 @@ class TokenDispatcher:
             raise UsageError(f"kind must be auto, {' or '.join(KINDS)}, got {kind!r}")
         if chunks not in ("auto", 1, 2, 4, FINEST):
             raise UsageError(f"chunks must be auto, 1, 2, 4 or {FINEST}, got {chunks}")
+        if kind == "all_gather" and chunks not in ("auto", 1):
+            raise UsageError("all_gather brings all tokens at once: leave chunks out, or take kind all_to_all")
         if weights_travel:  # the other way sends them for its combine
             if kind == "all_gather":
                 raise UsageError("gating weights are applied by the experts only with all_to_all")
@@ -85,6 +88,7 @@ class TokenDispatcher:
             )
         self.grid = Grid(num_experts, ep, etp, both)
         self._planner = DispatchPlanner(self.grid, kind, chunks)
+        self._way = 100 * ("auto", *KINDS).index(kind) + 10 * weights_travel + (0 if chunks == "auto" else int(chunks))
         self._weights_travel = weights_travel
         self.decision: DispatchDecision | None = None
 
@@ -94,6 +98,7 @@ class TokenDispatcher:
         *,
         capacity: int | None = None,
         like: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
         experts: Experts | None = None,
     ) -> DispatchHandle:
         """Exchange counts, and decide how these tokens go; collective over EP × ETP.
@@ -101,15 +106,30 @@ class TokenDispatcher:
         Args:
             indices: [T, K] int64: the expert of each choice, −1 where dropped.
             capacity: each rank sends exactly so many rows to every expert, padded with zeros; the same on all ranks.
-            like: the tokens [T, H], of which only shape and dtype are looked at: needed to predict times.
+            like: the tokens [T, H]: to predict times, to see that ranks agree on H and dtype, and whether they need a gradient.
+            weights: [T, K], for the same reasons.
             experts: what will work on them: needed to choose chunks by its times, which the first call measures.
 
-        Raises TensorError for indices of another shape, dtype or range, and more choices of an expert than its capacity.
+        Raises TensorError for indices of another shape, dtype or range, weights that are NaN or infinite, and more choices of an
+        expert than its capacity: here; and DisagreementError on the other ranks, before a token moves.
         """
-        layout = Layout.exchange(self.grid, indices, capacity)
+        needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
+        offer = Offer(indices, capacity, like, self._way, needs_gradient)
+        try:
+            self._check_weights(weights, *indices.shape[:2])
+        except TensorError as error:
+            offer = Offer(indices, error=error)
+        layout = Layout.exchange(self.grid, offer.checked(self.grid))
         self.decision = decision = self._planner.decide(layout, like, experts)
         chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.chunks)
-        return DispatchHandle(decision.kind, indices.shape[0], indices.shape[1], chunks, self)
+        return DispatchHandle(
+            decision.kind, indices.shape[0], indices.shape[1], chunks, self, needs_gradient=layout.needs_gradient
+        )
+
+    def refuse(self, error: Exception) -> NoReturn:
+        """In place of :meth:`prepare`, where this rank cannot go on: tells the others, then raises ``error``."""
+        Layout.exchange(self.grid, Offer(torch.zeros(0, 1, dtype=torch.int64), error=error))
+        raise error
 
     # The six phases, of one chunk
 
@@ -166,6 +186,7 @@ class TokenDispatcher:
         self._check(x, None, handle)
         chunk = self._only(handle)
         handle.use.dispatched += 1
+        x = _for_backward(x, handle)
         sent = self.token_dispatch(self.dispatch_preprocess(x, chunk), chunk)
         return self.dispatch_postprocess(sent.wait(), chunk), chunk.expert_rows
 
@@ -175,7 +196,7 @@ class TokenDispatcher:
         Raises TensorError for shapes that are not the handle's, UsageError for a handle that has come back already.
         """
         self._check_handle(handle)
-        self._check_weights(weights, handle)
+        self._check_weights(weights, handle.num_tokens, handle.top_k)
         chunk = self._only(handle)
         if rows.dim() != 2 or rows.shape[0] != sum(chunk.expert_rows):
             raise TensorError(f"combine of {sum(chunk.expert_rows)} rows, got shape {list(rows.shape)}")
@@ -206,6 +227,12 @@ class TokenDispatcher:
         Raises TensorError and UsageError as :meth:`dispatch` and :meth:`combine` do.
         """
         self._check(x, weights, handle)
+        if handle.use.dispatched:
+            raise UsageError("run: the tokens of this handle have gone already: prepare another")
+        handle.use.dispatched = handle.use.combined = 1
+        x = _for_backward(x, handle)
+        if weights is not None:
+            weights = _for_backward(weights, handle)
         sizes = [chunk.num_tokens for chunk in handle.chunks]
         xs = split(x, sizes)
         ws = [None] * len(sizes) if weights is None else split(weights, sizes)
@@ -233,7 +260,7 @@ class TokenDispatcher:
             raise TensorError(
                 f"expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
             )
-        self._check_weights(weights, handle)
+        self._check_weights(weights, handle.num_tokens, handle.top_k)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if handle.owner is not self:
@@ -241,11 +268,25 @@ class TokenDispatcher:
                 "the handle was prepared by another dispatcher, perhaps on another group: prepare it on this one"
             )
 
-    def _check_weights(self, weights: torch.Tensor | None, handle: DispatchHandle) -> None:
+    @staticmethod
+    def _check_weights(weights: torch.Tensor | None, *shape: int) -> None:
         if weights is None:
             return
-        if weights.shape != (handle.num_tokens, handle.top_k):
-            raise TensorError(f"weights must be [{handle.num_tokens}, {handle.top_k}], got {list(weights.shape)}")
+        if tuple(weights.shape) != shape:
+            raise TensorError(f"weights must be {list(shape)}, got {list(weights.shape)}")
         if not bool(torch.isfinite(weights).all()):
             rank = dist.get_rank() if dist.is_initialized() else 0
             raise TensorError(f"rank {rank}: weights hold NaN or Inf: look at the router's input and learning rate")
+
+
+def _needs_gradient(given: object) -> bool:
+    if isinstance(given, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in given.parameters())
+    return isinstance(given, torch.Tensor) and given.requires_grad
+
+
+def _for_backward(x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+    """``x``, in the graph where any rank's is: the gradient is a collective too."""
+    if handle.needs_gradient and not x.requires_grad and torch.is_grad_enabled():
+        return x.detach().requires_grad_()
+    return x

@@ -6,6 +6,7 @@ Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from commlayer.profiles.errors import TensorError, UsageError
 __all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm"]
 
 
-def has_grouped_mm(x: torch.Tensor) -> bool:
-    """Whether torch has a grouped kernel for tensors such as ``x``: BF16 on CUDA, capability 8.0 or newer.
+def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
+    """Whether torch has a grouped kernel for rows ``x`` [R, in]: BF16 on CUDA, capability 8.0 or newer, lines of 16 bytes.
 
     On the CPU torch's is a loop of its own, slower than ours by the offsets that it needs.
     """
@@ -26,13 +27,15 @@ def has_grouped_mm(x: torch.Tensor) -> bool:
         x.is_cuda
         and x.dtype is torch.bfloat16
         and hasattr(F, "grouped_mm")
+        and x.shape[0] > 0
+        and x.shape[1] % 8 == out_features % 8 == 0
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has."""
-    if has_grouped_mm(x):
+    if has_grouped_mm(x, weight.shape[1]):
         offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
         out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return out
@@ -81,8 +84,15 @@ class GroupedExperts(nn.Module):
         self.w_gate = nn.Parameter(torch.stack([gate for gate, _, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_up = nn.Parameter(torch.stack([up for _, up, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_down = nn.Parameter(torch.stack([down for _, _, down in drawn]).to(dtype))  # [L, H, F/ETP]
+        self._mark()
+
+    def _mark(self) -> None:
         for parameter in self.parameters():
             parameter.is_expert = True  # type: ignore[attr-defined]  # its gradient is reduced over EDP
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cast("Any", super()).__setstate__(state)
+        self._mark()  # torch copies parameters without what was added to them
 
     def _draw(self, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
@@ -103,12 +113,13 @@ class GroupedExperts(nn.Module):
         gate, up = grouped_linear(x, self.w_gate, rows), grouped_linear(x, self.w_up, rows)
         kept_gate, kept_up = gate.detach(), up.detach()
         activated = F.silu(gate)
-        promise = recomputable(activated, lambda: F.silu(kept_gate))  # before it is used, as everywhere
+        # Before each is used, as everywhere.
+        promise = recomputable(activated, lambda: F.silu(kept_gate), inputs=(kept_gate,))
         inner = activated * up
-        promise = recomputable(inner, lambda made: made * kept_up, promise)
+        promise = recomputable(inner, lambda made: made * kept_up, promise, inputs=(kept_up,))
         if weights is not None:
             weights = weights.to(inner.dtype)
             inner = inner * weights
             kept_weights = weights.detach()
-            recomputable(inner, lambda made: made * kept_weights, promise)
+            recomputable(inner, lambda made: made * kept_weights, promise, inputs=(kept_weights,))
         return grouped_linear(inner, self.w_down, rows)

@@ -14,14 +14,28 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
-from commlayer.profiles.errors import GroupError, TensorError
+from commlayer.profiles.errors import DisagreementError, GroupError, TensorError
 
 __all__ = ["FINEST", "Chunk", "DispatchHandle", "Grid", "Layout"]
 
 FINEST = 8
 """Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
-_HEAD = 3
-"""What goes before the counts: the rank's place in EP and in ETP, and its tokens."""
+_HEAD = (
+    "place in EP",
+    "place in ETP",
+    "tokens",
+    "choices",
+    "capacity",
+    "hidden size",
+    "dtype",
+    "way",
+    "grad mode",
+    "needs a gradient",
+    "refusal",
+)
+"""What goes before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would hang in the rows."""
+_AGREED = slice(_HEAD.index("choices"), _HEAD.index("needs a gradient"))
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,13 +74,14 @@ class Use:
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchHandle:
     """``kind``: ``all_to_all`` or ``all_gather``. ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the
-    dispatcher that prepared it."""
+    dispatcher that prepared it. ``needs_gradient``: whether any rank's tokens, weights or experts need one."""
 
     kind: str
     num_tokens: int
     top_k: int
     chunks: tuple[Chunk, ...]
     owner: object
+    needs_gradient: bool = False
     use: Use = field(default_factory=Use)
 
 
@@ -94,6 +109,66 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What this rank brings to the exchange of counts.
+
+    ``like``: its tokens [T, H], where they are known. ``way``: a number for how the dispatcher is set up. ``needs_gradient``:
+    whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at.
+    """
+
+    indices: torch.Tensor
+    capacity: int | None = None
+    like: torch.Tensor | None = None
+    way: int = 0
+    needs_gradient: bool = False
+    error: Exception | None = None
+
+    def message(self, grid: Grid) -> torch.Tensor:
+        """int64: the head, then rows for each slice of the tokens and expert. On the host."""
+        if self.error is not None:
+            empty = torch.zeros(len(_HEAD) + FINEST * grid.num_experts, dtype=torch.int64)
+            empty[_HEAD.index("refusal")] = 1
+            return empty
+        counts = _count(self.indices, grid.num_experts, self.capacity)
+        hidden, dtype = -1, -1
+        if self.like is not None:
+            hidden = self.like.shape[-1]
+            dtype = _DTYPES.index(self.like.dtype) if self.like.dtype in _DTYPES else len(_DTYPES)
+        head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
+        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
+        return torch.cat([torch.tensor(head), counts.reshape(-1)])
+
+    def checked(self, grid: Grid) -> Offer:
+        """This, or a refusal where the counts cannot be made."""
+        try:
+            if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
+                raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
+            self.message(grid)
+        except Exception as error:  # noqa: BLE001  the others must hear of it before it is raised, or they wait for this rank
+            return Offer(self.indices, error=error)
+        return self
+
+
+def _require_agreement(grid: Grid, offer: Offer, everyone: torch.Tensor) -> None:
+    refused = [grid.all.ranks[place] for place in everyone[:, _HEAD.index("refusal")].nonzero().flatten().tolist()]
+    if offer.error is not None:
+        raise offer.error
+    if refused:
+        raise DisagreementError(
+            f"rank {grid.all.ranks[grid.all.rank]}: rank {refused[0]} refused to dispatch its tokens, so nothing was sent: look "
+            "at its log"
+        )
+    for place in range(grid.all.size):
+        differs = (everyone[place, _AGREED] != everyone[0, _AGREED]).nonzero().flatten().tolist()
+        if differs:
+            where = _AGREED.start + differs[0]
+            raise DisagreementError(
+                f"ranks disagree on the {_HEAD[where]} of a dispatch: rank {grid.all.ranks[0]} says {int(everyone[0, where])}, "
+                f"rank {grid.all.ranks[place]} {int(everyone[place, where])} (-1: none): call alike on all ranks"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert."""
 
@@ -102,13 +177,17 @@ class Layout:
     capacity: int | None
     tokens: tuple[int, ...]
     counts: torch.Tensor
+    needs_gradient: bool = False
 
     @classmethod
-    def exchange(cls, grid: Grid, indices: torch.Tensor, capacity: int | None) -> Layout:
-        """Collective over EP × ETP. Raises TensorError for indices that are none, GroupError for groups that are no grid."""
-        counts = _count(indices, grid.num_experts, capacity)
-        head = torch.tensor([grid.ep.rank, grid.etp.rank, indices.shape[0]])
-        everyone = grid.all.all_gather(torch.cat([head, counts.reshape(-1)]).unsqueeze(0))
+    def exchange(cls, grid: Grid, offer: Offer) -> Layout:
+        """Collective over EP × ETP.
+
+        Raises what this rank refuses; DisagreementError where another one does, or where ranks offer different things;
+        GroupError for groups that are no grid.
+        """
+        everyone = grid.all.all_gather(offer.message(grid).unsqueeze(0))
+        _require_agreement(grid, offer, everyone)
         places = everyone[:, 0] * grid.etp.size + everyone[:, 1]
         if places.sort().values.tolist() != list(range(grid.all.size)):
             raise GroupError(
@@ -116,8 +195,9 @@ class Layout:
                 f"{grid.ep.size} × {grid.etp.size} once: pass groups of one mapping"
             )
         by_place = everyone[places.argsort()].view(grid.ep.size, grid.etp.size, -1)
-        counts = by_place[:, :, _HEAD:].view(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
-        return cls(grid, indices, capacity, tuple(everyone[:, 2].tolist()), counts)
+        counts = by_place[:, :, len(_HEAD) :].view(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
+        needs_gradient = bool(everyone[:, _HEAD.index("needs a gradient")].any())
+        return cls(grid, offer.indices, offer.capacity, tuple(everyone[:, 2].tolist()), counts, needs_gradient)
 
     @property
     def most_rows(self) -> int:

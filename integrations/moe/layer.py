@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
+from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -108,6 +109,10 @@ class MoELayer(nn.Module):
         self.holders = GroupCommunicator(mesh.group("tp") if mesh and tokens == "replicated" else None, "tp")
         self.replicated = ReplicatedDispatcher(router.num_experts, communicator, grid.etp) if communicator else None
         self.routing: Routing | None = None
+        if tokens == "sharded":  # whole on every tp rank, each of which has tokens of its own
+            mark_replicated(self.router)
+            if self.shared is not None:
+                mark_replicated(self.shared)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., H] → the same shape. Collective over EP × ETP, also where this rank has no tokens.
@@ -118,18 +123,31 @@ class MoELayer(nn.Module):
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise TensorError(f"a MoELayer of hidden size {self.hidden} got {list(x.shape)}")
         tokens = x.reshape(-1, self.hidden)
-        routing = self.router(tokens, positions)
+        routing = self._route(tokens, positions)
         self.routing = replace(routing, weights=routing.weights.detach(), losses={})  # without the graph behind it
         if self.holders.size > 1:
             out = self._mix_replicated(tokens, routing)
             return (out if self.shared is None else out + self.shared(tokens)).view(x.shape)
         handle = self.dispatcher.prepare(
-            routing.indices, capacity=routing.capacity if routing.is_padded else None, like=tokens, experts=self.experts
+            routing.indices,
+            capacity=routing.capacity if routing.is_padded else None,
+            like=tokens,
+            weights=routing.weights,
+            experts=self.experts,
         )
         shared = self.shared
         beside = None if shared is None else lambda: shared(tokens)
         out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
         return (out if other is None else out + other).view(x.shape)
+
+    def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
+        try:
+            routing: Routing = self.router(tokens, positions)
+        except TensorError as error:  # of this rank alone, perhaps
+            if self.replicated is not None:  # whose ranks exchange no counts
+                raise
+            self.dispatcher.refuse(error)
+        return routing
 
     def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         indices, weights = routing.indices, routing.weights

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from commlayer.integrations.moe.handle import FINEST, Grid, Layout
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe.handle import Grid, Layout
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import ExpertTimes, choose_chunks
 from commlayer.scheduler.traffic import Traffic
@@ -27,14 +29,16 @@ Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Ten
 _MARGIN = 0.1
 """all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
 _SAMPLE = 1024
+_FEWEST, _TRUST = 64, 2
+"""Experts are measured on as many rows at least, and anew where a call has this many times more than were measured."""
 _MEASURED = (8, 2, 1)
 """Of the first call's rows, the fractions 1/8, 1/2 and all are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """What was chosen for one call, and why. ``predicted_us``: each kind, both ways; each number of chunks, with the experts,
-    forward and backward. Empty where nothing was there to predict from."""
+    """What was chosen for one call, and why. ``kinds_us``: what each kind is predicted to take, both ways; ``chunks_us``: each
+    number of chunks, with the experts, forward and backward. Empty where there was nothing to choose or to predict from."""
 
     kind: str
     chunks: int
@@ -50,25 +54,32 @@ class DispatchPlanner:
         self._grid, self._kind, self._chunks = grid, kind, chunks
         self._times: ExpertTimes | None = None
         self._us_per_row: float | None = None
+        self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
 
     def decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         """Collective at the first call that asks for chunks by the experts' times. ``like`` [T, H]: the tokens."""
         row_bytes = None if like is None else like.shape[1] * like.element_size()
         kind, kinds_us, why = self._choose_kind(layout, row_bytes, like)
+        if layout.capacity is not None and self._chunks not in ("auto", 1):
+            raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
         if kind == "all_gather" or layout.capacity is not None:
             return DispatchDecision(kind, 1, kinds_us, {}, why)
         if self._chunks != "auto":
             return DispatchDecision(kind, int(self._chunks), kinds_us, {}, f"{why}; chunks as asked for")
         if self._grid.ep.size == 1 or row_bytes is None or like is None or experts is None:
             return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: nothing to overlap")
+        if _is_sharded(experts):
+            return DispatchDecision(
+                kind, 1, kinds_us, {}, f"{why}; one chunk: each would gather the experts' shards anew"
+            )
         size = layout.most_rows * row_bytes
         if self._exchange_us(size) is None:
             return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: no profile of this group")
-        if self._times is None:
+        if self._times is None or layout.most_expert_rows > _TRUST * self._times.rows[-1]:
             self._times = self._measure(layout, like, experts)
         times, rows_per_byte = self._times, layout.most_expert_rows / max(size, 1)
-        link = Resource.INTER
-        traffic = Traffic(size, self._grid.ep.size, link=link, collective="all_to_all_v", nodes=(self._grid.ep.size,))
+        ep_size = self._grid.ep.size
+        traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
         chunks, chunks_us = choose_chunks(
             traffic, lambda part: self._exchange_us(part) or 0.0, lambda part: times.at(part * rows_per_byte)
         )
@@ -82,6 +93,8 @@ class DispatchPlanner:
         grid = self._grid
         if grid.all.size == 1 or layout.capacity is not None:
             return "all_to_all", {}, "all_to_all: one rank, or padded rows"
+        if self._chunks not in ("auto", 1):
+            return "all_to_all", {}, "all_to_all: chunks are asked for"
         tokens = sum(layout.tokens)
         if row_bytes is not None and like is not None:
             each = self._kinds_us(layout, tokens, row_bytes, like)
@@ -109,7 +122,7 @@ class DispatchPlanner:
         reduce_scatter = grid.all.predicted_us("reduce_scatter", tokens * row_bytes)
         exchange = self._exchange_us(layout.most_rows * row_bytes)
         most = max(layout.gathered_rows) * row_bytes
-        inside = grid.etp.predicted_us("all_gather", most), grid.etp.predicted_us("reduce_scatter", most)
+        inside = [self._slowest_us(grid.etp, 1, collective, most) for collective in ("all_gather", "reduce_scatter")]
         if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
             return None
         if self._us_per_row is None:
@@ -123,10 +136,31 @@ class DispatchPlanner:
         }
 
     def _exchange_us(self, size: float) -> float | None:
-        return self._grid.ep.predicted_us("all_to_all_v", round(size))
+        return self._slowest_us(self._grid.ep, 0, "all_to_all_v", round(size))
+
+    def _slowest_us(self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int) -> float | None:
+        """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently on the nodes, and all
+        ranks must find the same."""
+        if group.size == 1:
+            return 0.0
+        if self._shapes is None:
+            self._shapes = self._everyones_shapes()
+        times = [group.predicted_us(collective, num_bytes, shape) for shape in self._shapes[axis]]
+        known = [time_us for time_us in times if time_us is not None]
+        return max(known) if len(known) == len(times) else None
+
+    def _everyones_shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """How the EP and ETP groups of all ranks of the grid lie on nodes; collective."""
+        grid, found = self._grid, []
+        for group in (grid.ep, grid.etp):
+            mine = torch.zeros(1, group.size, dtype=torch.int64)
+            mine[0, : len(group.shape)] = torch.tensor(group.shape)
+            everyone = grid.all.all_gather(mine).tolist()
+            found.append(sorted({tuple(count for count in shape if count) for shape in everyone}))
+        return found[0], found[1]
 
     def _measure(self, layout: Layout, like: torch.Tensor, experts: Experts) -> ExpertTimes:
-        most = max(layout.most_expert_rows, FINEST)
+        most = max(layout.most_expert_rows, _FEWEST)
         sizes = sorted({max(most // part, 1) for part in _MEASURED})
         return ExpertTimes(
             tuple(sizes), self._agreed(measure_experts(experts, self._grid.num_local_experts, like, sizes))
@@ -151,7 +185,8 @@ def measure_moves(like: torch.Tensor) -> float:
 def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:
     """µs of a forward pass of ``experts`` on each number of rows, spread evenly over them; the better of two."""
     times = []
-    with torch.no_grad():
+    # Dropout in the experts must draw, in a recomputation of the forward pass, what it drew there.
+    with torch.no_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
         for size in sizes:
             rows = like.new_zeros(size, like.shape[1])
             counts = [size // num_experts + (expert < size % num_experts) for expert in range(num_experts)]
@@ -167,6 +202,11 @@ def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     return (time.perf_counter() - started) * 1e6
+
+
+def _is_sharded(experts: Experts) -> bool:
+    """Whether FSDP2 shards them: then a call of them is a collective over EDP, whose ranks see other counts than these."""
+    return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 
 
 def _other(each: dict[str, float], kind: str) -> float:

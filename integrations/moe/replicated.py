@@ -47,9 +47,10 @@ class ReplicatedDispatcher:
             raise UsageError(
                 f"an even all_to_all over EP {self._ep_size} needs a multiple of experts, got {num_experts}"
             )
-        if len(communicator.grid.tp_ranks) != etp.size:
+        holders = tuple(communicator.grid.tp_ranks)
+        if holders != etp.ranks:
             raise UsageError(
-                f"ETP has {etp.size} ranks, but {len(communicator.grid.tp_ranks)} hold the same tokens: both must be one group"
+                f"ETP has ranks {list(etp.ranks)}, but {list(holders)} hold the same tokens: both must be one group"
             )
         self.num_experts, self.communicator, self.etp = num_experts, communicator, etp
 
@@ -88,8 +89,9 @@ def run_shares(
     """Dropless: each rank of ``group``, which all hold ``x`` [T, H], takes its share of the tokens through ``dispatcher``."""
     share = take_share(x, group)
     own = indices.split(list(even_rows(indices.shape[0], group.size)))[group.rank]
-    handle = dispatcher.prepare(own, like=share, experts=experts)
-    out, _ = dispatcher.run(share, handle, experts, take_share(weights, group))
+    of_share = take_share(weights, group)
+    handle = dispatcher.prepare(own, like=share, weights=of_share, experts=experts)
+    out, _ = dispatcher.run(share, handle, experts, of_share)
     return gather_shares(out, group, x.shape[0])
 
 

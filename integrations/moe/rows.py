@@ -171,9 +171,9 @@ class _Combine(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_rows = _take(gradient, rows)
             if weights is not None:
-                of_rows *= weights_of_rows(weights, rows).to(of_rows.dtype)
+                of_rows = (of_rows * weights_of_rows(weights, rows)).to(gradient.dtype)
         if y is not None:
-            of_weights = _dot_choices(gradient, y, rows).to(weights.dtype)
+            of_weights = _dot_choices(gradient, y, rows, torch.promote_types(y.dtype, weights.dtype)).to(weights.dtype)
         return of_rows, of_weights, None
 
 
@@ -224,15 +224,15 @@ def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Ten
     return _sum_pairs(choices[:half], part).add_(_sum_pairs(choices[half:], part))
 
 
-def _dot_choices(gradient: torch.Tensor, y: torch.Tensor, rows: RowMap) -> torch.Tensor:
-    """``gradient[t] · y[row[t, k]]``: [T, K]."""
+def _dot_choices(gradient: torch.Tensor, y: torch.Tensor, rows: RowMap, dtype: torch.dtype) -> torch.Tensor:
+    """``gradient[t] · y[row[t, k]]`` in ``dtype``: [T, K]."""
     columns = []
     for k in range(rows.row_of_choice.shape[1]):
         if y.shape[0] == 0:
             columns.append(gradient.new_zeros(gradient.shape[0]))
         else:
             columns.append(
-                torch.linalg.vecdot(gradient, y.index_select(0, rows.row_of_choice[:, k]).to(gradient.dtype))
+                torch.linalg.vecdot(gradient.to(dtype), y.index_select(0, rows.row_of_choice[:, k]).to(dtype))
             )
     dots = torch.stack(columns, 1) if columns else gradient.new_zeros(gradient.shape[0], 0)
     return dots if rows.is_kept is None else dots.masked_fill_(~rows.is_kept, 0)

@@ -11,6 +11,7 @@ from commlayer.collectives import Pending
 from commlayer.integrations.moe.handle import Chunk
 from commlayer.integrations.moe.planning import Experts
 from commlayer.integrations.remat import Promise, promise_of, recomputable
+from commlayer.profiles.errors import TensorError
 
 if TYPE_CHECKING:
     from commlayer.integrations.moe.dispatcher import TokenDispatcher
@@ -45,6 +46,8 @@ class Stage:
         self._going = []
         promise = self._promise(arrived[0], part_of, x)
         computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
+        if computed.dim() != 2 or computed.shape[0] != arrived[0].shape[0]:
+            raise TensorError(f"the experts got rows {list(arrived[0].shape)} and returned {list(computed.shape)}")
         self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)
         if promise is not None:  # the tokens come again while the gradient of the combine travels
             self._returning.on_gradient(promise.start)
@@ -57,7 +60,7 @@ class Stage:
         if source is not None:
             return recomputable(arrived, lambda made: _Arriving(self, part_of(made)), source)
         kept = x.detach()
-        return recomputable(arrived, lambda: _Arriving(self, part_of(kept)))
+        return recomputable(arrived, lambda: _Arriving(self, part_of(kept)), inputs=(kept,))
 
     def finish(self) -> torch.Tensor:
         assert self._returning is not None  # compute() came before

@@ -363,3 +363,80 @@ def test_groups_that_are_no_grid(emulated_cluster: ClusterFactory) -> None:
 
     found = emulated_cluster(nodes=1, ranks_per_node=2).run(job)
     assert found == ["EP 2 × ETP 2 must be the size of their common group, which is 2"] * 2
+
+
+def refusals() -> dict[str, list[str]]:
+    """What each rank hears when rank 0 brings something else, and whether the next dispatch goes well."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    ep = GroupCommunicator(dist.group.WORLD, "ep")
+    first = ep.rank == 0
+    dispatcher = TokenDispatcher(2, ep=ep, kind="all_to_all", chunks=1)
+    other = TokenDispatcher(2, ep=ep, kind="all_to_all", chunks=2)
+    indices, x, weights = torch.tensor([[0], [1]]), torch.ones(2, 4), torch.ones(2, 1)
+
+    def sound() -> bool:
+        out, _ = dispatcher.run(x, dispatcher.prepare(indices, like=x), identity, weights)
+        return torch.equal(out, x)
+
+    attempts: dict[str, Any] = {
+        "out of range": lambda: dispatcher.prepare(indices + 5 if first else indices),
+        "NaN weights": lambda: dispatcher.prepare(indices, weights=weights * float("nan") if first else weights),
+        "hidden size": lambda: dispatcher.prepare(indices, like=x[:, :3] if first else x),
+        "dtype": lambda: dispatcher.prepare(indices, like=x.double() if first else x),
+        "choices": lambda: dispatcher.prepare(indices.expand(2, 2) if first else indices),
+        "capacity": lambda: dispatcher.prepare(indices, capacity=2 if first else None),
+        "way": lambda: (other if first else dispatcher).prepare(indices),
+        "tokens": lambda: dispatcher.prepare(indices, like=x[:1] if first else x),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            found[name] = ["nothing"]
+        except Exception as error:  # noqa: BLE001  what it is, is the result
+            found[name] = [type(error).__name__, str(error)]
+        found[name].append(str(sound()))
+    return found
+
+
+def test_what_one_rank_refuses_no_rank_waits_for(emulated_cluster: ClusterFactory) -> None:
+    zero, one = emulated_cluster(nodes=1, ranks_per_node=2).run(refusals)
+    for name in ("out of range", "NaN weights", "tokens"):
+        assert zero[name][0] == "TensorError", zero[name]
+        assert one[name][0] == "DisagreementError", one[name]
+        assert "rank 0 refused" in one[name][1]
+    for name in ("hidden size", "dtype", "choices", "capacity", "way"):
+        assert zero[name][0] == one[name][0] == "DisagreementError", (name, zero[name], one[name])
+        assert f"disagree on the {name}" in one[name][1]
+    assert all(found[name][-1] == "True" for found in (zero, one) for name in found)
+
+
+def gradient_on_one_rank() -> list[bool]:
+    """Only rank 0's tokens need a gradient; rank 1 has none at all, and no tokens."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    ep = GroupCommunicator(dist.group.WORLD, "ep")
+    found = []
+    for kind in ("all_to_all", "all_gather"):
+        dispatcher = TokenDispatcher(2, ep=ep, kind=kind)
+        x = torch.ones(3 if ep.rank == 0 else 0, 4, requires_grad=ep.rank == 0)
+        indices, weights = torch.zeros(x.shape[0], 1, dtype=torch.int64) + 1, torch.ones(x.shape[0], 1)
+        handle = dispatcher.prepare(indices, like=x, weights=weights)
+        out, _ = dispatcher.run(x, handle, lambda rows, *_: rows * 2, weights)
+        out.sum().backward()
+        found.append(ep.rank == 1 or (x.grad is not None and bool(x.grad.eq(2).all())))
+    return found
+
+
+def test_a_gradient_on_one_rank_comes_back(emulated_cluster: ClusterFactory) -> None:
+    assert emulated_cluster(nodes=1, ranks_per_node=2).run(gradient_on_one_rank) == [[True, True]] * 2
+
+
+def test_gradients_of_a_group_of_one_are_not_shared() -> None:
+    """clip_grad_norm_ would scale them twice."""
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    (alone().all_gather(a) + alone().all_gather(b)).backward(torch.ones(2))
+    assert a.grad is not None
+    assert b.grad is not None
+    assert a.grad.data_ptr() != b.grad.data_ptr()

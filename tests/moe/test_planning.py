@@ -12,6 +12,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import planning
 from commlayer.integrations.moe.handle import Grid, Layout
 from commlayer.integrations.moe.planning import DispatchPlanner, measure_experts
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import ExpertTimes, choose_chunks, pipeline, time_pipeline
 from commlayer.scheduler.plan import Op
@@ -78,7 +79,8 @@ class Predicted(GroupCommunicator):
         super().__init__(None, "ep")
         self.size, self._us_per_byte = size, us_per_byte
 
-    def predicted_us(self, collective: str, num_bytes: int) -> float | None:
+    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+        assert shape is None or sum(shape) == self.size
         return None if self._us_per_byte is None else self._us_per_byte[collective] * num_bytes
 
     def all_gather(self, x: torch.Tensor, rows: Any = None) -> torch.Tensor:
@@ -152,8 +154,41 @@ def test_what_was_asked_for_is_done() -> None:
 def test_padded_rows_go_in_one_chunk_by_all_to_all() -> None:
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.1, "reduce_scatter": 0.1})
     padded = layout(group, top_k=4, capacity=16)
-    decision = DispatchPlanner(padded.grid, "auto", 8).decide(padded, LIKE, None)
+    decision = DispatchPlanner(padded.grid, "auto", "auto").decide(padded, LIKE, None)
     assert (decision.kind, decision.chunks) == ("all_to_all", 1)
+    with pytest.raises(UsageError, match="in one chunk"):
+        DispatchPlanner(padded.grid, "auto", 8).decide(padded, LIKE, None)
+
+
+def test_experts_that_fsdp_shards_see_one_chunk() -> None:
+    """Each call of them is a collective over ranks that see other counts."""
+
+    class Sharded(torch.nn.Module):
+        def unshard(self) -> None: ...
+
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 9.0, "reduce_scatter": 9.0})
+    found = layout(group, top_k=2)
+    decision = DispatchPlanner(found.grid, "auto", "auto").decide(found, LIKE, Sharded())
+    assert (decision.kind, decision.chunks) == ("all_to_all", 1)
+    assert "gather the experts' shards" in decision.reason
+
+
+def test_groups_that_lie_differently_are_priced_alike() -> None:
+    """The slowest of them counts on every rank: else ranks of one grid would choose different things."""
+
+    class Uneven(Predicted):
+        def all_gather(self, x: torch.Tensor, rows: Any = None) -> torch.Tensor:
+            if x.dtype is torch.int64:  # how groups lie: one inside a node, the others not
+                return torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [2, 2, 0, 0], [1, 2, 1, 0]])
+            return super().all_gather(x)
+
+        def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+            return float(len(shape or ()) * num_bytes)
+
+    group = Uneven(4, {})
+    found = layout(group, top_k=2)
+    exchange_us = DispatchPlanner(found.grid, "auto", 1)._exchange_us(100)
+    assert exchange_us == 300.0
 
 
 def test_the_most_rows_are_of_the_fullest_rank() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.remat import Rematerialise, promise_of, recomputable
-from commlayer.profiles.errors import InternalError
+from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.testing.plugin import ClusterFactory
 
@@ -179,3 +181,98 @@ def test_a_wrong_recomputation_is_caught() -> None:
         y = (x * weight).sum()
     with pytest.raises(InternalError, match=r"gave \[4\] for \[3\]"):
         y.backward()
+
+
+def test_a_change_in_place_is_not_overlooked() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with Rematerialise():
+        x = torch.full((3,), 2.0)
+        recomputable(x, lambda: torch.full((3,), 2.0))
+        x.mul_(3)  # what is promised is not this
+        y = (x * weight).sum()
+    y.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [6.0] * 3
+
+    with Rematerialise():
+        given = torch.full((3,), 2.0)
+        x = given * 2
+        recomputable(x, lambda: given * 2, inputs=(given,))
+        y = (x * weight).sum()
+    given.add_(1)
+    with pytest.raises(UsageError, match="needs was changed in place"):
+        y.backward()
+
+    with Rematerialise(is_on=False):
+        b = torch.ones(3)
+        y = (weight * b).sum()
+    b.mul_(5)
+    with pytest.raises(UsageError, match="changed in place"):
+        y.backward()
+
+
+def test_promises_go_with_their_tensors() -> None:
+    with Rematerialise() as counted:
+        x = torch.ones(5)
+        recomputable(x, lambda: torch.ones(5))
+        assert promise_of(x) is not None
+        assert promise_of(x[:3]) is None  # only a part of it
+        del x
+        assert not counted._promises
+        with torch.no_grad():
+            assert recomputable(torch.ones(5), lambda: torch.ones(5)) is None
+    with pytest.raises(UsageError, match="entered before"):
+        counted.__enter__()
+
+
+def test_other_threads_are_not_affected() -> None:
+    seen: list[object] = []
+    with Rematerialise():
+        thread = threading.Thread(target=lambda: seen.append(recomputable(torch.ones(2), lambda: torch.ones(2))))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_an_output_that_its_operator_saves_is_freed() -> None:
+    """A hook that returns the tensor itself would make a cycle that nobody can see."""
+    freed: list[int] = []
+    with Rematerialise():
+        y = torch.softmax(torch.randn(4, requires_grad=True), 0)
+    weakref.finalize(y, freed.append, 1)
+    del y
+    gc.collect()
+    assert freed == [1]
+
+
+def idle_ranks() -> list[list[bool]]:
+    """All tokens go to rank 0's expert, or only rank 0 has tokens; two backward passes each. Sends must pair up."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    found = []
+    with FoldedMesh({"tp": 2, "ep": 2}) as mesh:
+        for rows, experts in ((4, 3), (1, 2)):  # uneven experts; a sequence of one row over tp 2
+            layer = Layer(mesh, "ulysses", dispatch="all_to_all", chunks=1, weights_at="experts")
+            layer.moe = MoELayer(
+                SHAPE.hidden, 8, RouterConfig(num_experts=experts, top_k=1), mesh=mesh, dispatch="all_to_all", chunks=1
+            )
+            with torch.no_grad():
+                layer.moe.router.weight.zero_()  # ties: everybody chooses expert 0
+            own = rows // 2 + (rows % 2 if dist.get_rank() == 0 else 0)
+            gradients = []
+            for is_on in (False, True):
+                x = torch.ones(own, 1, SHAPE.hidden, requires_grad=True)
+                layer.zero_grad()
+                with Rematerialise(is_on=is_on):
+                    y = x + layer.attention(layer.norm_1(x), rows)
+                    y = y + layer.moe(layer.norm_2(y))
+                y.sum().backward(retain_graph=True)
+                y.sum().backward()
+                gradients.append([p.grad.clone() for p in (x, *layer.parameters()) if p.grad is not None])
+            found.append([torch.equal(a, b) for a, b in zip(*gradients, strict=True)])
+    return found
+
+
+def test_ranks_with_nothing_to_do_send_all_the_same(emulated_cluster: ClusterFactory) -> None:
+    found = emulated_cluster(nodes=1, ranks_per_node=2).run(idle_ranks)
+    assert all(all(same) for rank in found for same in rank)

@@ -18,8 +18,8 @@ from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shar
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.choose import Policy
 from commlayer.scheduler.plan import Strategy
-from commlayer.testing.synthetic import synthetic_profile
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.testing.synthetic import synthetic_profile
 
 HIDDEN, WIDTH, EXPERTS, TOP_K = 8, 12, 4, 2
 EP, ETP = 2, 2
