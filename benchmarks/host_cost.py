@@ -5,6 +5,10 @@ both. Printed are low percentiles of the time of one call and their ratio: with 
 ones show the scheduler of the operating system.
 
     python benchmarks/host_cost.py --ranks 1 2 --calls 4000
+    python benchmarks/host_cost.py --planned --calls 400
+
+``--planned`` counts processor time instead, of calls that are forced into two levels on two nodes of two ranks: of the caller's
+thread, and of the whole process, with Gloo's threads.
 
 Ranks run on loopback: nothing here says anything about a network.
 """
@@ -76,6 +80,54 @@ def measure(num_calls: int, block: int = 50) -> dict[str, dict[str, list[float]]
     return times
 
 
+def measure_planned(num_calls: int, block: int = 20) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """On a rank: processor time of a call, µs, by name and backend: of this thread and of the process, per block of calls."""
+    torch.set_num_threads(1)
+    os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_PLAN="hierarchical")
+    dist.init_process_group("gloo")
+    size = dist.get_world_size()
+    groups = {"gloo": dist.group.WORLD, "commlayer": dist.new_group(backend="commlayer")}
+    whole, part = torch.ones(256 * size), torch.ones(256)
+    splits = [256] * size
+    planned: dict[str, Call] = {
+        "all_gather_single 1 KiB a rank": lambda group: dist.all_gather_single(whole, part, group=group),
+        "all_reduce 4 KiB": lambda group: dist.all_reduce(whole, group=group),
+        "all_to_all_single 1 KiB blocks, splits": lambda group: dist.all_to_all_single(
+            torch.empty_like(whole), whole, splits, splits, group=group
+        ),
+    }
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name, call in planned.items():
+        found[name] = {backend: [] for backend in groups}
+        for turn in range(num_calls // block + 1):
+            for backend, group in groups.items():
+                assert group is not None
+                began = time.thread_time_ns(), time.process_time_ns()
+                for _ in range(block):
+                    call(group)
+                spent = time.thread_time_ns() - began[0], time.process_time_ns() - began[1]
+                if turn:  # the first connects
+                    found[name][backend].append((spent[0] / block / 1000, spent[1] / block / 1000))
+    return found
+
+
+def print_planned(num_calls: int) -> None:
+    with EmulatedCluster(2, 2, mode="loopback") as cluster:
+        found = cluster.run(measure_planned, num_calls, timeout_s=600)[0]
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores, 2x2 ranks, median processor time of a call on rank 0, µs"
+    )
+    print(f"{'':42}{'caller: gloo / two levels':>30}{'process: gloo / two levels':>30}")
+    for name, by_backend in found.items():
+        cells = []
+        for which in (0, 1):
+            gloo, ours = (
+                percentile([pair[which] for pair in by_backend[backend]], 50) for backend in ("gloo", "commlayer")
+            )
+            cells.append(f"{gloo:.0f} / {ours:.0f}")
+        print(f"{name:42}" + "".join(f"{cell:>30}" for cell in cells))
+
+
 def percentile(values: list[float], percent: int) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
@@ -85,7 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host cost of a call on the backend commlayer against Gloo.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--calls", type=int, default=4000, help="timed calls of each kind on each backend")
+    parser.add_argument("--planned", action="store_true", help="processor time of calls in two levels, instead")
     options = parser.parse_args()
+    if options.planned:
+        print_planned(options.calls)
+        return
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, µs of one call on rank 0, gloo / commlayer = ratio")
     for ranks in options.ranks:
         with EmulatedCluster(1, ranks, mode="loopback") as cluster:

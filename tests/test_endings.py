@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -107,3 +109,24 @@ def test_a_late_peer_is_waited_for(emulated_cluster: ClusterFactory) -> None:
         return float(x[0])
 
     assert emulated_cluster(nodes=1, ranks_per_node=2).run(job) == [2.0, 2.0]
+
+
+def test_the_tensors_of_an_asynchronous_call_go_with_it(emulated_cluster: ClusterFactory) -> None:
+    """Not with Python's next search for cycles: by then a training step would hold all that it has received."""
+
+    def job() -> list[bool]:
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer")
+        x, freed = torch.ones(4), list[bool]()
+        gc.disable()
+        for wait_late in (False, True):
+            out = torch.empty(8)
+            weakref.finalize(out, freed.append, wait_late)
+            work: Any = dist.all_gather_single(out, x, async_op=True)
+            work.wait()
+            if wait_late:
+                dist.all_reduce(x)
+            del out, work
+        return freed
+
+    assert emulated_cluster(nodes=1, ranks_per_node=2).run(job) == [[False, True]] * 2
