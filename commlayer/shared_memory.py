@@ -17,13 +17,12 @@ nodes are handed to the Gloo group beneath.
 Why sockets ring the bell: one write and one read a message, in order, with timeouts, with the memory barriers
 that shared memory needs, and an end that is noticed by itself; with several ranks on a core nothing may spin. Rejected:
 
-- Gloo's own small messages as bells. Two ranks that send each other a byte take 0.4 to 2.5 ms with it on two busy cores
-  (lowest tenth, median), and 0.1 to 0.2 ms with the sockets: Gloo's go through I/O threads.
+- Gloo's own small messages as bells. They go through I/O threads, so a byte takes several times as long on busy cores.
 - Futexes or semaphores in the memory. Nobody wakes up when a peer dies, so every wait must be cut into slices that look
   after the peer; and a plain store from Python is no barrier on ARM. (Not measured.)
 - Reading the sender's own memory (process_vm_readv), which saves one of two copies where each rank gets something else. It
-  takes the right to trace other processes, which Ubuntu's kernels do not grant by default. 8 ranks on two idle cores, bare
-  copies of 1 MiB blocks: all_to_all 3 ms instead of 7, all_gather (one copy in, many out) 6 instead of 4.
+  takes the right to trace other processes, which Ubuntu's kernels do not grant by default, and an all_gather, one copy in
+  and many out, has nothing to save.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ from commlayer.transport import SizeMismatch, break_connections
 __all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
 
 INLINE_BYTES = 32 << 10
-"""Up to this size a message travels in its line: measured with 2, 4 and 8 ranks, that takes about a quarter less time than
-the slab does, and more from 128 KiB on. Gloo takes longer down to one byte, so no size is left to it."""
+"""Up to this size a message travels in its line: one write and one read, and nothing to give back."""
 _NO_PATIENCE_S = 0.001
 """As in transport.break_connections."""
 
