@@ -56,7 +56,7 @@ def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
     """Show one profile: peaks, curves in nccl-tests' columns, interference, where it comes from."""
     profile = catalog.resolve(profile_name)
     if picture is not None:
-        from commlayer.drawing.figures import efficiency_figure, save_figure
+        from commlayer.drawing import efficiency_figure, save_figure
 
         save_figure(efficiency_figure(profile), picture)
         click.echo(f"picture: {picture}", err=True)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from commlayer.drawing.chrome import chrome_trace
+    from commlayer.drawing.efficiency import efficiency_figure
     from commlayer.drawing.figures import (
         bench_figure,
-        efficiency_figure,
         plans_figure,
         save_figure,
         timeline_figure,
@@ -32,7 +32,7 @@ __all__ = [
     "write_report",
 ]
 
-_HOMES = {"chrome_trace": "chrome", "write_report": "report"}
+_HOMES = {"chrome_trace": "chrome", "efficiency_figure": "efficiency", "write_report": "report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The figures: timelines of plans, efficiency of links, times of a benchmark. All return a matplotlib ``Figure``."""
+"""The figures: timelines of plans, times of a benchmark. All return a matplotlib ``Figure``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from commlayer.drawing.style import (
     BLUE,
-    COLOURS,
     FAINT,
     GREEN,
     INK,
-    MARKERS,
     OPS,
     PAPER,
     VERMILLION,
@@ -20,10 +18,8 @@ from commlayer.drawing.style import (
     save_figure,
     styled,
 )
-from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.profile import Profile
 from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler.plan import Op, Step
 from commlayer.scheduler.price import Timeline
@@ -34,16 +30,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bench_figure", "efficiency_figure", "plans_figure", "save_figure", "timeline_figure"]
+__all__ = ["BEYOND", "WIDTH", "bench_figure", "byte_axis", "plans_figure", "save_figure", "timeline_figure"]
 
-_WIDTH = 9.0
+WIDTH = 9.0
 _BAR = 0.76
 """Height of a bar, where a row is 1 high."""
 _PREDICTED, _MEASURED = 0.38, 1.0
 """Opacity of bars."""
-_REACH = 4.0
-"""By which factor extrapolated lines go on beyond what was measured."""
-_BEYOND = (3.0, 2.0)
+BEYOND = (3.0, 2.0)
+"""Dashes of what was not measured."""
 
 
 @styled
@@ -51,7 +46,7 @@ def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title
     """One plan as bars over time, a row for each resource; the prediction is pale and above what was measured."""
     shown = [predicted] + ([measured] if measured is not None else [])
     rows = _resources(shown)
-    figure = new_figure(_WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
+    figure = new_figure(WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
     axes = figure.add_subplot()
     end_us = max(timeline.total_us for timeline in shown) or 1.0
     unit_us, unit = _unit(end_us)
@@ -74,7 +69,7 @@ def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: 
     """Several plans by their names, one above the other over one time axis."""
     rows = {name: _resources([timeline]) for name, timeline in timelines.items()}
     counts = [len(each) for each in rows.values()]
-    figure = new_figure(_WIDTH, 1.3 + sum(0.42 + 0.3 * count for count in counts))
+    figure = new_figure(WIDTH, 1.3 + sum(0.42 + 0.3 * count for count in counts))
     panels = figure.subplots(len(counts), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
     end_us = max((timeline.total_us for timeline in timelines.values()), default=0.0) or 1.0
     unit_us, unit = _unit(end_us)
@@ -94,29 +89,6 @@ def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: 
 
 
 @styled
-def efficiency_figure(profile: Profile) -> Figure:
-    """Bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines are extrapolated."""
-    figure = new_figure(_WIDTH, 4.6)
-    axes = figure.add_subplot()
-    for index, (curve, colour) in enumerate(zip(profile.curves, _curve_colours(profile.curves), strict=True)):
-        _efficiency(axes, curve, profile.peaks.of(curve.link), colour, MARKERS[index % len(MARKERS)])
-    axes.plot([], [], color=FAINT, linewidth=1.1, linestyle=(0, _BEYOND), label="extrapolated")
-    axes.axhline(1.0, color=FAINT, linewidth=1.0)
-    axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
-    axes.set_xscale("log", base=2)
-    if not profile.curves:
-        axes.set_xlim(2**10, 2**30)
-    axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.y1))
-    _byte_axis(axes, "size S of the collective, as nccl-tests counts it")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_ylabel("efficiency: bus bandwidth / peak")
-    axes.set_title(f"{profile.name}: {profile.kind}, {profile.topology}")
-    if profile.curves:
-        figure.legend(loc="outside lower center", ncols=3)
-    return figure
-
-
-@styled
 def bench_figure(result: BenchResult) -> Figure:
     """Time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios.
 
@@ -125,7 +97,7 @@ def bench_figure(result: BenchResult) -> Figure:
     """
     if not result.points:
         raise UsageError("expected a result with at least one size, got none: there is nothing to draw")
-    figure = new_figure(_WIDTH, 6.6)
+    figure = new_figure(WIDTH, 6.6)
     times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     sizes = [point.logical_bytes for point in result.points]
     lines: list[tuple[str, str, str, Callable[[Point], Row]]] = [
@@ -150,7 +122,7 @@ def bench_figure(result: BenchResult) -> Figure:
         ratios.errorbar(sizes, [row.ratio for row in rows], yerr=spread, capsize=2, elinewidth=0.8, **look)
     limits = [(p.logical_bytes, p.wire_limit_us, p.torch.p50_us) for p in result.points if p.wire_limit_us is not None]
     if limits:
-        dashed = {"color": INK, "linestyle": (0, _BEYOND), "linewidth": 1.1}
+        dashed = {"color": INK, "linestyle": (0, BEYOND), "linewidth": 1.1}
         times.plot([size for size, *_ in limits], [us / 1e3 for _, us, _ in limits], label="wire limit", **dashed)
         ratios.plot([size for size, *_ in limits], [us / flat for _, us, flat in limits], **dashed)
     _all_rows(times, result.points)
@@ -164,7 +136,7 @@ def bench_figure(result: BenchResult) -> Figure:
     ratios.axhline(1.0, color=VERMILLION, linewidth=1.2)
     ratios.set_ylim(0, max(1.15, 1.05 * max(point.chosen.ratio_high for point in result.points)))
     ratios.set_ylabel("time / torch flat")
-    _byte_axis(ratios, "send buffer of one rank")
+    byte_axis(ratios, "send buffer of one rank")
     figure.legend(loc="outside lower center", ncols=6)
     return figure
 
@@ -241,38 +213,10 @@ def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:
     return handles
 
 
-def _curve_colours(curves: Sequence[Curve]) -> list[str]:
-    """The first curve of an operation has its colour in the timelines; the others take what is left."""
-    own = {op.value: colour for op, colour in OPS.items()}
-    left = [colour for colour in COLOURS if colour not in own.values()] * len(curves)
-    return [own.pop(curve.collective, "") or left.pop(0) for curve in curves]
-
-
-def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str) -> None:
-    def values(sizes: Sequence[float]) -> list[float]:
-        return [curve.efficiency(size, peak_gbps) for size in sizes]
-
-    first, last = curve.bytes[0], curve.bytes[-1]
-    inside = _spread(first, last)
-    ranks = "" if curve.group_size == 1 else f", {curve.group_size} ranks"
-    name = f"{curve.collective} {curve.link.value}{ranks}"
-    axes.plot(curve.bytes, values(curve.bytes), linestyle="", marker=marker, markersize=4.5, color=colour)
-    axes.plot(inside, values(inside), color=colour, linewidth=1.6)
-    for low, high in ((first / _REACH, first), (last, last * _REACH)):
-        outside = _spread(low, high)
-        axes.plot(outside, values(outside), color=colour, linewidth=1.1, linestyle=(0, _BEYOND))
-    axes.plot([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
-
-
-def _spread(low: float, high: float, count: int = 120) -> list[float]:
-    """``count`` sizes from ``low`` to ``high``, evenly over their logarithm."""
-    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
-
-
-def _byte_axis(axes: Axes, label: str) -> None:
-    """Ticks at powers of two, at most ten of them."""
+def byte_axis(axes: Axes, label: str, most: int = 10) -> None:
+    """Ticks at powers of two, at most ``most`` of them."""
     low, high = (math.log2(limit) for limit in axes.get_xlim())
-    step = math.ceil((high - low) / 10) or 1
+    step = math.ceil((high - low) / most) or 1
     exponents = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
     axes.set_xticks(
         [2.0**exponent for exponent in exponents], [format_bytes(2**e) if e >= 0 else "" for e in exponents]

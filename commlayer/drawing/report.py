@@ -243,7 +243,7 @@ def _bench_figure(result: BenchResult) -> Figure:
 
 
 def _efficiency_figure(profile: Profile) -> Figure:
-    from commlayer.drawing.figures import efficiency_figure
+    from commlayer.drawing.efficiency import efficiency_figure
 
     return efficiency_figure(profile)
 

@@ -1,0 +1,125 @@
+"""The picture of what links can do: efficiency over size, from the curves of a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from commlayer.drawing.figures import BEYOND, WIDTH, byte_axis
+from commlayer.drawing.style import COLOURS, FAINT, MARKERS, OPS, new_figure, styled
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["efficiency_figure"]
+
+_REACH = 4.0
+"""By which factor extrapolated lines go on beyond what was measured."""
+
+
+@styled
+def efficiency_figure(profile: Profile) -> Figure:
+    """Bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines are extrapolated.
+
+    One panel; where a profile has more curves than colours, one for each group of ranks that was measured.
+    """
+    panels: dict[tuple[Resource, int], list[Curve]] = {}
+    for curve in profile.curves:
+        panels.setdefault((curve.link, curve.group_size), []).append(curve)
+    if len(profile.curves) <= len(COLOURS) or len(panels) == 1:
+        return _one_panel(profile)
+    looks = _looks([curve.collective for curve in profile.curves])
+    num_rows = math.ceil(len(panels) / 2)
+    figure = new_figure(WIDTH, 1.2 + 2.5 * num_rows)
+    figure.suptitle(f"{profile.name}: {profile.kind}, {profile.topology}")
+    grid = figure.subplots(num_rows, 2, squeeze=False).flatten()
+    for axes, ((link, size), curves) in zip(grid, panels.items(), strict=False):
+        for curve in curves:
+            _efficiency(axes, curve, profile.peaks.of(link), *looks[curve.collective], name=curve.collective)
+        _efficiency_axes(axes, "size S, as nccl-tests counts it", most=6)
+        axes.set_title(link.value if size == 1 else f"{link.value}, {size} ranks")
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for row in grid[::2]:
+        row.set_ylabel("bus bandwidth / peak")
+    figure.legend(handles=_looked_up(looks), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _one_panel(profile: Profile) -> Figure:
+    figure = new_figure(WIDTH, 4.6)
+    axes = figure.add_subplot()
+    for index, (curve, colour) in enumerate(zip(profile.curves, _curve_colours(profile.curves), strict=True)):
+        ranks = "" if curve.group_size == 1 else f", {curve.group_size} ranks"
+        name = f"{curve.collective} {curve.link.value}{ranks}"
+        _efficiency(axes, curve, profile.peaks.of(curve.link), colour, MARKERS[index % len(MARKERS)], name=name)
+    axes.plot([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated")
+    if not profile.curves:
+        axes.set_xlim(2**10, 2**30)
+    _efficiency_axes(axes, "size S of the collective, as nccl-tests counts it")
+    axes.set_ylabel("efficiency: bus bandwidth / peak")
+    axes.set_title(f"{profile.name}: {profile.kind}, {profile.topology}")
+    if profile.curves:
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def _efficiency_axes(axes: Axes, label: str, most: int = 10) -> None:
+    axes.axhline(1.0, color=FAINT, linewidth=1.0)
+    axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(0, max(1.08, 1.05 * axes.dataLim.y1))
+    byte_axis(axes, label, most)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _looks(collectives: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for each collective, the same in all panels; no two have both in common."""
+    names = list(dict.fromkeys(collectives))
+    return {
+        name: (COLOURS[i % len(COLOURS)], MARKERS[(i + i // len(COLOURS)) % len(MARKERS)])
+        for i, name in enumerate(names)
+    }
+
+
+def _looked_up(looks: Mapping[str, tuple[str, str]]) -> list[Artist]:
+    from matplotlib.lines import Line2D
+
+    handles: list[Artist] = [
+        Line2D([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
+        for name, (colour, marker) in looks.items()
+    ]
+    handles.append(Line2D([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated"))
+    return handles
+
+
+def _curve_colours(curves: Sequence[Curve]) -> list[str]:
+    """The first curve of an operation has its colour in the timelines; the others take what is left."""
+    own = {op.value: colour for op, colour in OPS.items()}
+    left = [colour for colour in COLOURS if colour not in own.values()] * len(curves)
+    return [own.pop(curve.collective, "") or left.pop(0) for curve in curves]
+
+
+def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str, *, name: str) -> None:
+    def values(sizes: Sequence[float]) -> list[float]:
+        return [curve.efficiency(size, peak_gbps) for size in sizes]
+
+    first, last = curve.bytes[0], curve.bytes[-1]
+    inside = _spread(first, last)
+    axes.plot(curve.bytes, values(curve.bytes), linestyle="", marker=marker, markersize=4.5, color=colour)
+    axes.plot(inside, values(inside), color=colour, linewidth=1.6)
+    for low, high in ((first / _REACH, first), (last, last * _REACH)):
+        outside = _spread(low, high)
+        axes.plot(outside, values(outside), color=colour, linewidth=1.1, linestyle=(0, BEYOND))
+    axes.plot([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
+
+
+def _spread(low: float, high: float, count: int = 120) -> list[float]:
+    """``count`` sizes from ``low`` to ``high``, evenly over their logarithm."""
+    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
