@@ -176,7 +176,7 @@ def _pictures(found: Found, stem: Path) -> dict[str, str]:
         shape = f"2×4 ranks emulated, hidden {found.layer.shape.hidden}, expert width {found.layer.width}"
         figures["breakdown"] = breakdown_figure(found.layer.breakdowns, f"Where the MoE layer's time goes: {shape}")
         rows = [row for row in found.layer.rows if row.width == found.layer.width]
-        figures["layer"] = layer_figure(rows, f"MoE layer, forward and backward: {shape}")
+        figures["layer"] = layer_figure(rows, f"MoE layer: {shape}")
     if found.kinds:
         figures["kinds"] = kinds_figure(found.kinds, "Tokens to experts inside one emulated node, by k")
     names = {}
