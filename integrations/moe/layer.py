@@ -17,7 +17,7 @@ from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.profiles.errors import TensorError
+from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]
 
@@ -107,6 +107,11 @@ class MoELayer(nn.Module):
         )
         self.shared = SharedExperts(hidden, shared_width, seed=seed + 1) if shared_width else None
         self.holders = GroupCommunicator(mesh.group("tp") if mesh and tokens == "replicated" else None, "tp")
+        if communicator is not None and self.holders.ranks != grid.etp.ranks:
+            raise UsageError(
+                f"a communicator moves tokens that the ranks of etp {list(grid.etp.ranks)} hold, but those of tp "
+                f"{list(self.holders.ranks)} do: make both one group, or leave communicator out"
+            )
         self.replicated = ReplicatedDispatcher(router.num_experts, communicator, grid.etp) if communicator else None
         self.routing: Routing | None = None
         if tokens == "sharded":  # whole on every tp rank, each of which has tokens of its own

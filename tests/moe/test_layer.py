@@ -106,6 +106,8 @@ def job(padded: bool, with_communicator: bool) -> list[bool]:
     if with_communicator:
         profile = synthetic_profile(nodes=2, ranks_per_node=2)
         communicator = Communicator(mesh.group("ep"), mesh.group("etp"), profile=profile)
+        with pytest.raises(UsageError, match="make both one group"):
+            MoELayer(HIDDEN, WIDTH, config, mesh=mesh, communicator=communicator)  # sharded: nobody holds the same
     layer = MoELayer(HIDDEN, WIDTH, config, mesh=mesh, tokens="replicated", communicator=communicator)
     got = gradients(layer, x)
     alone = MoELayer(HIDDEN, WIDTH, RouterConfig(num_experts=4, top_k=2))
