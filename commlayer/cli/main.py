@@ -6,7 +6,6 @@ does when it fails is decided here too, once for all of them.
 
 from __future__ import annotations
 
-import os
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from commlayer import __version__
-from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
+from commlayer.cli.failure import Failure, exit_code, wants_traceback
+from commlayer.profiles.errors import CommlayerError
 
 __all__ = ["main"]
 
@@ -49,27 +49,6 @@ Exit status: 0 done, 1 the surroundings failed, 2 wrong usage or a bad file,
 Shell completion, also of profile names (zsh and fish likewise):
   eval "$(_COMMLAYER_COMPLETE=bash_source commlayer)"
 """
-
-
-class _Failure(click.ClickException):
-    """An error of ours on its way out: one message and an exit status instead of a traceback."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]  # click documents it as settable
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.format_message()}", file=file, err=file is None)
-
-
-def _exit_code(error: Exception) -> int:
-    if isinstance(error, UsageError):
-        return 2
-    return 3 if isinstance(error, InternalError) else 1
-
-
-def _wants_traceback(ctx: click.Context) -> bool:
-    return bool(ctx.params.get("traceback")) or os.environ.get("COMMLAYER_DEBUG") == "detail"
 
 
 class LazyGroup(click.Group):
@@ -110,14 +89,14 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except CommlayerError as error:
-            if _wants_traceback(ctx):
+            if wants_traceback(ctx):
                 raise
-            hint = "\nthis is a bug of commlayer: please report it with --traceback" if _exit_code(error) == 3 else ""
-            raise _Failure(f"{error}{hint}", _exit_code(error)) from error
+            hint = "\nthis is a bug of commlayer: please report it with --traceback" if exit_code(error) == 3 else ""
+            raise Failure(f"{error}{hint}", exit_code(error)) from error
         except OSError as error:
-            if _wants_traceback(ctx) or error.filename is None:
+            if wants_traceback(ctx) or error.filename is None:
                 raise
-            raise _Failure(f"{error.filename}: {error.strerror}", 1) from error
+            raise Failure(f"{error.filename}: {error.strerror}", 1) from error
 
 
 @click.group(

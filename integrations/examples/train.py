@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import stats
+from commlayer.cli.failure import Failure, exit_code, wants_traceback
 from commlayer.cli.launch import is_first
 from commlayer.cli.parameters import json_option
 from commlayer.cli.progress import progress
@@ -31,7 +32,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.mesh_ranks import FoldedMapping
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.profiles.errors import CommlayerError, InternalError, UsageError
+from commlayer.profiles.errors import CommlayerError, UsageError
 from commlayer.units import format_bytes
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]
@@ -110,17 +111,6 @@ def train(
 # The program
 
 
-class _Failure(click.ClickException):
-    """One message and an exit status instead of a traceback."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]  # click documents it as settable
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.format_message()}", file=file, err=file is None)
-
-
 class _Program(click.Command):
     """Turns errors into exit statuses, as ``commlayer`` does."""
 
@@ -128,10 +118,9 @@ class _Program(click.Command):
         try:
             return super().invoke(ctx)
         except CommlayerError as error:
-            if ctx.params.get("traceback") or os.environ.get("COMMLAYER_DEBUG") == "detail":
+            if wants_traceback(ctx):
                 raise
-            status = 2 if isinstance(error, UsageError) else 3 if isinstance(error, InternalError) else 1
-            raise _Failure(str(error), status) from error
+            raise Failure(str(error), exit_code(error)) from error
 
 
 @contextmanager
