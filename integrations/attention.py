@@ -28,7 +28,7 @@ from commlayer.integrations.linear import (
     ReplicatedLinear,
     RowParallelLinear,
     even_rows,
-    gather_rows,
+    gather_sequence,
 )
 from commlayer.integrations.remat import Promise, promise_of, recomputable, start_before
 from commlayer.profiles.errors import UsageError
@@ -176,16 +176,16 @@ class ParallelAttention(nn.Module):
 
     def _gather(self, x: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, Promise | None]:
         """All rows of the group, and that they can be gathered again."""
-        gathered = gather_rows(x, self.tp, sum(rows))
+        gathered = gather_sequence(x, self.tp, sum(rows))
         if self.tp.size == 1:  # the same memory
             return gathered, None
         source, shape = promise_of(x), x.shape
         if source is not None:
             return gathered, recomputable(
-                gathered, lambda made: gather_rows(made.view(shape), self.tp, sum(rows)), source
+                gathered, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)), source
             )
         kept = x.detach()
-        return gathered, recomputable(gathered, lambda: gather_rows(kept, self.tp, sum(rows)), inputs=(kept,))
+        return gathered, recomputable(gathered, lambda: gather_sequence(kept, self.tp, sum(rows)), inputs=(kept,))
 
     def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
         if layer.dim is not None:

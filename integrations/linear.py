@@ -26,7 +26,7 @@ __all__ = [
     "ReplicatedLinear",
     "RowParallelLinear",
     "even_rows",
-    "gather_rows",
+    "gather_sequence",
     "mark_replicated",
     "reduce_replicated_gradients",
     "replicated_parameters",
@@ -39,7 +39,7 @@ def even_rows(total: int, parts: int) -> tuple[int, ...]:
     return tuple(short + (part < num_longer) for part in range(parts))
 
 
-def gather_rows(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | None = None) -> torch.Tensor:
+def gather_sequence(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | None = None) -> torch.Tensor:
     """All rows of the group, from each rank's [rows, …]; the gradient is summed and scattered.
 
     ``total_rows``: rows of all ranks together, split by :func:`even_rows`. None: every rank has as many as this one, which
@@ -163,7 +163,7 @@ class ColumnParallelLinear(_Linear):
 
     def forward(self, x: torch.Tensor, total_rows: int | None = None) -> torch.Tensor:
         """[S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
-        gathered = gather_rows(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
+        gathered = gather_sequence(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
         y = F.linear(gathered, self.weight, self.bias)
         return _gather_features(y, self.tp) if self.gather_output else y
 
