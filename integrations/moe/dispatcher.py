@@ -14,16 +14,17 @@ Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout, Offer
 from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, Experts
+from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, split
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
@@ -114,16 +115,23 @@ class TokenDispatcher:
         expert than its capacity: here; and DisagreementError on the other ranks, before a token moves.
         """
         needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
-        offer = Offer(indices, capacity, like, self._way, needs_gradient)
+        way = self._way + 1000 * (experts is None)
+        offer = Offer(indices, capacity, like, way, needs_gradient)
         try:
             self._check_weights(weights, *indices.shape[:2])
         except TensorError as error:
             offer = Offer(indices, error=error)
-        layout = Layout.exchange(self.grid, offer.checked(self.grid))
+        layout = Layout.exchange(self.grid, offer)
         self.decision = decision = self._planner.decide(layout, like, experts)
         chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.chunks)
         return DispatchHandle(
-            decision.kind, indices.shape[0], indices.shape[1], chunks, self, needs_gradient=layout.needs_gradient
+            decision.kind,
+            indices.shape[0],
+            indices.shape[1],
+            chunks,
+            self,
+            needs_gradient=layout.needs_gradient,
+            sound_weights=None if weights is None else weakref.ref(weights),
         )
 
     def refuse(self, error: Exception) -> NoReturn:
@@ -196,7 +204,7 @@ class TokenDispatcher:
         Raises TensorError for shapes that are not the handle's, UsageError for a handle that has come back already.
         """
         self._check_handle(handle)
-        self._check_weights(weights, handle.num_tokens, handle.top_k)
+        self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
         chunk = self._only(handle)
         if rows.dim() != 2 or rows.shape[0] != sum(chunk.expert_rows):
             raise TensorError(f"combine of {sum(chunk.expert_rows)} rows, got shape {list(rows.shape)}")
@@ -260,7 +268,7 @@ class TokenDispatcher:
             raise TensorError(
                 f"expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
             )
-        self._check_weights(weights, handle.num_tokens, handle.top_k)
+        self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if handle.owner is not self:
@@ -269,14 +277,16 @@ class TokenDispatcher:
             )
 
     @staticmethod
-    def _check_weights(weights: torch.Tensor | None, *shape: int) -> None:
+    def _check_weights(
+        weights: torch.Tensor | None, *shape: int, sound: weakref.ref[torch.Tensor] | None = None
+    ) -> None:
+        """``sound``: weights that need not be looked at again."""
         if weights is None:
             return
         if tuple(weights.shape) != shape:
             raise TensorError(f"weights must be {list(shape)}, got {list(weights.shape)}")
-        if not bool(torch.isfinite(weights).all()):
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            raise TensorError(f"rank {rank}: weights hold NaN or Inf: look at the router's input and learning rate")
+        if (sound is None or sound() is not weights) and not bool(torch.isfinite(weights).all()):
+            raise TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")
 
 
 def _needs_gradient(given: object) -> bool:

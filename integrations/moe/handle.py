@@ -5,6 +5,7 @@ Shapes: T tokens of this rank, K choices of each, E experts, R rows that this ra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -74,7 +75,8 @@ class Use:
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchHandle:
     """``kind``: ``all_to_all`` or ``all_gather``. ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the
-    dispatcher that prepared it. ``needs_gradient``: whether any rank's tokens, weights or experts need one."""
+    dispatcher that prepared it. ``needs_gradient``: whether any rank's tokens, weights or experts need one.
+    ``sound_weights``: those that were found finite."""
 
     kind: str
     num_tokens: int
@@ -82,6 +84,7 @@ class DispatchHandle:
     chunks: tuple[Chunk, ...]
     owner: object
     needs_gradient: bool = False
+    sound_weights: weakref.ref[torch.Tensor] | None = None
     use: Use = field(default_factory=Use)
 
 
@@ -124,11 +127,13 @@ class Offer:
     error: Exception | None = None
 
     def message(self, grid: Grid) -> torch.Tensor:
-        """int64: the head, then rows for each slice of the tokens and expert. On the host."""
+        """int64: the head, then rows for each slice of the tokens and expert. On the host. Raises TensorError."""
         if self.error is not None:
             empty = torch.zeros(len(_HEAD) + FINEST * grid.num_experts, dtype=torch.int64)
             empty[_HEAD.index("refusal")] = 1
             return empty
+        if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
+            raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
         counts = _count(self.indices, grid.num_experts, self.capacity)
         hidden, dtype = -1, -1
         if self.like is not None:
@@ -137,16 +142,6 @@ class Offer:
         head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
         head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
         return torch.cat([torch.tensor(head), counts.reshape(-1)])
-
-    def checked(self, grid: Grid) -> Offer:
-        """This, or a refusal where the counts cannot be made."""
-        try:
-            if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
-                raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
-            self.message(grid)
-        except Exception as error:  # noqa: BLE001  the others must hear of it before it is raised, or they wait for this rank
-            return Offer(self.indices, error=error)
-        return self
 
 
 def _require_agreement(grid: Grid, offer: Offer, everyone: torch.Tensor) -> None:
@@ -186,7 +181,12 @@ class Layout:
         Raises what this rank refuses; DisagreementError where another one does, or where ranks offer different things;
         GroupError for groups that are no grid.
         """
-        everyone = grid.all.all_gather(offer.message(grid).unsqueeze(0))
+        try:
+            message = offer.message(grid)
+        except Exception as error:  # noqa: BLE001  the others must hear of it before it is raised, or they wait for this rank
+            offer = Offer(offer.indices, error=error)
+            message = offer.message(grid)
+        everyone = grid.all.all_gather(message.unsqueeze(0))
         _require_agreement(grid, offer, everyone)
         places = everyone[:, 0] * grid.etp.size + everyone[:, 1]
         if places.sort().values.tolist() != list(range(grid.all.size)):

@@ -330,6 +330,9 @@ def test_bad_input() -> None:
         dispatcher.dispatch(x[:2], handle)
     with pytest.raises(TensorError, match="NaN or Inf"):
         dispatcher.run(x, handle, identity, weights * float("nan"))
+    looked_at = dispatcher.prepare(indices, like=x, weights=weights)
+    with pytest.raises(TensorError, match="NaN or Inf"):  # other weights than those
+        dispatcher.run(x, looked_at, identity, weights * float("nan"))
     with pytest.raises(TensorError, match=r"weights must be \[3, 1\]"):
         dispatcher.run(x, handle, identity, weights[:, 0])
     with pytest.raises(TensorError, match="an expert has 2 choices and a capacity of 1"):
