@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from commlayer.collectives import Held
 from commlayer.integrations.moe.layer import MoELayer
 
 __all__ = ["Clock", "PlainMoE", "deepspeed_layer", "instrument", "phase", "why_no_deepspeed"]
@@ -189,6 +190,8 @@ def instrument(layer: MoELayer, clock: Clock) -> None:
     _replace(experts, "forward", lambda x, *rest: phase(clock, "experts", lambda x: experts_forward(x, *rest), x))
     for name in ("dispatch_preprocess", "dispatch_postprocess", "combine_preprocess", "combine_postprocess"):
         _replace(dispatcher, name, _local(clock, getattr(dispatcher, name)))
+    hold = dispatcher.hold  # where the backward pass waits for what comes back of a dispatch
+    _replace(dispatcher, "hold", lambda x, chunk: hold(_mark(x, clock, "dispatch", True), chunk))
     for name, label in (("token_dispatch", "dispatch"), ("token_combine", "combine")):
         _replace(dispatcher, name, _remote(clock, label, getattr(dispatcher, name)))
 
@@ -202,8 +205,9 @@ def _local(clock: Clock, call: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _remote(clock: Clock, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def started(x: torch.Tensor, *rest: Any) -> _Watched:
-        pending = call(_mark(x, clock, label, True), *rest)
+    def started(x: torch.Tensor | Held, *rest: Any) -> _Watched:
+        marked = _mark(x.tensor if isinstance(x, Held) else x, clock, label, True)
+        pending = call(Held(marked, x.way) if isinstance(x, Held) else marked, *rest)
         clock.charge(label)
         return _Watched(pending, clock, label)
 

@@ -81,7 +81,7 @@ class _Comparison:
         error = self._error()
         if error > _TOLERANCE:
             raise RuntimeError(f"k {self.k}: the kinds' results differ by {error:.1e}")
-        self.choosing.prepare(self.indices, like=self.x)
+        self.choosing.prepare(self.indices, like=self.x.detach().requires_grad_())
         decision = self.choosing.decision
         assert decision is not None  # prepare() made it
         times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}

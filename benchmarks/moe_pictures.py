@@ -100,12 +100,12 @@ def kinds_figure(rows: Sequence[KindRow], title: str) -> Figure:
         mine = [row for row in rows if row.ranks == ranks]
         ks = [row.top_k for row in mine]
         for kind, (colour, marker, name) in _OF_KIND.items():
-            times = [row.forward_ms[kind] for row in mine]
+            times = [row.both_ms[kind] for row in mine]
             spread = [[each.middle - each.low for each in times], [each.high - each.middle for each in times]]
             middles = [each.middle for each in times]
             axes.errorbar(ks, middles, yerr=spread, color=colour, linewidth=1.8, capsize=2, elinewidth=0.8)
             axes.plot(ks, middles, linestyle="", marker=marker, markersize=7, color=colour, markerfacecolor="white")
-            taken = [(row.top_k, row.forward_ms[kind].middle) for row in mine if row.chosen == kind]
+            taken = [(row.top_k, row.both_ms[kind].middle) for row in mine if row.chosen == kind]
             if taken:
                 axes.plot(*zip(*taken, strict=True), linestyle="", marker=marker, markersize=7, color=colour)
             predicted = [(row.top_k, row.predicted_ms[kind]) for row in mine if kind in row.predicted_ms]
@@ -117,8 +117,8 @@ def kinds_figure(rows: Sequence[KindRow], title: str) -> Figure:
         axes.set_xticks(ks)
         axes.set_ylim(0)
         axes.set_xlabel("k, experts of a token")
-    panels[0].set_ylabel("dispatch and combine, forward (ms)")
-    panels[0].plot([], [], color=FAINT, linewidth=1.1, linestyle=(0, (3, 2)), label="predicted: moves alone")
+    panels[0].set_ylabel("dispatch and combine, forward and backward (ms)")
+    panels[0].plot([], [], color=FAINT, linewidth=1.1, linestyle=(0, (3, 2)), label="predicted")
     panels[0].plot([], [], color=FAINT, linestyle="", marker="o", markersize=7, label="filled: chosen")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     figure.legend(loc="outside lower center", ncols=4)

@@ -2,8 +2,9 @@
 
 ``GroupCommunicator`` is to layers what ``torch.distributed`` is to trainers. Tensors are [rows, …]; ranks exchange rows.
 The plain verbs return when their result may be used. The ``start_`` verbs return at once, and so do their gradients: the
-backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started.
-Autograd runs backward what it ran forward, last first, so what ran beside the transfer in one pass does in the other too.
+backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started, or
+where what was sent was held (:meth:`GroupCommunicator.hold`). Autograd runs backward what it ran forward, last first, so what
+ran beside the transfer in one pass does in the other too.
 
 All ranks of the group call the same verbs in the same order, also with zero rows; and where a tensor needs a gradient on one
 rank, it does on all, because the gradient is a collective too. In a group of one rank a result is its input.
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
-__all__ = ["LANES", "GroupCommunicator", "Pending"]
+__all__ = ["LANES", "GroupCommunicator", "Held", "Pending"]
 
 LANES = ("ep", "pp", "cp", "dp", "tp")
 """Classes of traffic, by the groups they belong to."""
@@ -56,6 +57,15 @@ class Pending:
 
 
 Start = Callable[[torch.Tensor], Pending]
+
+
+class Held:
+    """What one ``start_`` verb is to send later. Made by :meth:`GroupCommunicator.hold`."""
+
+    __slots__ = ("tensor", "way")
+
+    def __init__(self, tensor: torch.Tensor, way: _Way | None) -> None:
+        self.tensor, self.way = tensor, way
 
 
 class GroupCommunicator:
@@ -135,7 +145,17 @@ class GroupCommunicator:
 
     # Started, and waited for later
 
-    def start_all_to_all(self, x: torch.Tensor, send_rows: Rows = None, receive_rows: Rows = None) -> Pending:
+    def hold(self, x: torch.Tensor) -> Held:
+        """``x``, for one ``start_`` verb later on: the backward pass waits for its gradient here, not where it is sent.
+
+        What the forward pass runs between the two then runs before the wait. Nothing but the verb may use what is held.
+        """
+        if self.size == 1 or not _needs_grad(x):
+            return Held(x, None)
+        way = _Way()
+        return Held(_apply_hold(x, way), way)
+
+    def start_all_to_all(self, x: torch.Tensor | Held, send_rows: Rows = None, receive_rows: Rows = None) -> Pending:
         """As :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x,
@@ -143,11 +163,11 @@ class GroupCommunicator:
             lambda t: self._all_to_all(t, receive_rows, send_rows),
         )
 
-    def start_all_gather(self, x: torch.Tensor, rows: Rows = None) -> Pending:
+    def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
         """As :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
 
-    def start_reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> Pending:
+    def start_reduce_scatter(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
         """As :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
 
@@ -184,13 +204,15 @@ class GroupCommunicator:
             return forward(x).wait()
         return _apply(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
 
-    def _start(self, x: torch.Tensor, forward: Start, backward: Start) -> Pending:
+    def _start(self, x: torch.Tensor | Held, forward: Start, backward: Start) -> Pending:
+        x, way = (x.tensor, x.way) if isinstance(x, Held) else (x, None)
         if self.size == 1:
             forward(x)
             return Pending(x, None)
         if not _needs_grad(x):
             return forward(x)
-        way = _Way(forward, backward)
+        way = way or _Way(is_held=False)
+        way.forward, way.backward = forward, backward
         return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
 
     # Without autograd
@@ -286,31 +308,54 @@ _apply: Callable[[torch.Tensor, Move, Move], torch.Tensor] = cast("Any", _Moved.
 class _Way:
     """There and back: how a transfer and its gradient's are started, and whichever is under way."""
 
-    __slots__ = ("backward", "forward", "pending")
+    __slots__ = ("backward", "forward", "is_held", "pending")
 
-    def __init__(self, forward: Start, backward: Start) -> None:
-        self.forward, self.backward = forward, backward
+    def __init__(self, *, is_held: bool = True) -> None:
+        self.is_held = is_held
+        self.forward: Start | None = None
+        self.backward: Start | None = None
         self.pending: Pending | None = None
 
-    def take(self) -> Pending:
+    def start(self, begin: Start | None, x: torch.Tensor) -> torch.Tensor:
+        assert begin is not None  # whoever starts has said how
+        self.pending = begin(x)
+        return self.pending._result
+
+    def wait(self) -> torch.Tensor:
         pending, self.pending = self.pending, None
         assert pending is not None  # whoever waits comes after whoever started
-        return pending
+        return pending.wait()
 
 
-class _Started(torch.autograd.Function):
-    """Starts in the forward pass; in the backward pass waits for the gradient that :class:`_Waited` has started."""
+class _Hold(torch.autograd.Function):
+    """In the backward pass waits for what :class:`_Started` has passed on unfinished."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
         ctx.way = way
-        way.pending = way.forward(x)
-        return way.pending._result
+        return x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.take().wait(), None
+        return gradient if ctx.way.pending is None else ctx.way.wait(), None
+
+
+class _Started(torch.autograd.Function):
+    """Starts in the forward pass; in the backward pass waits for the gradient that :class:`_Waited` has started, unless
+    :class:`_Hold` will."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
+        ctx.way = way
+        return way.start(way.forward, x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Anomaly detection looks for NaN in whatever a function returns, also in memory that is not filled yet.
+        is_passed_on = ctx.way.is_held and not torch.is_anomaly_check_nan_enabled()
+        return ctx.way.pending._result if is_passed_on else ctx.way.wait(), None
 
 
 class _Waited(torch.autograd.Function):
@@ -319,15 +364,16 @@ class _Waited(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unfinished: torch.Tensor, way: _Way) -> torch.Tensor:
         ctx.way = way
-        return way.take().wait().detach()
+        return way.wait().detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.way.pending = ctx.way.backward(gradient)
+        ctx.way.start(ctx.way.backward, gradient)
         return gradient, None
 
 
+_apply_hold: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Hold.apply)
 _apply_start: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Started.apply)
 _apply_wait: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Waited.apply)
 

@@ -21,9 +21,10 @@ from typing import NoReturn
 
 import torch
 
-from commlayer.collectives import GroupCommunicator, Pending
+from commlayer.collectives import GroupCommunicator, Held, Pending
 from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout, Offer
-from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, Experts
+from commlayer.integrations.moe.measuring import Experts
+from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, split
@@ -151,7 +152,11 @@ class TokenDispatcher:
             raise UsageError("weights travel with all_to_all only: all_gather sends them for its combine anyway")
         return weights_of_rows(weights, chunk.rows)
 
-    def token_dispatch(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
+    def hold(self, rows: torch.Tensor, chunk: Chunk) -> Held:
+        """Rows for a later :meth:`token_dispatch`: the backward pass waits for their gradient here."""
+        return (self.grid.all if chunk.is_gathered else self.grid.ep).hold(rows)
+
+    def token_dispatch(self, rows: torch.Tensor | Held, chunk: Chunk) -> Pending:
         """Start the exchange: over EP; or (all_gather) to all ranks."""
         if chunk.is_gathered:
             return self.grid.all.start_all_gather(rows, chunk.gather_rows)
@@ -245,11 +250,14 @@ class TokenDispatcher:
         xs = split(x, sizes)
         ws = [None] * len(sizes) if weights is None else split(weights, sizes)
         stages = [Stage(self, chunk) for chunk in handle.chunks]
-        stages[0].send(xs[0], ws[0], self._weights_travel)
+        for j, stage in enumerate(stages):
+            stage.pack(xs[j], ws[j], self._weights_travel)
+            if j == 0:  # the others are packed while it travels
+                stage.send()
         other = beside() if beside is not None else None
         for j, stage in enumerate(stages):
             if j + 1 < len(stages):
-                stages[j + 1].send(xs[j + 1], ws[j + 1], self._weights_travel)
+                stages[j + 1].send()
             stage.compute(experts, partial(cut, sizes, j), x)
         parts = [stage.finish() for stage in stages]
         return parts[0] if len(parts) == 1 else torch.cat(parts), other

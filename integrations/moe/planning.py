@@ -7,38 +7,36 @@ the first call and agreed.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.handle import Grid, Layout
-from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
+from commlayer.integrations.moe.measuring import Experts, MoveTimes, measure_experts, measure_moves
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import ExpertTimes, choose_chunks
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "Experts", "measure_experts", "measure_moves"]
+__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner"]
 
 KINDS = ("all_to_all", "all_gather")
-Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
-"""Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
 _MARGIN = 0.1
 """all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
-_SAMPLE = 1024
 _FEWEST, _TRUST = 64, 2
 """Experts are measured on as many rows at least, and anew where a call has this many times more than were measured."""
+_MOST_KEPT = 256
 _MEASURED = (8, 2, 1)
 """Of the first call's rows, the fractions 1/8, 1/2 and all are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """What was chosen for one call, and why. ``kinds_us``: what each kind is predicted to take, both ways; ``chunks_us``: each
-    number of chunks, with the experts, forward and backward. Empty where there was nothing to choose or to predict from."""
+    """What was chosen for one call, and why. ``kinds_us``: what each kind is predicted to take, out and back, and where there is
+    a gradient its way too; ``chunks_us``: each number of chunks, with the experts, forward and backward. Empty where there was
+    nothing to choose or to predict from."""
 
     kind: str
     chunks: int
@@ -53,11 +51,28 @@ class DispatchPlanner:
     def __init__(self, grid: Grid, kind: str, chunks: int | str) -> None:
         self._grid, self._kind, self._chunks = grid, kind, chunks
         self._times: ExpertTimes | None = None
-        self._us_per_row: float | None = None
+        self._moves: MoveTimes | None = None
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
+        self._decided: dict[tuple[Any, ...], DispatchDecision] = {}
 
     def decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
-        """Collective at the first call that asks for chunks by the experts' times. ``like`` [T, H]: the tokens."""
+        """Once for calls of about the same counts. ``like`` [T, H]: the tokens.
+
+        Collective where something is to be measured: with the first call, and where the experts get more rows by far.
+        """
+        if self._times is not None and layout.most_expert_rows > _TRUST * self._times.rows[-1]:
+            self._times = None
+            self._decided.clear()
+        sizes = (sum(layout.tokens), layout.most_rows, layout.most_expert_rows)
+        key = (*map(_rounded, sizes), layout.indices.shape[1], layout.capacity, layout.needs_gradient)
+        key += (None if like is None else (like.shape[1], like.dtype), experts is None, _is_sharded(experts))
+        if key not in self._decided:
+            if len(self._decided) >= _MOST_KEPT:
+                self._decided.clear()
+            self._decided[key] = self._decide(layout, like, experts)
+        return self._decided[key]
+
+    def _decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         row_bytes = None if like is None else like.shape[1] * like.element_size()
         kind, kinds_us, why = self._choose_kind(layout, row_bytes, like)
         if layout.capacity is not None and self._chunks not in ("auto", 1):
@@ -75,7 +90,11 @@ class DispatchPlanner:
         size = layout.most_rows * row_bytes
         if self._exchange_us(size) is None:
             return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: no profile of this group")
-        if self._times is None or layout.most_expert_rows > _TRUST * self._times.rows[-1]:
+        if not like.is_cuda and not self._crosses_nodes():
+            return DispatchDecision(
+                kind, 1, kinds_us, {}, f"{why}; one chunk: inside a node the cores that compute also copy, nothing overlaps"
+            )
+        if self._times is None:
             self._times = self._measure(layout, like, experts)
         times, rows_per_byte = self._times, layout.most_expert_rows / max(size, 1)
         ep_size = self._grid.ep.size
@@ -104,7 +123,7 @@ class DispatchPlanner:
                 return (
                     kind,
                     each,
-                    f"{kind}: predicted {each[kind]:.0f} µs both ways, the other {_other(each, kind):.0f}",
+                    f"{kind}: predicted {each[kind]:.0f} µs in all, the other {_other(each, kind):.0f}",
                 )
         sent = layout.most_rows * (grid.ep.size - 1) / grid.ep.size + max(layout.gathered_rows) * (grid.etp.size > 1)
         gathered = tokens * (grid.all.size - 1) / grid.all.size
@@ -116,7 +135,10 @@ class DispatchPlanner:
         )
 
     def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int, like: torch.Tensor) -> dict[str, float] | None:
-        """Both ways, with the rows that are moved in memory: all_gather also sums over the tokens of all ranks."""
+        """Out and back, with the rows that are moved in memory: all_gather also sums over the tokens of all ranks.
+
+        The gradient goes the same ways; beside, the gradients of the combine's weights read its rows once more.
+        """
         grid = self._grid
         all_gather = grid.all.predicted_us("all_gather", tokens * row_bytes)
         reduce_scatter = grid.all.predicted_us("reduce_scatter", tokens * row_bytes)
@@ -125,14 +147,21 @@ class DispatchPlanner:
         inside = [self._slowest_us(grid.etp, 1, collective, most) for collective in ("all_gather", "reduce_scatter")]
         if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
             return None
-        if self._us_per_row is None:
-            self._us_per_row = self._agreed([measure_moves(like)])[0]
-        local, top_k = max(grid.experts), layout.indices.shape[1]
-        sorted_rows = layout.most_expert_rows if local * grid.etp.size > 1 else 0
-        summed = tokens * min(top_k, local)
+        if self._moves is None:
+            measured = measure_moves(like, tokens)
+            self._moves = MoveTimes(*self._agreed([measured.gather_us, measured.sum_us]))
+        gather_us, sum_us = self._moves.gather_us, self._moves.sum_us
+        here = layout.most_expert_rows
+        sorted_rows = 2 * here if max(grid.experts) * grid.etp.size > 1 else 0
+        passes = 2 if layout.needs_gradient else 1
+        again = (passes - 1) * gather_us  # for a row of the combine
+        exchanged = 2 * exchange + inside[0] + inside[1] + sorted_rows * gather_us
+        exchanged += layout.most_rows * (gather_us + sum_us)
+        # What no expert here has chosen is zero in what goes back: written, not read.
+        gathered = all_gather + reduce_scatter + here * (gather_us + sum_us) + tokens * gather_us / 2
         return {
-            "all_to_all": 2 * exchange + inside[0] + inside[1] + (layout.most_rows + sorted_rows) * self._us_per_row,
-            "all_gather": all_gather + reduce_scatter + (layout.most_expert_rows + summed) / 2 * self._us_per_row,
+            "all_to_all": passes * exchanged + layout.most_rows * again,
+            "all_gather": passes * gathered + here * again,
         }
 
     def _exchange_us(self, size: float) -> float | None:
@@ -143,21 +172,25 @@ class DispatchPlanner:
         ranks must find the same."""
         if group.size == 1:
             return 0.0
-        if self._shapes is None:
-            self._shapes = self._everyones_shapes()
-        times = [group.predicted_us(collective, num_bytes, shape) for shape in self._shapes[axis]]
+        times = [group.predicted_us(collective, num_bytes, shape) for shape in self._everyones_shapes()[axis]]
         known = [time_us for time_us in times if time_us is not None]
         return max(known) if len(known) == len(times) else None
 
     def _everyones_shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """How the EP and ETP groups of all ranks of the grid lie on nodes; collective."""
+        """How the EP and ETP groups of all ranks of the grid lie on nodes; collective at the first call."""
+        if self._shapes is not None:
+            return self._shapes
         grid, found = self._grid, []
         for group in (grid.ep, grid.etp):
             mine = torch.zeros(1, group.size, dtype=torch.int64)
             mine[0, : len(group.shape)] = torch.tensor(group.shape)
             everyone = grid.all.all_gather(mine).tolist()
             found.append(sorted({tuple(count for count in shape if count) for shape in everyone}))
-        return found[0], found[1]
+        self._shapes = found[0], found[1]
+        return self._shapes
+
+    def _crosses_nodes(self) -> bool:
+        return any(len(shape) > 1 for shape in self._everyones_shapes()[0])
 
     def _measure(self, layout: Layout, like: torch.Tensor, experts: Experts) -> ExpertTimes:
         most = max(layout.most_expert_rows, _FEWEST)
@@ -172,39 +205,13 @@ class DispatchPlanner:
         return tuple(statistics.median(column.tolist()) for column in everyone.unbind(1))
 
 
-def measure_moves(like: torch.Tensor) -> float:
-    """µs that a row takes from its token to a buffer and, summed, back: the better of two, over 1024 tokens such as ``like``."""
-    tokens = like.new_zeros(_SAMPLE, like.shape[1])
-    rows = make_row_map(torch.arange(2 * _SAMPLE, device=like.device).view(_SAMPLE, 2) % 4, 4)
-    weights = like.new_ones(_SAMPLE, 2)
-    with torch.no_grad():
-        times = [_time_us(lambda: combine_rows(gather_rows(tokens, rows), weights, rows), like) for _ in range(3)]
-    return min(times[1:]) / (2 * _SAMPLE)
+def _rounded(count: int) -> int:
+    """Up to five leading bits: counts that differ by less than a sixteenth are decided alike."""
+    bits = max(0, count.bit_length() - 5)
+    return -(-count >> bits) << bits
 
 
-def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:
-    """µs of a forward pass of ``experts`` on each number of rows, spread evenly over them; the better of two."""
-    times = []
-    # Dropout in the experts must draw, in a recomputation of the forward pass, what it drew there.
-    with torch.no_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
-        for size in sizes:
-            rows = like.new_zeros(size, like.shape[1])
-            counts = [size // num_experts + (expert < size % num_experts) for expert in range(num_experts)]
-            times.append(min(_time_us(lambda: experts(rows, counts, None), rows) for _ in range(2)))  # noqa: B023
-    return times
-
-
-def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
-    started = time.perf_counter()
-    call()
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
-    return (time.perf_counter() - started) * 1e6
-
-
-def _is_sharded(experts: Experts) -> bool:
+def _is_sharded(experts: Experts | None) -> bool:
     """Whether FSDP2 shards them: then a call of them is a collective over EDP, whose ranks see other counts than these."""
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 

@@ -166,15 +166,7 @@ class _Combine(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         y, weights = ctx.saved_tensors
-        rows: RowMap = ctx.rows
-        of_rows = of_weights = None
-        if ctx.needs_input_grad[0]:
-            of_rows = _take(gradient, rows)
-            if weights is not None:
-                of_rows = (of_rows * weights_of_rows(weights, rows)).to(gradient.dtype)
-        if y is not None:
-            of_weights = _dot_choices(gradient, y, rows, torch.promote_types(y.dtype, weights.dtype)).to(weights.dtype)
-        return of_rows, of_weights, None
+        return *_spread(gradient, y, weights, ctx.rows, of_rows=ctx.needs_input_grad[0]), None
 
 
 _permute: Callable[[torch.Tensor, Permutation], torch.Tensor] = cast("Any", _Permute.apply)
@@ -197,6 +189,8 @@ def _sum_choices(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) ->
     dtype = y.dtype if weights is None else torch.promote_types(y.dtype, weights.dtype)
     if weights is None and y.dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32
+    if top_k == 1:
+        return _part(y, weights, rows, slice(None), 0, dtype).to(y.dtype)
     out = y.new_empty(num_tokens, y.shape[1])
     block = num_tokens if y.is_cuda else max(1, _BLOCK_BYTES // (y.shape[1] * dtype.itemsize))
     for start in range(0, num_tokens, block):
@@ -208,13 +202,19 @@ def _sum_choices(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) ->
 def _part(
     y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap, tokens: slice, k: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A block's choice k times its weight: a fresh tensor."""
-    part = y.index_select(0, rows.row_of_choice[tokens, k]).to(dtype)
-    if weights is not None:
-        part *= weights[tokens, k].unsqueeze(1)
-    if rows.is_kept is not None:  # not times zero: what lies there may be infinite
-        part.masked_fill_(~rows.is_kept[tokens, k].unsqueeze(1), 0)
-    return part
+    """A block's choice k times its weight, zero where dropped: a fresh tensor."""
+    places, of_choice = rows.row_of_choice[tokens, k], None if weights is None else weights[tokens, k].unsqueeze(1)
+    kept = None if rows.is_kept is None else rows.is_kept[tokens, k]
+    if kept is None or y.is_cuda:  # the rows of dropped choices are not looked for: the host would wait for their number
+        part = y.index_select(0, places).to(dtype)
+        if of_choice is not None:
+            part *= of_choice
+        return part if kept is None else part.masked_fill_(~kept.unsqueeze(1), 0)  # not times zero: it may be infinite
+    chosen = kept.nonzero().squeeze(1)
+    values = y.index_select(0, places[chosen]).to(dtype)
+    if of_choice is not None:
+        values *= of_choice[chosen]
+    return values.new_zeros(places.shape[0], y.shape[1]).index_copy_(0, chosen, values)
 
 
 def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -224,15 +224,32 @@ def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Ten
     return _sum_pairs(choices[:half], part).add_(_sum_pairs(choices[half:], part))
 
 
-def _dot_choices(gradient: torch.Tensor, y: torch.Tensor, rows: RowMap, dtype: torch.dtype) -> torch.Tensor:
-    """``gradient[t] · y[row[t, k]]`` in ``dtype``: [T, K]."""
-    columns = []
-    for k in range(rows.row_of_choice.shape[1]):
-        if y.shape[0] == 0:
-            columns.append(gradient.new_zeros(gradient.shape[0]))
-        else:
-            columns.append(
-                torch.linalg.vecdot(gradient.to(dtype), y.index_select(0, rows.row_of_choice[:, k]).to(dtype))
-            )
-    dots = torch.stack(columns, 1) if columns else gradient.new_zeros(gradient.shape[0], 0)
-    return dots if rows.is_kept is None else dots.masked_fill_(~rows.is_kept, 0)
+def _spread(
+    gradient: torch.Tensor, y: torch.Tensor | None, weights: torch.Tensor | None, rows: RowMap, *, of_rows: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of the weighted sum: each row's gradient, ``w[t, k] · gradient[t]`` [N, H], and each weight's, ``gradient[t] · y[row[t, k]]``
+    [T, K], for which ``y`` is there; None where not asked for. A block of rows at a time."""
+    num_rows = rows.token_of_row.shape[0]
+    if weights is None or gradient.shape[0] == 0:
+        taken = _take(gradient, rows) if of_rows else None
+        return taken, None if y is None else torch.zeros_like(cast("torch.Tensor", weights))
+    dtype = torch.promote_types(gradient.dtype, weights.dtype)
+    spread = gradient.new_empty(num_rows, gradient.shape[1]) if of_rows else None
+    dots = None if y is None else gradient.new_empty(num_rows, dtype=dtype)
+    of_row = weights_of_rows(weights, rows).to(dtype)
+    block = num_rows if gradient.is_cuda else max(1, _BLOCK_BYTES // (gradient.shape[1] * dtype.itemsize))
+    for start in range(0, num_rows, block):
+        part = slice(start, start + block)
+        taken = gradient.index_select(0, rows.token_of_row[part]).to(dtype)
+        if rows.is_filled is not None:  # not times zero: what lies there by chance may be infinite
+            taken.masked_fill_(~rows.is_filled[part].unsqueeze(1), 0)
+        if dots is not None and y is not None:
+            torch.linalg.vecdot(taken, y[part].to(dtype), out=dots[part])
+        if spread is not None:
+            spread[part] = taken.mul_(of_row[part])
+    if dots is None:
+        return spread, None
+    of_weights = dots[rows.row_of_choice] if num_rows else dots.new_zeros(weights.shape)
+    if rows.is_kept is not None:
+        of_weights.masked_fill_(~rows.is_kept, 0)
+    return spread, of_weights.to(weights.dtype)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from commlayer.collectives import Pending
+from commlayer.collectives import Held, Pending
 from commlayer.integrations.moe.handle import Chunk
-from commlayer.integrations.moe.planning import Experts
+from commlayer.integrations.moe.measuring import Experts
 from commlayer.integrations.remat import Promise, promise_of, recomputable
 from commlayer.profiles.errors import TensorError
 
@@ -25,16 +25,24 @@ class Stage:
     def __init__(self, dispatcher: TokenDispatcher, chunk: Chunk) -> None:
         self.dispatcher, self.chunk = dispatcher, chunk
         self._weights: torch.Tensor | None = None
+        self._packed: list[Held] = []
         self._going: list[Pending] = []
         self._returning: Pending | None = None
 
-    def send(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
+    def pack(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
+        """Put the chunk's tokens in the order in which they go. The backward pass waits for their gradients here: after the
+        experts of all chunks that are packed before the first is computed."""
         dispatcher, chunk = self.dispatcher, self.chunk
-        self._going.append(self.exchange(x))
+        rows = [dispatcher.dispatch_preprocess(x, chunk)]
         if weights is not None and weights_travel:
-            self._going.append(dispatcher.token_dispatch(dispatcher.row_weights(weights, chunk), chunk))
+            rows.append(dispatcher.row_weights(weights, chunk))
         else:
             self._weights = weights
+        self._packed = [dispatcher.hold(each, chunk) for each in rows]
+
+    def send(self) -> None:
+        self._going = [self.dispatcher.token_dispatch(held, self.chunk) for held in self._packed]
+        self._packed = []
 
     def exchange(self, x: torch.Tensor) -> Pending:
         return self.dispatcher.token_dispatch(self.dispatcher.dispatch_preprocess(x, self.chunk), self.chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import planning
 from commlayer.integrations.moe.handle import Grid, Layout
-from commlayer.integrations.moe.planning import DispatchPlanner, measure_experts
+from commlayer.integrations.moe.measuring import MoveTimes, measure_experts, measure_moves
+from commlayer.integrations.moe.planning import DispatchPlanner, _rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import ExpertTimes, choose_chunks, pipeline, time_pipeline
@@ -105,16 +107,16 @@ LIKE = torch.zeros(16, 8)
 def test_the_kind_is_the_one_predicted_faster_by_a_margin(
     monkeypatch: pytest.MonkeyPatch, gathering_us: float, us_per_row: float, kind: str
 ) -> None:
-    """64 rows of 32 bytes either way (k = 4 of 4 experts, one a rank), so times for a byte compare directly. In memory
-    all_to_all moves 64 rows out and back, all_gather takes 64 and sums over 64 tokens: the same."""
-    monkeypatch.setattr(planning, "measure_moves", lambda _: us_per_row)
+    """64 rows of 32 bytes either way (k = 4 of 4 experts, one a rank), so times for a byte compare directly. In memory both
+    gather and sum 64 rows, and all_gather writes 64 tokens."""
+    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(us_per_row, 2 * us_per_row))
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": gathering_us, "reduce_scatter": gathering_us})
     found = layout(group, top_k=4)
     decision = DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None)
-    moved_us = 64 * us_per_row
+    moved_us = 64 * 3 * us_per_row
     assert decision.kinds_us == {
         "all_to_all": 2 * 64 * 32 + moved_us,
-        "all_gather": gathering_us * 2 * 64 * 32 + moved_us,
+        "all_gather": gathering_us * 2 * 64 * 32 + moved_us + 64 * us_per_row / 2,
     }
     assert decision.kind == kind
     assert "predicted" in decision.reason
@@ -126,13 +128,70 @@ def test_sums_over_all_tokens_count_against_all_gather(monkeypatch: pytest.Monke
     found = layout(group, top_k=1)
     kinds = []
     for us_per_row in (0.0, 1e3):
-        monkeypatch.setattr(planning, "measure_moves", lambda _, us=us_per_row: us)
+        monkeypatch.setattr(planning, "measure_moves", lambda *_, us=us_per_row: MoveTimes(us, us))
         kinds.append(DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kind)
     assert kinds == ["all_gather", "all_to_all"]
 
 
 def test_moves_are_measured() -> None:
-    assert planning.measure_moves(torch.zeros(1, 4)) > 0
+    measured = measure_moves(torch.zeros(1, 4), 8)
+    assert measured.gather_us > 0
+    assert measured.sum_us > 0
+
+
+def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And reads the combine's rows once more, for the gradients of its weights."""
+    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(1.0, 1.0))
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0})
+    forward, both = (
+        DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kinds_us
+        for found in (layout(group, top_k=4), replace(layout(group, top_k=4), needs_gradient=True))
+    )
+    assert both == {kind: 2 * us + 64 for kind, us in forward.items()}
+
+
+def test_calls_of_about_the_same_counts_are_decided_once() -> None:
+    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 9.0, "reduce_scatter": 9.0})
+    planner = DispatchPlanner(layout(group, top_k=2).grid, "auto", 1)
+    first = planner.decide(layout(group, top_k=2), LIKE, None)
+    assert planner.decide(layout(group, top_k=2), LIKE, None) is first
+    assert planner.decide(layout(group, top_k=4), LIKE, None) is not first
+    assert planner.decide(layout(group, top_k=2), LIKE.to(torch.float64), None) is not first
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 33, 100, 4096, 4097, 10**9 + 7])
+def test_counts_are_rounded_up_by_a_sixteenth_at_most(count: int) -> None:
+    assert count <= _rounded(count) <= count * 17 / 16
+    assert _rounded(_rounded(count)) == _rounded(count)
+
+
+def test_inside_a_node_tokens_go_in_one_chunk() -> None:
+    """The cores that compute copy the rows too; between nodes there is something to hide."""
+
+    class Lying(Predicted):
+        nodes = 1
+
+        def all_gather(self, x: torch.Tensor, rows: Any = None) -> torch.Tensor:
+            if x.dtype is torch.int64:  # how each rank's group lies
+                return torch.tensor([[4 // self.nodes] * self.nodes + [0] * (4 - self.nodes)] * 4)
+            return super().all_gather(x)
+
+        def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+            return 1e3 * num_bytes
+
+    class AcrossNodes(Lying):
+        nodes = 2
+
+    def experts(rows: torch.Tensor, counts: Any, _: object) -> torch.Tensor:
+        return rows
+
+    inside, across = (
+        DispatchPlanner(found.grid, "all_to_all", "auto").decide(found, LIKE, experts)
+        for found in (layout(Lying(4, {}), top_k=2), layout(AcrossNodes(4, {}), top_k=2))
+    )
+    assert inside.chunks == 1
+    assert "nothing overlaps" in inside.reason
+    assert across.chunks_us
 
 
 @pytest.mark.parametrize(("top_k", "kind"), [(2, "all_to_all"), (8, "all_gather")])
