@@ -121,7 +121,7 @@ def _kinds(rows: Sequence[KindRow], pictures: Mapping[str, str]) -> list[str]:
     lines = [
         f"One node, {NUM_TOKENS} tokens a rank of hidden {HIDDEN}, FP32, {NUM_EXPERTS} experts that do nothing. Predicted:",
         "dispatch, combine and their gradients, with what is moved in memory. Chosen / faster: the chosen one's time forward and",
-        f"backward over the better one's; the dispatcher leaves all_to_all only for a tenth, so up to {_MARGIN:g} is as promised.",
+        f"backward over the better one's; the dispatcher leaves all_to_all only for a tenth, so {_MARGIN:g} is as promised.",
         "",
         f"- chosen within the margin: {sum(row.loss <= _MARGIN for row in rows)} of {len(rows)}",
         "",

@@ -149,19 +149,20 @@ class DispatchPlanner:
             return None
         if self._moves is None:
             measured = measure_moves(like, tokens)
-            self._moves = MoveTimes(*self._agreed([measured.gather_us, measured.sum_us]))
-        gather_us, sum_us = self._moves.gather_us, self._moves.sum_us
-        here = layout.most_expert_rows
+            self._moves = MoveTimes(*self._agreed([measured.gather_us, measured.sum_us, measured.new_us]))
+        gather_us, sum_us, new_us = self._moves.gather_us, self._moves.sum_us, self._moves.new_us
+        here, top_k = layout.most_expert_rows, layout.indices.shape[1]
         sorted_rows = 2 * here if max(grid.experts) * grid.etp.size > 1 else 0
         passes = 2 if layout.needs_gradient else 1
         again = (passes - 1) * gather_us  # for a row of the combine
-        exchanged = 2 * exchange + inside[0] + inside[1] + sorted_rows * gather_us
-        exchanged += layout.most_rows * (gather_us + sum_us)
-        # What no expert here has chosen is zero in what goes back: written, not read.
-        gathered = all_gather + reduce_scatter + here * (gather_us + sum_us) + tokens * gather_us / 2
+        exchanged = 2 * exchange + inside[0] + inside[1] + sorted_rows * (gather_us + new_us)
+        exchanged += layout.most_rows * (gather_us + sum_us + 3 * new_us)  # gathered, arrived, and come back
+        gathered = all_gather + reduce_scatter + here * (gather_us + sum_us + new_us)
+        gathered += 2 * tokens * new_us  # arrived, and summed, where no expert here has chosen too
+        small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]  # indices and weights
         return {
             "all_to_all": passes * exchanged + layout.most_rows * again,
-            "all_gather": passes * gathered + here * again,
+            "all_gather": passes * (gathered + small[1]) + small[0] + here * again,
         }
 
     def _exchange_us(self, size: float) -> float | None:

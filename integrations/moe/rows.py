@@ -227,7 +227,7 @@ def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Ten
 def _spread(
     gradient: torch.Tensor, y: torch.Tensor | None, weights: torch.Tensor | None, rows: RowMap, *, of_rows: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of the weighted sum: each row's gradient, ``w[t, k] · gradient[t]`` [N, H], and each weight's, ``gradient[t] · y[row[t, k]]``
+    """Of the weighted sum: each row's gradient, ``w[t, k] · gradient[t]`` [N, H], and each weight's, ``gradient[t] · y[row]``
     [T, K], for which ``y`` is there; None where not asked for. A block of rows at a time."""
     num_rows = rows.token_of_row.shape[0]
     if weights is None or gradient.shape[0] == 0:

@@ -108,15 +108,15 @@ def test_the_kind_is_the_one_predicted_faster_by_a_margin(
     monkeypatch: pytest.MonkeyPatch, gathering_us: float, us_per_row: float, kind: str
 ) -> None:
     """64 rows of 32 bytes either way (k = 4 of 4 experts, one a rank), so times for a byte compare directly. In memory both
-    gather and sum 64 rows, and all_gather writes 64 tokens."""
-    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(us_per_row, 2 * us_per_row))
+    move as much; for all_gather indices (8 bytes) and weights (4) travel too."""
+    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(us_per_row, 2 * us_per_row, us_per_row))
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": gathering_us, "reduce_scatter": gathering_us})
     found = layout(group, top_k=4)
     decision = DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None)
-    moved_us = 64 * 3 * us_per_row
+    moved_us = 64 * 6 * us_per_row
     assert decision.kinds_us == {
         "all_to_all": 2 * 64 * 32 + moved_us,
-        "all_gather": gathering_us * 2 * 64 * 32 + moved_us + 64 * us_per_row / 2,
+        "all_gather": gathering_us * (2 * 64 * 32 + 64 * 4 * (8 + 4)) + moved_us,
     }
     assert decision.kind == kind
     assert "predicted" in decision.reason
@@ -128,7 +128,7 @@ def test_sums_over_all_tokens_count_against_all_gather(monkeypatch: pytest.Monke
     found = layout(group, top_k=1)
     kinds = []
     for us_per_row in (0.0, 1e3):
-        monkeypatch.setattr(planning, "measure_moves", lambda *_, us=us_per_row: MoveTimes(us, us))
+        monkeypatch.setattr(planning, "measure_moves", lambda *_, us=us_per_row: MoveTimes(us, us, us))
         kinds.append(DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kind)
     assert kinds == ["all_gather", "all_to_all"]
 
@@ -137,17 +137,22 @@ def test_moves_are_measured() -> None:
     measured = measure_moves(torch.zeros(1, 4), 8)
     assert measured.gather_us > 0
     assert measured.sum_us > 0
+    assert measured.new_us >= 0
 
 
 def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """And reads the combine's rows once more, for the gradients of its weights."""
-    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(1.0, 1.0))
+    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(1.0, 1.0, 0.0))
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0})
     forward, both = (
         DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kinds_us
         for found in (layout(group, top_k=4), replace(layout(group, top_k=4), needs_gradient=True))
     )
-    assert both == {kind: 2 * us + 64 for kind, us in forward.items()}
+    indices_us = 64 * 4 * 8  # have no gradient
+    assert both == {
+        "all_to_all": 2 * forward["all_to_all"] + 64,
+        "all_gather": 2 * forward["all_gather"] - indices_us + 64,
+    }
 
 
 def test_calls_of_about_the_same_counts_are_decided_once() -> None:
