@@ -77,17 +77,19 @@ def choose_chunks(
     exchange_us: Micros,
     experts_us: Micros,
     *,
+    posting_us: float = 0.0,
     allowed: Sequence[int] = (1, 2, 4, 8),
     tolerance: float = 0.05,
 ) -> tuple[int, dict[int, float]]:
     """The fewest chunks predicted within ``tolerance`` of the fastest, and the µs of each number, forward and backward.
 
     The backward pass sends as much and computes twice: for each product one for its input and one for its weight.
+    ``posting_us``: what each chunk costs the processor that computes, in each pass, for the messages of its two exchanges.
     """
     priced = {}
     for chunks in allowed:
         plan = pipeline(traffic, chunks)
-        passes = (experts_us, lambda size: 2 * experts_us(size))
+        passes = [lambda size, times=times: times * experts_us(size) + posting_us for times in (1, 2)]
         priced[chunks] = sum(time_pipeline(plan, exchange_us, compute_us).total_us for compute_us in passes)
     best_us = min(priced.values())
     return min(chunks for chunks, time_us in priced.items() if time_us <= best_us * (1 + tolerance)), priced

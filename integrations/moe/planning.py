@@ -64,8 +64,15 @@ class DispatchPlanner:
             self._times = None
             self._decided.clear()
         sizes = (sum(layout.tokens), layout.most_rows, layout.most_expert_rows)
-        key = (*map(_rounded, sizes), layout.indices.shape[1], layout.capacity, layout.needs_gradient)
-        key += (None if like is None else (like.shape[1], like.dtype), experts is None, _is_sharded(experts))
+        of_tokens = None if like is None else (like.shape[1], like.dtype)
+        of_call = (
+            layout.indices.shape[1],
+            layout.capacity,
+            layout.needs_gradient,
+            experts is None,
+            _is_sharded(experts),
+        )
+        key = (*map(_rounded, sizes), of_tokens, *of_call)
         if key not in self._decided:
             if len(self._decided) >= _MOST_KEPT:
                 self._decided.clear()
@@ -81,28 +88,38 @@ class DispatchPlanner:
             return DispatchDecision(kind, 1, kinds_us, {}, why)
         if self._chunks != "auto":
             return DispatchDecision(kind, int(self._chunks), kinds_us, {}, f"{why}; chunks as asked for")
-        if self._grid.ep.size == 1 or row_bytes is None or like is None or experts is None:
-            return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: nothing to overlap")
+        why_one = self._why_one_chunk(layout, like, experts)
+        if why_one is not None or like is None or experts is None:
+            return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: {why_one}")
+        chunks, chunks_us = self._choose_chunks(layout, like, experts)
+        return DispatchDecision(kind, chunks, kinds_us, chunks_us, f"{why}; chunks by the experts' times")
+
+    def _why_one_chunk(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> str | None:
+        """Why there is nothing to choose; None where there is."""
+        if self._grid.ep.size == 1 or like is None or experts is None:
+            return "nothing to overlap"
         if _is_sharded(experts):
-            return DispatchDecision(
-                kind, 1, kinds_us, {}, f"{why}; one chunk: each would gather the experts' shards anew"
-            )
-        size = layout.most_rows * row_bytes
-        if self._exchange_us(size) is None:
-            return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: no profile of this group")
+            return "each would gather the experts' shards anew"
+        if self._exchange_us(layout.most_rows * like.shape[1] * like.element_size()) is None:
+            return "no profile of this group"
         if not like.is_cuda and not self._crosses_nodes():
-            return DispatchDecision(
-                kind, 1, kinds_us, {}, f"{why}; one chunk: inside a node the cores that compute also copy, nothing overlaps"
-            )
+            return "inside a node the cores that compute also copy"
+        return None
+
+    def _choose_chunks(self, layout: Layout, like: torch.Tensor, experts: Experts) -> tuple[int, dict[int, float]]:
         if self._times is None:
             self._times = self._measure(layout, like, experts)
+        size, ep_size = layout.most_rows * like.shape[1] * like.element_size(), self._grid.ep.size
         times, rows_per_byte = self._times, layout.most_expert_rows / max(size, 1)
-        ep_size = self._grid.ep.size
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
-        chunks, chunks_us = choose_chunks(
-            traffic, lambda part: self._exchange_us(part) or 0.0, lambda part: times.at(part * rows_per_byte)
+        # On a CPU what a call takes that sends next to nothing is work of the cores that compute.
+        posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1) or 0.0)
+        return choose_chunks(
+            traffic,
+            lambda part: self._exchange_us(part) or 0.0,
+            lambda part: times.at(part * rows_per_byte),
+            posting_us=posting_us,
         )
-        return DispatchDecision(kind, chunks, kinds_us, chunks_us, f"{why}; chunks by the experts' times")
 
     def _choose_kind(
         self, layout: Layout, row_bytes: int | None, like: torch.Tensor | None
@@ -159,7 +176,9 @@ class DispatchPlanner:
         exchanged += layout.most_rows * (gather_us + sum_us + 3 * new_us)  # gathered, arrived, and come back
         gathered = all_gather + reduce_scatter + here * (gather_us + sum_us + new_us)
         gathered += 2 * tokens * new_us  # arrived, and summed, where no expert here has chosen too
-        small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]  # indices and weights
+        small = [
+            grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)
+        ]  # indices and weights
         return {
             "all_to_all": passes * exchanged + layout.most_rows * again,
             "all_gather": passes * (gathered + small[1]) + small[0] + here * again,

@@ -53,6 +53,7 @@ def test_chunks_are_as_many_as_pay() -> None:
     assert choose_chunks(TRAFFIC, linear(0), linear(0), tolerance=0)[0] == 8
     assert choose_chunks(TRAFFIC, linear(50_000), linear(0))[0] == 1  # each chunk costs a latency
     assert choose_chunks(TRAFFIC, linear(0), lambda _: 0.0)[0] == 1  # nothing to hide behind
+    assert choose_chunks(TRAFFIC, linear(0), linear(0), posting_us=1_000_000)[0] == 1  # each costs the processor time
     chunks, priced = choose_chunks(TRAFFIC, linear(0), linear(0), tolerance=0.5)
     assert chunks < 8  # fewer chunks stay where they are near enough
     assert priced[chunks] <= 1.5 * min(priced.values())
@@ -195,7 +196,7 @@ def test_inside_a_node_tokens_go_in_one_chunk() -> None:
         for found in (layout(Lying(4, {}), top_k=2), layout(AcrossNodes(4, {}), top_k=2))
     )
     assert inside.chunks == 1
-    assert "nothing overlaps" in inside.reason
+    assert "the cores that compute also copy" in inside.reason
     assert across.chunks_us
 
 
