@@ -5,7 +5,7 @@ Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,15 +34,52 @@ def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has."""
+    """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has.
+
+    Under autocast in its dtype. Differentiable once.
+    """
     if has_grouped_mm(x, weight.shape[1]):
         offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
         out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return out
-    if len(rows) == 1:
-        return F.linear(x, weight[0])
-    # Also experts without rows: their weights get a gradient of zeros, as on every other rank.
-    return torch.cat([F.linear(part, w) for part, w in zip(x.split(list(rows)), weight.unbind(), strict=True)])
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return _loop(x, weight, rows)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One product after another, each into its place. Rejected: torch.cat of the products, and a gradient of each expert's
+    slice, which torch pads with zeros to all weights: both copy what is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows = list(rows)
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        for part, w, place in zip(x.split(rows), weight.unbind(), out.split(rows), strict=True):
+            torch.mm(part, w.t(), out=place)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        parts = gradient.split(ctx.rows)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = torch.empty_like(x)
+            for part, w, place in zip(parts, weight.unbind(), of_x.split(ctx.rows), strict=True):
+                torch.mm(part, w, out=place)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.empty_like(weight)
+            # Also of experts without rows: their weights get a gradient of zeros, as on every other rank.
+            for part, rows, place in zip(parts, x.split(ctx.rows), of_weight.unbind(), strict=True):
+                torch.mm(part.t(), rows, out=place)
+        return of_x, of_weight, None
+
+
+_loop: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = cast("Any", _GroupedLinear.apply)
 
 
 class GroupedExperts(nn.Module):
