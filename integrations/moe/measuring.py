@@ -12,47 +12,89 @@ from statistics import median
 
 import torch
 
-from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
+from commlayer.integrations.moe.rows import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
 
-__all__ = ["Experts", "MoveTimes", "measure_experts", "measure_moves"]
+__all__ = ["Experts", "MoveShape", "MoveTimes", "measure_experts", "measure_moves"]
 
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
-_FEWEST_TOKENS, _MOST_BYTES = 64, 16 << 20
+_MOST_BYTES = 64 << 20
 _REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
+class MoveShape:
+    """``tokens`` of all ``ranks`` together, ``top_k`` choices each of ``num_experts``, as many of which are here as on any rank:
+    ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes back through all."""
+
+    tokens: int
+    ranks: int
+    top_k: int
+    num_experts: int
+    num_local: int
+    is_sorted: bool
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MoveTimes:
-    """µs for a row: gathered from its token into a buffer; summed, weighted, into a token; written to memory that is new, which
-    every result is: where its pages are made at the first write (not on a GPU) that costs more than the write."""
+    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank."""
 
-    gather_us: float
-    sum_us: float
-    new_us: float
+    row_us: float
+    token_us: float
 
 
-def measure_moves(like: torch.Tensor, num_tokens: int) -> MoveTimes:
-    """Of ``num_tokens`` tokens such as ``like`` [T, H] with two choices each, as far as 16 MiB hold them: rows out of a cache
-    would look too cheap. The median of five."""
+def measure_moves(like: torch.Tensor, shape: MoveShape) -> MoveTimes:
+    """What a call of ``shape`` does beside the exchanges, done with tokens such as ``like`` [T, H] whose choices are spread
+    evenly; medians. Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
+
+    As many tokens as 64 MiB hold stand for more.
+    """
     most = _MOST_BYTES // max(1, like.shape[1] * like.element_size())
-    num_tokens = max(_FEWEST_TOKENS, min(num_tokens, most))
-    tokens = like.new_ones(num_tokens, like.shape[1])
-    rows = make_row_map(torch.arange(2 * num_tokens, device=like.device).view(num_tokens, 2) % 4, 4)
-    weights = like.new_ones(num_tokens, 2)
+    own = max(1, min(shape.tokens, most) // shape.ranks)
+    tokens = own * shape.ranks
+    choices = torch.arange(tokens * shape.top_k, device=like.device).view(tokens, shape.top_k) % shape.num_experts
+    mine = make_row_map(choices[:own], shape.num_experts)
+    local = torch.where(choices < shape.num_local, choices, -1).sort(1, descending=True).values
+    here = make_row_map(local[:, : max(1, int((local >= 0).sum(1).max()))], shape.num_local)
     with torch.no_grad():
-        gathered = gather_rows(tokens, rows)
-        gather_us = median(time_us(lambda: gather_rows(tokens, rows), like) for _ in range(_REPEATS))
-        sum_us = median(time_us(lambda: combine_rows(gathered, weights, rows), like) for _ in range(_REPEATS))
-        held: list[torch.Tensor] = []  # as a layer holds results: what is given back may come again with its pages
-        new_us = median(time_us(lambda: _keep(held, torch.zeros_like(tokens)), like) for _ in range(_REPEATS))
-        again_us = median(time_us(tokens.zero_, like) for _ in range(_REPEATS))
-    return MoveTimes(gather_us / (2 * num_tokens), sum_us / (2 * num_tokens), max(0.0, new_us - again_us) / num_tokens)
+        exchanged_us = median(time_us(lambda: _exchange(like, mine, shape), like) for _ in range(_REPEATS))
+        gathered_us = median(time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
+    return MoveTimes(exchanged_us / max(1, mine.token_of_row.shape[0]), gathered_us / tokens)
 
 
-def _keep(held: list[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
-    held.append(made)
-    return made
+def _exchange(like: torch.Tensor, rows: RowMap, shape: MoveShape) -> torch.Tensor:
+    """As all_to_all; what would arrive is copied."""
+    tokens, top_k = rows.row_of_choice.shape
+    weights, x = like.new_ones(tokens, top_k), like.new_ones(tokens, like.shape[1])
+    back = _there_and_back(gather_rows(x, rows), shape)
+    out = combine_rows(back, weights, rows)
+    if not shape.needs_gradient:
+        return out
+    of_rows, _ = spread_rows(out, back, weights, rows, of_rows=True)
+    assert of_rows is not None  # asked for
+    return combine_rows(_there_and_back(of_rows, shape), None, rows)
+
+
+def _there_and_back(rows: torch.Tensor, shape: MoveShape) -> torch.Tensor:
+    arrived = rows.clone()
+    if shape.is_sorted:
+        order = torch.arange(arrived.shape[0] - 1, -1, -1, device=rows.device)
+        arrived = arrived.index_select(0, order).index_select(0, order)
+    return arrived.clone()
+
+
+def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> torch.Tensor:
+    """As all_gather; what would arrive is written."""
+    tokens, top_k = rows.row_of_choice.shape
+    weights, x = like.new_ones(tokens, top_k), like.new_ones(tokens, like.shape[1])
+    taken = gather_rows(x, rows)
+    summed = combine_rows(taken, weights, rows)
+    if not shape.needs_gradient:
+        return summed[:own].clone()
+    of_rows, _ = spread_rows(torch.ones_like(summed), taken, weights, rows, of_rows=True)
+    assert of_rows is not None  # asked for
+    return combine_rows(of_rows, None, rows)[:own].clone()
 
 
 def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.handle import Grid, Layout
-from commlayer.integrations.moe.measuring import Experts, MoveTimes, measure_experts, measure_moves
+from commlayer.integrations.moe.measuring import Experts, MoveShape, MoveTimes, measure_experts, measure_moves
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import ExpertTimes, choose_chunks
@@ -51,7 +51,7 @@ class DispatchPlanner:
     def __init__(self, grid: Grid, kind: str, chunks: int | str) -> None:
         self._grid, self._kind, self._chunks = grid, kind, chunks
         self._times: ExpertTimes | None = None
-        self._moves: MoveTimes | None = None
+        self._moves: dict[bool, MoveTimes] = {}
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
         self._decided: dict[tuple[Any, ...], DispatchDecision] = {}
 
@@ -152,10 +152,7 @@ class DispatchPlanner:
         )
 
     def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int, like: torch.Tensor) -> dict[str, float] | None:
-        """Out and back, with the rows that are moved in memory: all_gather also sums over the tokens of all ranks.
-
-        The gradient goes the same ways; beside, the gradients of the combine's weights read its rows once more.
-        """
+        """Out and back, with the rows that are moved in memory; where there is a gradient, its way too."""
         grid = self._grid
         all_gather = grid.all.predicted_us("all_gather", tokens * row_bytes)
         reduce_scatter = grid.all.predicted_us("reduce_scatter", tokens * row_bytes)
@@ -164,25 +161,23 @@ class DispatchPlanner:
         inside = [self._slowest_us(grid.etp, 1, collective, most) for collective in ("all_gather", "reduce_scatter")]
         if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
             return None
-        if self._moves is None:
-            measured = measure_moves(like, tokens)
-            self._moves = MoveTimes(*self._agreed([measured.gather_us, measured.sum_us, measured.new_us]))
-        gather_us, sum_us, new_us = self._moves.gather_us, self._moves.sum_us, self._moves.new_us
-        here, top_k = layout.most_expert_rows, layout.indices.shape[1]
-        sorted_rows = 2 * here if max(grid.experts) * grid.etp.size > 1 else 0
-        passes = 2 if layout.needs_gradient else 1
-        again = (passes - 1) * gather_us  # for a row of the combine
-        exchanged = 2 * exchange + inside[0] + inside[1] + sorted_rows * (gather_us + new_us)
-        exchanged += layout.most_rows * (gather_us + sum_us + 3 * new_us)  # gathered, arrived, and come back
-        gathered = all_gather + reduce_scatter + here * (gather_us + sum_us + new_us)
-        gathered += 2 * tokens * new_us  # arrived, and summed, where no expert here has chosen too
-        small = [
-            grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)
-        ]  # indices and weights
+        moves = self._moves.get(layout.needs_gradient)
+        if moves is None:
+            measured = measure_moves(like, self._move_shape(layout, tokens))
+            moves = self._moves[layout.needs_gradient] = MoveTimes(*self._agreed([measured.row_us, measured.token_us]))
+        passes, top_k = 2 if layout.needs_gradient else 1, layout.indices.shape[1]
+        # Indices go to all ranks with the handle, weights with the tokens.
+        small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]
         return {
-            "all_to_all": passes * exchanged + layout.most_rows * again,
-            "all_gather": passes * (gathered + small[1]) + small[0] + here * again,
+            "all_to_all": passes * (2 * exchange + inside[0] + inside[1]) + layout.most_rows * moves.row_us,
+            "all_gather": passes * (all_gather + reduce_scatter + small[1]) + small[0] + tokens * moves.token_us,
         }
+
+    def _move_shape(self, layout: Layout, tokens: int) -> MoveShape:
+        grid = self._grid
+        most = max(grid.experts)
+        is_sorted, top_k = most * grid.etp.size > 1, layout.indices.shape[1]
+        return MoveShape(tokens, grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient)
 
     def _exchange_us(self, size: float) -> float | None:
         return self._slowest_us(self._grid.ep, 0, "all_to_all_v", round(size))

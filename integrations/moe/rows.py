@@ -21,6 +21,7 @@ __all__ = [
     "make_row_map",
     "permute_rows",
     "regroup",
+    "spread_rows",
     "weights_of_rows",
 ]
 
@@ -166,7 +167,7 @@ class _Combine(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         y, weights = ctx.saved_tensors
-        return *_spread(gradient, y, weights, ctx.rows, of_rows=ctx.needs_input_grad[0]), None
+        return *spread_rows(gradient, y, weights, ctx.rows, of_rows=ctx.needs_input_grad[0]), None
 
 
 _permute: Callable[[torch.Tensor, Permutation], torch.Tensor] = cast("Any", _Permute.apply)
@@ -226,7 +227,7 @@ def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Ten
     return _sum_pairs(choices[:half], part).add_(_sum_pairs(choices[half:], part))
 
 
-def _spread(
+def spread_rows(
     gradient: torch.Tensor, y: torch.Tensor | None, weights: torch.Tensor | None, rows: RowMap, *, of_rows: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of the weighted sum: each row's gradient, ``w[t, k] · gradient[t]`` [N, H], and each weight's, ``gradient[t] · y[row]``

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import planning
 from commlayer.integrations.moe.handle import Grid, Layout
-from commlayer.integrations.moe.measuring import MoveTimes, measure_experts, measure_moves
+from commlayer.integrations.moe.measuring import MoveShape, MoveTimes, measure_experts, measure_moves
 from commlayer.integrations.moe.planning import DispatchPlanner, _rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
@@ -109,12 +110,12 @@ def test_the_kind_is_the_one_predicted_faster_by_a_margin(
     monkeypatch: pytest.MonkeyPatch, gathering_us: float, us_per_row: float, kind: str
 ) -> None:
     """64 rows of 32 bytes either way (k = 4 of 4 experts, one a rank), so times for a byte compare directly. In memory both
-    move as much; for all_gather indices (8 bytes) and weights (4) travel too."""
-    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(us_per_row, 2 * us_per_row, us_per_row))
+    move 64 rows; for all_gather indices (8 bytes) and weights (4) travel too."""
+    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(us_per_row, us_per_row))
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": gathering_us, "reduce_scatter": gathering_us})
     found = layout(group, top_k=4)
     decision = DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None)
-    moved_us = 64 * 6 * us_per_row
+    moved_us = 64 * us_per_row
     assert decision.kinds_us == {
         "all_to_all": 2 * 64 * 32 + moved_us,
         "all_gather": gathering_us * (2 * 64 * 32 + 64 * 4 * (8 + 4)) + moved_us,
@@ -123,27 +124,48 @@ def test_the_kind_is_the_one_predicted_faster_by_a_margin(
     assert "predicted" in decision.reason
 
 
-def test_sums_over_all_tokens_count_against_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tokens_count_against_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """k = 1: three of four tokens that are gathered and summed have no choice here."""
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.2, "reduce_scatter": 0.2})
     found = layout(group, top_k=1)
     kinds = []
     for us_per_row in (0.0, 1e3):
-        monkeypatch.setattr(planning, "measure_moves", lambda *_, us=us_per_row: MoveTimes(us, us, us))
+        monkeypatch.setattr(planning, "measure_moves", lambda *_, us=us_per_row: MoveTimes(us, us))
         kinds.append(DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kind)
     assert kinds == ["all_gather", "all_to_all"]
 
 
 def test_moves_are_measured() -> None:
-    measured = measure_moves(torch.zeros(1, 4), 8)
-    assert measured.gather_us > 0
-    assert measured.sum_us > 0
-    assert measured.new_us >= 0
+    for is_sorted, needs_gradient in itertools.product((False, True), repeat=2):
+        measured = measure_moves(torch.zeros(1, 4), MoveShape(9, 2, 3, 4, 2, is_sorted, needs_gradient))
+        assert measured.row_us > 0
+        assert measured.token_us > 0
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 1 << 40])
+def test_moves_are_measured_of_as_many_tokens_as_fit(tokens: int) -> None:
+    """Of 4 MiB each 16 fit; measured with 2 ranks of 8."""
+    seen = []
+
+    class Like(torch.Tensor):
+        def new_ones(self, *shape: Any, **_: Any) -> torch.Tensor:
+            seen.append(shape)
+            return torch.ones(*shape)
+
+    like = torch.zeros(1, 1 << 20).as_subclass(Like)
+    assert measure_moves(like, MoveShape(tokens, 2, 1, 2, 1, False, False)).row_us > 0
+    assert max(shape[0] for shape in seen) == (2 if tokens < 2 else 16)
 
 
 def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And reads the combine's rows once more, for the gradients of its weights."""
-    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(1.0, 1.0, 0.0))
+    """What is moved in memory is measured with it."""
+    asked = []
+
+    def measure(_: object, shape: MoveShape) -> MoveTimes:
+        asked.append(shape.needs_gradient)
+        return MoveTimes(1.0, 2.0)
+
+    monkeypatch.setattr(planning, "measure_moves", measure)
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0})
     forward, both = (
         DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kinds_us
@@ -151,9 +173,10 @@ def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     indices_us = 64 * 4 * 8  # have no gradient
     assert both == {
-        "all_to_all": 2 * forward["all_to_all"] + 64,
-        "all_gather": 2 * forward["all_gather"] - indices_us + 64,
+        "all_to_all": 2 * forward["all_to_all"] - 64 * 1.0,
+        "all_gather": 2 * forward["all_gather"] - indices_us - 64 * 2.0,
     }
+    assert asked == [False, True]
 
 
 def test_calls_of_about_the_same_counts_are_decided_once() -> None:
