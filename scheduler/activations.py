@@ -49,10 +49,10 @@ class LayerShape:
 
     @property
     def autograd(self) -> float:
-        """``(5kf + k + 7 + 2/m) bsh/n``: what torch's autograd keeps of this layer without rematerialisation.
+        """``(4kf + k + 7 + 2/m) bsh/n``: what torch's autograd keeps of this layer without rematerialisation.
 
-        The paper's list has sums and gathered tokens that no gradient needs; torch keeps silu(fc1_out) and, with gating weights
-        applied by the experts, the product before them beside what the list has. So: hidden, ln1_out, qkv_a2a, attn, attn_a2a,
-        ln2_in, ln2_out; ffn_in; fc1_out, its silu, fc3_out, their product, and that times the gating weights.
+        The paper's list has sums and gathered tokens that no gradient needs; with gating weights applied by the experts, torch
+        keeps the product before them beside what the list has. So: hidden, ln1_out, qkv_a2a, attn, attn_a2a, ln2_in, ln2_out;
+        ffn_in; fc1_out, fc3_out, SwiGLU of both, and that times the gating weights.
         """
-        return (5 * self._kf + self.top_k + 7 + self._key_value) * self.unit
+        return (4 * self._kf + self.top_k + 7 + self._key_value) * self.unit

@@ -13,7 +13,11 @@ from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.price import Timeline, schedule
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["ExpertTimes", "choose_chunks", "pipeline", "time_pipeline"]
+__all__ = ["SLICES", "ExpertTimes", "choose_slices", "pipeline", "time_pipeline"]
+
+SLICES = ((8,), (4, 4), (2, 4, 2), (2, 2, 2, 2), (1, 3, 3, 1), (1, 2, 2, 2, 1), (1,) * 8)
+"""Eighths of the tokens in each chunk. Nothing hides the way out of the first and the way back of the last: small ones cost
+less there than more chunks would everywhere."""
 
 Micros = Callable[[float], float]
 """Bytes → µs."""
@@ -43,24 +47,28 @@ class ExpertTimes:
         return self.times_us[-1] * rows / self.rows[-1]
 
 
-def pipeline(traffic: Traffic, chunks: int) -> Plan:
-    """The plan of one forward pass: in the order in which the dispatcher posts.
+def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan:
+    """The plan of one pass: in the order in which the dispatcher posts.
 
-    ``traffic``: the exchange of all rows, one way. A compute step's bytes are those of the rows that it works on.
+    ``traffic``: the exchange of all rows, one way. ``slices``: in what proportion chunks share them. ``ahead``: how many
+    chunks are on their way to the experts before that which is computed: one in the forward pass, all in the backward pass,
+    where their gradients are there at once. A compute step's bytes are those of the rows that it works on.
     """
-    size = traffic.logical_bytes / chunks
     steps: list[Step] = []
     places: dict[tuple[str, int], int] = {}
+    chunks, whole = len(slices), sum(slices)
 
     def post(kind: str, op: Op, resource: Resource, chunk: int, after: Sequence[tuple[str, int]]) -> None:
         places[kind, chunk] = len(steps)
         earlier = tuple(places[key] for key in after)
+        size = traffic.logical_bytes * slices[chunk] / whole
         steps.append(Step(op, resource, chunk, size, earlier, Buffer.INPUT, Buffer.OUTPUT, traffic.group_size))
 
-    post("dispatch", Op.ALL_TO_ALL, traffic.link, 0, ())
+    sent = 0
     for chunk in range(chunks):
-        if chunk + 1 < chunks:
-            post("dispatch", Op.ALL_TO_ALL, traffic.link, chunk + 1, ())
+        while sent < min(chunk + 1 + ahead, chunks):
+            post("dispatch", Op.ALL_TO_ALL, traffic.link, sent, ())
+            sent += 1
         post("experts", Op.COMPUTE, Resource.COMPUTE, chunk, [("dispatch", chunk)])
         post("combine", Op.ALL_TO_ALL, traffic.link, chunk, [("experts", chunk)])
     return Plan(traffic, Strategy.FLAT, chunks, Gather.WHOLE, tuple(steps))
@@ -72,24 +80,29 @@ def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeli
     return Timeline(plan, tuple(schedule(plan, [times[step.op](step.bytes) for step in plan.steps])))
 
 
-def choose_chunks(
+def choose_slices(
     traffic: Traffic,
     exchange_us: Micros,
     experts_us: Micros,
     *,
     posting_us: float = 0.0,
-    allowed: Sequence[int] = (1, 2, 4, 8),
-    tolerance: float = 0.05,
-) -> tuple[int, dict[int, float]]:
-    """The fewest chunks predicted within ``tolerance`` of the fastest, and the µs of each number, forward and backward.
+    allowed: Sequence[tuple[int, ...]] = SLICES,
+    tolerance: float = 0.03,
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
+    """The slices with the fewest chunks predicted within ``tolerance`` of the fastest (of those, the fastest); and the µs of
+    each, forward and backward.
 
     The backward pass sends as much and computes twice: for each product one for its input and one for its weight.
     ``posting_us``: what each chunk costs the processor that computes, in each pass, for the messages of its two exchanges.
     """
-    priced = {}
-    for chunks in allowed:
-        plan = pipeline(traffic, chunks)
-        passes = [lambda size, times=times: times * experts_us(size) + posting_us for times in (1, 2)]
-        priced[chunks] = sum(time_pipeline(plan, exchange_us, compute_us).total_us for compute_us in passes)
+
+    def pass_us(plan: Plan, products: int) -> float:
+        return time_pipeline(plan, exchange_us, lambda size: products * experts_us(size) + posting_us).total_us
+
+    priced = {
+        slices: pass_us(pipeline(traffic, slices), 1) + pass_us(pipeline(traffic, slices[::-1], ahead=len(slices)), 2)
+        for slices in allowed
+    }
     best_us = min(priced.values())
-    return min(chunks for chunks, time_us in priced.items() if time_us <= best_us * (1 + tolerance)), priced
+    near = [slices for slices, time_us in priced.items() if time_us <= best_us * (1 + tolerance)]
+    return min(near, key=lambda slices: (len(slices), priced[slices])), priced

@@ -124,7 +124,7 @@ class TokenDispatcher:
             offer = Offer(indices, error=error)
         layout = Layout.exchange(self.grid, offer)
         self.decision = decision = self._planner.decide(layout, like, experts)
-        chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.chunks)
+        chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.slices)
         return DispatchHandle(
             decision.kind,
             indices.shape[0],

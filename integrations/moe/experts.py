@@ -5,7 +5,7 @@ Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,9 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from commlayer.integrations.remat import recomputable
 from commlayer.profiles.errors import TensorError, UsageError
 
-__all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm"]
+__all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm", "swiglu"]
+
+_BLOCK_BYTES = 1 << 18
 
 
 def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
@@ -80,6 +82,42 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 _loop: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = cast("Any", _GroupedLinear.apply)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) ⊙ up``, of which nothing but the two is kept. Differentiable once."""
+    return _swiglu(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        out = torch.empty_like(gate)
+        for g, u, place in _blocks(gate, up, out):
+            torch.mul(F.silu(g), u, out=place)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        for grad, g, u, gate_place, up_place in _blocks(gradient, gate, up, of_gate, of_up):
+            torch.mul(grad, F.silu(g), out=up_place)
+            torch.ops.aten.silu_backward(grad * u, g, grad_input=gate_place)
+        return of_gate, of_up
+
+
+def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Rows of all that stay in a core's cache between two steps; on a GPU, which has no such loop, all rows."""
+    size = tensors[0].shape[0]
+    if not tensors[0].is_cuda:
+        size = max(1, _BLOCK_BYTES // max(1, tensors[0][:1].numel() * tensors[0].element_size()))
+    return zip(*(tensor.split(max(1, size)) for tensor in tensors), strict=True)
+
+
+_swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cast("Any", _SwiGLU.apply)
 
 
 class GroupedExperts(nn.Module):
@@ -148,12 +186,9 @@ class GroupedExperts(nn.Module):
                 f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
             )
         gate, up = grouped_linear(x, self.w_gate, rows), grouped_linear(x, self.w_up, rows)
-        kept_gate, kept_up = gate.detach(), up.detach()
-        activated = F.silu(gate)
-        # Before each is used, as everywhere.
-        promise = recomputable(activated, lambda: F.silu(kept_gate), inputs=(kept_gate,))
-        inner = activated * up
-        promise = recomputable(inner, lambda made: made * kept_up, promise, inputs=(kept_up,))
+        inner = swiglu(gate, up)
+        kept = gate.detach(), up.detach()
+        promise = recomputable(inner, lambda: swiglu(*kept), inputs=kept)  # before it is used, as everywhere
         if weights is not None:
             weights = weights.to(inner.dtype)
             inner = inner * weights

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -216,16 +216,17 @@ class Layout:
         """For each EP rank, the rows of all its ETP ranks together."""
         return tuple(_by_rank(self.counts.sum((0, 1, 2)), self.grid.experts).tolist())
 
-    def chunks(self, number: int) -> tuple[Chunk, ...]:
-        """The tokens in ``number`` slices, each exchanged over EP; ``number`` divides FINEST."""
-        merged = self.counts.unflatten(2, (number, FINEST // number)).sum(3)
+    def chunks(self, slices: Sequence[int]) -> tuple[Chunk, ...]:
+        """The tokens in as many chunks as ``slices``, each so many of the FINEST slices, exchanged over EP."""
         total = self.indices.shape[0]
-        bounds = [total * part // number for part in range(number + 1)]
         if self.capacity is not None:  # padded: all rows go in one chunk
-            bounds = [0, total]
+            return (self._chunk(self.indices, self.counts.sum(2)),)
+        ends = list(accumulate(slices, initial=0))
         return tuple(
-            self._chunk(self.indices[start:stop], merged[:, :, part])
-            for part, (start, stop) in enumerate(pairwise(bounds))
+            self._chunk(
+                self.indices[total * start // FINEST : total * end // FINEST], self.counts[:, :, start:end].sum(2)
+            )
+            for start, end in pairwise(ends)
         )
 
     def _chunk(self, indices: torch.Tensor, counts: torch.Tensor) -> Chunk:

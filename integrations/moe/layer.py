@@ -14,7 +14,7 @@ from commlayer.communicator import Communicator
 from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
-from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.profiles.errors import TensorError, UsageError
@@ -37,7 +37,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] → [T, H]."""
-        return F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+        return F.linear(swiglu(F.linear(x, self.gate), F.linear(x, self.up)), self.down)
 
 
 class MoELayer(nn.Module):

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.moe.handle import Grid, Layout
+from commlayer.integrations.linear import even_rows
+from commlayer.integrations.moe.handle import FINEST, Grid, Layout
 from commlayer.integrations.moe.measuring import Experts, MoveShape, MoveTimes, measure_experts, measure_moves
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.overlap import ExpertTimes, choose_chunks
+from commlayer.scheduler.overlap import ExpertTimes, choose_slices
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["KINDS", "DispatchDecision", "DispatchPlanner"]
 
 KINDS = ("all_to_all", "all_gather")
+_WHOLE = (FINEST,)
 _MARGIN = 0.1
 """all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
 _FEWEST, _TRUST = 64, 2
@@ -34,15 +36,27 @@ _MEASURED = (8, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """What was chosen for one call, and why. ``kinds_us``: what each kind is predicted to take, out and back, and where there is
-    a gradient its way too; ``chunks_us``: each number of chunks, with the experts, forward and backward. Empty where there was
-    nothing to choose or to predict from."""
+    """What was chosen for one call, and why.
+
+    ``slices``: eighths of the tokens in each chunk. ``kinds_us``: what each kind is predicted to take, out and back, and where
+    there is a gradient its way too; ``slices_us``: what each is, with the experts, forward and backward. Empty where there was
+    nothing to choose or to predict from.
+    """
 
     kind: str
-    chunks: int
+    slices: tuple[int, ...]
     kinds_us: dict[str, float]
-    chunks_us: dict[int, float]
+    slices_us: dict[tuple[int, ...], float]
     reason: str
+
+    @property
+    def chunks(self) -> int:
+        return len(self.slices)
+
+    @property
+    def predicted_us(self) -> float | None:
+        """Of the exchanges and the experts, forward and backward."""
+        return self.slices_us.get(self.slices)
 
 
 class DispatchPlanner:
@@ -85,14 +99,16 @@ class DispatchPlanner:
         if layout.capacity is not None and self._chunks not in ("auto", 1):
             raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
         if kind == "all_gather" or layout.capacity is not None:
-            return DispatchDecision(kind, 1, kinds_us, {}, why)
+            return DispatchDecision(kind, _WHOLE, kinds_us, {}, why)
         if self._chunks != "auto":
-            return DispatchDecision(kind, int(self._chunks), kinds_us, {}, f"{why}; chunks as asked for")
+            return DispatchDecision(
+                kind, even_rows(FINEST, int(self._chunks)), kinds_us, {}, f"{why}; chunks as asked for"
+            )
         why_one = self._why_one_chunk(layout, like, experts)
         if why_one is not None or like is None or experts is None:
-            return DispatchDecision(kind, 1, kinds_us, {}, f"{why}; one chunk: {why_one}")
-        chunks, chunks_us = self._choose_chunks(layout, like, experts)
-        return DispatchDecision(kind, chunks, kinds_us, chunks_us, f"{why}; chunks by the experts' times")
+            return DispatchDecision(kind, _WHOLE, kinds_us, {}, f"{why}; one chunk: {why_one}")
+        slices, slices_us = self._choose_slices(layout, like, experts)
+        return DispatchDecision(kind, slices, kinds_us, slices_us, f"{why}; chunks by the experts' times")
 
     def _why_one_chunk(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> str | None:
         """Why there is nothing to choose; None where there is."""
@@ -106,7 +122,9 @@ class DispatchPlanner:
             return "inside a node the cores that compute also copy"
         return None
 
-    def _choose_chunks(self, layout: Layout, like: torch.Tensor, experts: Experts) -> tuple[int, dict[int, float]]:
+    def _choose_slices(
+        self, layout: Layout, like: torch.Tensor, experts: Experts
+    ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
         if self._times is None:
             self._times = self._measure(layout, like, experts)
         size, ep_size = layout.most_rows * like.shape[1] * like.element_size(), self._grid.ep.size
@@ -114,7 +132,7 @@ class DispatchPlanner:
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
         # On a CPU what a call takes that sends next to nothing is work of the cores that compute.
         posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1) or 0.0)
-        return choose_chunks(
+        return choose_slices(
             traffic,
             lambda part: self._exchange_us(part) or 0.0,
             lambda part: times.at(part * rows_per_byte),

@@ -12,33 +12,34 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import planning
-from commlayer.integrations.moe.handle import Grid, Layout
+from commlayer.integrations.moe.handle import FINEST, Grid, Layout
 from commlayer.integrations.moe.measuring import MoveShape, MoveTimes, measure_experts, measure_moves
 from commlayer.integrations.moe.planning import DispatchPlanner, _rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.overlap import ExpertTimes, choose_chunks, pipeline, time_pipeline
+from commlayer.scheduler.overlap import SLICES, ExpertTimes, choose_slices, pipeline, time_pipeline
 from commlayer.scheduler.plan import Op
 from commlayer.scheduler.traffic import Traffic
 
 TRAFFIC = Traffic(8000, 8, link=Resource.INTER, collective="all_to_all_v", nodes=(4, 4))
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 4, 8])
-def test_the_pipeline_moves_all_bytes_both_ways_and_computes_once(chunks: int) -> None:
-    plan = pipeline(TRAFFIC, chunks)
+@pytest.mark.parametrize("slices", SLICES)
+def test_the_pipeline_moves_all_bytes_both_ways_and_computes_once(slices: tuple[int, ...]) -> None:
+    assert sum(slices) == FINEST
+    plan = pipeline(TRAFFIC, slices)
     moved = [step for step in plan.steps if step.op is Op.ALL_TO_ALL]
     computed = [step for step in plan.steps if step.op is Op.COMPUTE]
     assert sum(step.bytes for step in moved) == 2 * TRAFFIC.logical_bytes
-    assert sum(step.bytes for step in computed) == TRAFFIC.logical_bytes
-    assert plan.name == ("flat" if chunks == 1 else f"flat×{chunks}")
+    assert [step.bytes for step in computed] == [TRAFFIC.logical_bytes * part / 8 for part in slices]
+    assert plan.name == ("flat" if len(slices) == 1 else f"flat×{len(slices)}")
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4, 8])
 def test_closed_forms(chunks: int) -> None:
     """Bound by compute: first chunk in, all experts, last chunk out. Bound by the link: all chunks both ways,
     and with one chunk its experts between, which nothing hides."""
-    plan = pipeline(TRAFFIC, chunks)
+    plan = pipeline(TRAFFIC, (1,) * chunks)
     by_compute = time_pipeline(plan, lambda _: 1.0, lambda _: 100.0)
     assert by_compute.total_us == 1 + 100 * chunks + 1
     by_link = time_pipeline(plan, lambda _: 100.0, lambda _: 1.0)
@@ -47,17 +48,35 @@ def test_closed_forms(chunks: int) -> None:
     assert equal.total_us == (3 if chunks == 1 else 2) * 8000
 
 
+def test_a_chunk_in_is_ahead_of_those_out_as_far_as_asked_for() -> None:
+    """In the backward pass all gradients are on their way before the first goes back."""
+    ops = [step.op for step in pipeline(TRAFFIC, (1, 1, 1), ahead=3).steps]
+    assert ops == [*[Op.ALL_TO_ALL] * 3, *[Op.COMPUTE, Op.ALL_TO_ALL] * 3]
+    forward = [step.op for step in pipeline(TRAFFIC, (1, 1, 1)).steps]
+    both_ways = [Op.ALL_TO_ALL] * 2  # the next one out, an earlier one back
+    assert forward == [*both_ways, Op.COMPUTE, *both_ways, *[Op.COMPUTE, Op.ALL_TO_ALL] * 2]
+
+
+def test_small_chunks_at_both_ends_cost_less_than_small_chunks_everywhere() -> None:
+    """Bound by compute only what goes in first and comes out last is not hidden."""
+    plan = pipeline(TRAFFIC, (1, 2, 2, 2, 1))
+    assert time_pipeline(plan, lambda size: size, lambda size: 10 * size).total_us == 8000 * (1 / 8 + 10 + 1 / 8)
+
+
 def test_chunks_are_as_many_as_pay() -> None:
     def linear(latency_us: float) -> Callable[[float], float]:
         return lambda size: latency_us + size
 
-    assert choose_chunks(TRAFFIC, linear(0), linear(0), tolerance=0)[0] == 8
-    assert choose_chunks(TRAFFIC, linear(50_000), linear(0))[0] == 1  # each chunk costs a latency
-    assert choose_chunks(TRAFFIC, linear(0), lambda _: 0.0)[0] == 1  # nothing to hide behind
-    assert choose_chunks(TRAFFIC, linear(0), linear(0), posting_us=1_000_000)[0] == 1  # each costs the processor time
-    chunks, priced = choose_chunks(TRAFFIC, linear(0), linear(0), tolerance=0.5)
-    assert chunks < 8  # fewer chunks stay where they are near enough
-    assert priced[chunks] <= 1.5 * min(priced.values())
+    def chosen(*times: Callable[[float], float], **options: Any) -> int:
+        return len(choose_slices(TRAFFIC, *times, **options)[0])
+
+    assert chosen(linear(0), linear(0), tolerance=0) == 5
+    assert chosen(linear(50_000), linear(0)) == 1  # each chunk costs a latency
+    assert chosen(linear(0), lambda _: 0.0) == 1  # nothing to hide behind
+    assert chosen(linear(0), linear(0), posting_us=1_000_000) == 1  # each costs the processor time
+    slices, priced = choose_slices(TRAFFIC, linear(0), linear(0), tolerance=0.5)
+    assert len(slices) < 8  # fewer chunks stay where they are near enough
+    assert priced[slices] <= 1.5 * min(priced.values())
 
 
 def test_expert_times_between_and_beyond_their_points() -> None:
@@ -220,7 +239,7 @@ def test_inside_a_node_tokens_go_in_one_chunk() -> None:
     )
     assert inside.chunks == 1
     assert "the cores that compute also copy" in inside.reason
-    assert across.chunks_us
+    assert across.slices_us
 
 
 @pytest.mark.parametrize(("top_k", "kind"), [(2, "all_to_all"), (8, "all_gather")])
