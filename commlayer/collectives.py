@@ -149,6 +149,7 @@ class GroupCommunicator:
         """``x``, for one ``start_`` verb later on: the backward pass waits for its gradient here, not where it is sent.
 
         What the forward pass runs between the two then runs before the wait. Nothing but the verb may use what is held.
+        For one call; the verb raises UsageError at a second.
         """
         if self.size == 1 or not _needs_grad(x):
             return Held(x, None)
@@ -212,6 +213,8 @@ class GroupCommunicator:
         if not _needs_grad(x):
             return forward(x)
         way = way or _Way(is_held=False)
+        if way.forward is not None:
+            raise UsageError("what was held has been sent already: hold it again for another call")
         way.forward, way.backward = forward, backward
         return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
 
@@ -354,7 +357,7 @@ class _Started(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Anomaly detection looks for NaN in whatever a function returns, also in memory that is not filled yet.
-        is_passed_on = ctx.way.is_held and not torch.is_anomaly_check_nan_enabled()
+        is_passed_on = ctx.way.is_held and not torch.is_anomaly_enabled()
         return ctx.way.pending._result if is_passed_on else ctx.way.wait(), None
 
 
