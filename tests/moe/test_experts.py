@@ -1,0 +1,106 @@
+"""The experts' products and SwiGLU against torch's own, one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.integrations.moe import experts as experts_module
+from commlayer.integrations.moe.experts import GroupedExperts, grouped_linear, swiglu
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def looped(x: torch.Tensor, weight: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return torch.cat([F.linear(part, w) for part, w in zip(x.split(rows), weight.unbind(), strict=True)])
+
+
+def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [[5], [3, 0, 4], [0, 0], [0, 1]], ids=str)
+def test_products_and_gradients(dtype: torch.dtype, rows: list[int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(rows), 6, generator=generator).to(dtype)
+    weight = torch.randn(len(rows), 8, 6, generator=generator).to(dtype)
+    mine, theirs = leaves(x, weight), leaves(x, weight)
+    out, expected = grouped_linear(mine[0], mine[1], rows), looped(theirs[0], theirs[1], rows)
+    torch.testing.assert_close(out, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    gradient = torch.randn(out.shape, generator=generator).to(dtype)
+    out.backward(gradient)
+    expected.backward(gradient)
+    for got, wanted in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("is_frozen", [(False, True), (True, False)])
+def test_what_is_frozen_gets_no_gradient(is_frozen: tuple[bool, bool]) -> None:
+    x, weight = leaves(torch.randn(3, 2), torch.randn(1, 4, 2))
+    for tensor, frozen in zip((x, weight), is_frozen, strict=True):
+        tensor.requires_grad_(not frozen)
+    grouped_linear(x, weight, [3]).sum().backward()
+    assert [tensor.grad is None for tensor in (x, weight)] == list(is_frozen)
+
+
+def test_gradients_that_are_expanded_or_transposed() -> None:
+    x, weight = leaves(torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, [1, 3]).t().sum(1), (x, weight))
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    x, weight = leaves(torch.randn(4, 8), torch.randn(2, 8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = grouped_linear(x, weight, [2, 2]), looped(x, weight, [2, 2])
+    assert out.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from([1, 16, 100, 1 << 18]))
+def test_swiglu_by_blocks(rows: int, width: int, block_bytes: int) -> None:
+    """Blocks of one row, of some, of all; nothing there."""
+    gate, up = (torch.randn(rows, width, dtype=torch.float64) for _ in range(2))
+    mine, theirs = leaves(gate, up), leaves(gate, up)
+    kept, experts_module._BLOCK_BYTES = experts_module._BLOCK_BYTES, block_bytes
+    try:
+        out, expected = swiglu(*mine), F.silu(theirs[0]) * theirs[1]
+        torch.testing.assert_close(out, expected)  # a vector's rest is computed in other instructions: the last bit differs
+        out.square().sum().backward()
+    finally:
+        experts_module._BLOCK_BYTES = kept
+    expected.square().sum().backward()
+    for got, wanted in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_swiglu_gradients() -> None:
+    gate, up = leaves(torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64))
+    assert torch.autograd.gradcheck(swiglu, (gate, up))
+
+
+@pytest.mark.parametrize("rows", [[0, 0], [4, 0], [1, 3]], ids=str)
+def test_experts_are_their_formula(rows: list[int]) -> None:
+    layer = GroupedExperts(6, 10, count=2, seed=3).double()
+    x = torch.randn(sum(rows), 6, dtype=torch.float64)
+    parts = [
+        F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+        for part, gate, up, down in zip(x.split(rows), layer.w_gate, layer.w_up, layer.w_down, strict=True)
+    ]
+    torch.testing.assert_close(layer(x, rows), torch.cat(parts))
+
+
+def test_weights_before_the_last_product_are_weights_after_it() -> None:
+    layer = GroupedExperts(6, 10, count=2).double()
+    x, weights = torch.randn(5, 6, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
+    for rows in itertools.chain([[5, 0]], [[2, 3]]):
+        torch.testing.assert_close(layer(x, rows, weights), layer(x, rows) * weights)
