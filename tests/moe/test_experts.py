@@ -74,7 +74,9 @@ def test_swiglu_by_blocks(rows: int, width: int, block_bytes: int) -> None:
     kept, experts_module._BLOCK_BYTES = experts_module._BLOCK_BYTES, block_bytes
     try:
         out, expected = swiglu(*mine), F.silu(theirs[0]) * theirs[1]
-        torch.testing.assert_close(out, expected)  # a vector's rest is computed in other instructions: the last bit differs
+        torch.testing.assert_close(
+            out, expected
+        )  # a vector's rest is computed in other instructions: the last bit differs
         out.square().sum().backward()
     finally:
         experts_module._BLOCK_BYTES = kept
