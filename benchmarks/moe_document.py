@@ -60,7 +60,8 @@ def _layer(result: LayerResult, pictures: Mapping[str, str]) -> list[str]:
         f"rank, FP32. At expert width {result.width} the experts alone take {result.experts_ms:.0f} ms forward and backward, and",
         f"four all_to_alls alone {result.exchange_ms:.0f} ms (calibrated at the start of the run). Plain: Megatron's order on",
         "Gloo, nothing planned, nothing overlapped. Planned: dispatch and chunks auto. The other ways have theirs forced.",
-        "Predicted: exchanges and experts, without permutes. Ratio: over plain with EP 8 at the same width.",
+        "Predicted: exchanges and experts, without permutes. Cores: what all processes computed, over the machine's cores: the least",
+        "that it can take here, however well it overlaps. Ratio: over plain with EP 8 at the same width.",
         "",
         *_targets(result.rows),
         "",
@@ -84,16 +85,31 @@ def _layer(result: LayerResult, pictures: Mapping[str, str]) -> list[str]:
 
 
 def _rows(rows: Sequence[LayerRow]) -> list[str]:
-    head = ["width", "way", "mapping", "chosen", "predicted", "time, ms", "forward, ms", "ratio", "rounds", "differs"]
+    head = [
+        "width",
+        "way",
+        "mapping",
+        "chosen",
+        "predicted",
+        "time, ms",
+        "forward, ms",
+        "cores, ms",
+        "ratio",
+        "rounds",
+        "differs",
+    ]
     cells = []
     for row in rows:
         start = [str(row.width), row.way, row.mapping, row.chosen]
         if row.time_ms is None or row.ratio is None:
-            cells.append([*start, "", f"not run: {row.why_not}", "", "", "", ""])
+            cells.append([*start, "", f"not run: {row.why_not}", *[""] * 5])
             continue
         predicted = "" if row.predicted_ms is None else f"{row.predicted_ms:.0f}"
         forward = "" if row.forward_ms is None else f"{row.forward_ms:.0f}"
-        cells.append([*start, predicted, _ms(row.time_ms), forward, str(row.ratio), str(row.rounds), row.checked])
+        cores = "" if row.cores_ms is None else f"{row.cores_ms:.0f}"
+        cells.append(
+            [*start, predicted, _ms(row.time_ms), forward, cores, str(row.ratio), str(row.rounds), row.checked]
+        )
     return table(head, cells)
 
 

@@ -179,6 +179,11 @@ class _Bench:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         return float(agreed)
 
+    def _summed(self, value: float) -> float:
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total)
+
     # The ways
 
     def layer(self, ep: int, width: int, **options: Any) -> MoELayer:
@@ -221,12 +226,17 @@ class _Bench:
             raise RuntimeError(f"not the plain layer's output and gradients: {'; '.join(wrong)}")
         totals: dict[tuple[str, int], list[float]] = {(way.name, way.ep): [] for way in ways}
         forwards: dict[tuple[str, int], list[float]] = {key: [] for key in totals}
+        cores: dict[tuple[str, int], list[float]] = {key: [] for key in totals}
         chooser, order, began = random.Random(width), list(ways), time.perf_counter()
         done = 0
         while not done or (done < rounds and self._slowest(time.perf_counter() - began) < budget_s):
             chooser.shuffle(order)  # the same on all ranks
             for way in order:
+                computed_s = time.process_time()
                 total_us, forward_us = self.step(way)
+                cores[way.name, way.ep].append(
+                    self._summed(time.process_time() - computed_s) / len(os.sched_getaffinity(0))
+                )
                 totals[way.name, way.ep].append(total_us)
                 forwards[way.name, way.ep].append(forward_us)
             done += 1
@@ -244,6 +254,7 @@ class _Bench:
                     predicted_ms,
                     spread([us / 1e3 for us in mine]),
                     median(forwards[way.name, way.ep]) / 1e3,
+                    median(cores[way.name, way.ep]) * 1e3,
                     ratios(mine, base),
                     len(mine),
                     checked[way.name, way.ep],

@@ -39,7 +39,8 @@ class Spread:
 @dataclass(frozen=True)
 class LayerRow:
     """One way to run one layer, forward and backward; times of the slowest rank, ms. ``ratio``: over the plain layer's time
-    of the same round, at EP over all ranks and the same width. ``why_not``: why it was not run."""
+    of the same round, at EP over all ranks and the same width. ``cores_ms``: what all ranks' processes computed, over the
+    machine's cores: the least that it can take there. ``why_not``: why it was not run."""
 
     way: str
     mapping: str
@@ -48,6 +49,7 @@ class LayerRow:
     predicted_ms: float | None = None
     time_ms: Spread | None = None
     forward_ms: float | None = None
+    cores_ms: float | None = None
     ratio: Spread | None = None
     rounds: int = 0
     checked: str = ""

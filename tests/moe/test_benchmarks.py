@@ -127,7 +127,7 @@ def test_the_document_says_what_failed_and_what_was_not_run() -> None:
     from moe_tables import PHASES, Breakdown, HostRow, KindRow, LayerRow, spread
 
     def row(way: str, mapping: str, ratio: float) -> LayerRow:
-        return LayerRow(way, mapping, 512, "", None, spread([1000 * ratio]), 1.0, spread([ratio]), 3, "1e-07")
+        return LayerRow(way, mapping, 512, "", None, spread([1000 * ratio]), 1.0, 2.0, spread([ratio]), 3, "1e-07")
 
     rows = [
         row("plain", "EP 8", 1.0),
