@@ -207,7 +207,7 @@ def _local(clock: Clock, call: Callable[..., torch.Tensor]) -> Callable[..., tor
 def _remote(clock: Clock, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
     def started(x: torch.Tensor | Held, *rest: Any) -> _Watched:
         marked = _mark(x.tensor if isinstance(x, Held) else x, clock, label, True)
-        pending = call(Held(marked, x.way) if isinstance(x, Held) else marked, *rest)
+        pending = call(x.with_tensor(marked) if isinstance(x, Held) else marked, *rest)
         clock.charge(label)
         return _Watched(pending, clock, label)
 

@@ -106,9 +106,8 @@ class _Way:
         decision = self.layer.dispatcher.decision if self.layer is not None else None
         if decision is None:
             return "", None
-        predicted_us, slices = decision.predicted_us, decision.slices
-        shares = "" if len(set(slices)) == 1 else f" ({':'.join(map(str, slices))})"
-        return f"{decision.kind} × {decision.chunks}{shares}", None if predicted_us is None else predicted_us / 1e3
+        predicted_us = decision.predicted_us
+        return decision.name, None if predicted_us is None else predicted_us / 1e3
 
 
 class _Bench:

@@ -12,13 +12,14 @@ rank, it does on all, because the gradient is a collective too. In a group of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 
 __all__ = ["LANES", "GroupCommunicator", "Held", "Pending"]
 
@@ -29,43 +30,6 @@ Rows = Sequence[int] | None
 # torch 2.13 has given them new names, and warns about the old ones.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-Move = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Pending:
-    """A result under way. ``wait()`` returns it when it may be used, or raises what the call raised."""
-
-    __slots__ = ("_finish", "_result", "_work")
-
-    def __init__(self, result: torch.Tensor, work: dist.Work | None, finish: Move | None = None) -> None:
-        self._result, self._work, self._finish = result, work, finish
-
-    def wait(self) -> torch.Tensor:
-        """The call's output, bounded by the group's timeout. May be called again."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._finish is not None:
-            self._result, self._finish = self._finish(self._result), None
-        return self._result
-
-    def on_gradient(self, call: Callable[[], None]) -> None:
-        """Call ``call`` in the backward pass, when the gradient of this result has been sent on its way and before it is
-        waited for. Before :meth:`wait`, in the forward pass; nothing where the result has no gradient."""
-        if self._result.requires_grad:
-            self._result.register_hook(lambda _: call())
-
-
-Start = Callable[[torch.Tensor], Pending]
-
-
-class Held:
-    """What one ``start_`` verb is to send later. Made by :meth:`GroupCommunicator.hold`."""
-
-    __slots__ = ("tensor", "way")
-
-    def __init__(self, tensor: torch.Tensor, way: _Way | None) -> None:
-        self.tensor, self.way = tensor, way
 
 
 class GroupCommunicator:
@@ -133,15 +97,15 @@ class GroupCommunicator:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``. Its gradient is the sum of all ranks' gradients (each rank's loss counts)."""
-        return x if self.size == 1 else _apply(x, self._summed, self._summed)
+        return x if self.size == 1 else moved(x, self._summed, self._summed)
 
     def copy_to_group(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, which is equal on all ranks, on its way into shards: its gradient is their sum (Megatron's f)."""
-        return x if self.size == 1 else _apply(x, lambda t: t.view_as(t), self._summed)
+        return x if self.size == 1 else moved(x, lambda t: t.view_as(t), self._summed)
 
     def reduce_from_group(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``, used alike by all: the gradient passes unchanged (Megatron's g)."""
-        return x if self.size == 1 else _apply(x, self._summed, lambda t: t)
+        return x if self.size == 1 else moved(x, self._summed, lambda t: t)
 
     # Started, and waited for later
 
@@ -151,10 +115,7 @@ class GroupCommunicator:
         What the forward pass runs between the two then runs before the wait. Nothing but the verb may use what is held.
         For one call; the verb raises UsageError at a second.
         """
-        if self.size == 1 or not _needs_grad(x):
-            return Held(x, None)
-        way = _Way()
-        return Held(_apply_hold(x, way), way)
+        return hold(x) if self.size > 1 else Held(x, None)
 
     def start_all_to_all(self, x: torch.Tensor | Held, send_rows: Rows = None, receive_rows: Rows = None) -> Pending:
         """As :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
@@ -201,22 +162,19 @@ class GroupCommunicator:
         if self.size == 1:
             forward(x)  # for its checks
             return x
-        if not _needs_grad(x):
+        if not needs_gradient(x):
             return forward(x).wait()
-        return _apply(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
+        return moved(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
 
     def _start(self, x: torch.Tensor | Held, forward: Start, backward: Start) -> Pending:
-        x, way = (x.tensor, x.way) if isinstance(x, Held) else (x, None)
-        if self.size == 1:
-            forward(x)
+        if self.size > 1:
+            return started(x, forward, backward)
+
+        def stay(x: torch.Tensor, _: object) -> Pending:
+            forward(x)  # for its checks
             return Pending(x, None)
-        if not _needs_grad(x):
-            return forward(x)
-        way = way or _Way(is_held=False)
-        if way.forward is not None:
-            raise UsageError("what was held has been sent already: hold it again for another call")
-        way.forward, way.backward = forward, backward
-        return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
+
+        return x.send(stay) if isinstance(x, Held) else stay(x, None)
 
     # Without autograd
 
@@ -231,7 +189,7 @@ class GroupCommunicator:
         work = dist.all_to_all_single(
             out, x, outs, None if send_rows is None else list(send_rows), group=self.group, async_op=True
         )
-        return Pending(out, cast("dist.Work", work))
+        return Pending(out, cast("dist.Work", work), sent=x)
 
     def _all_gather(self, x: torch.Tensor, rows: Rows) -> Pending:
         self._check_length("all_gather", rows)
@@ -246,7 +204,7 @@ class GroupCommunicator:
             work = _ALL_GATHER(out, x, group=self.group, async_op=True)
         else:
             work = dist.all_gather(list(out.split(list(rows))), x, group=self.group, async_op=True)
-        return Pending(out, cast("dist.Work", work))
+        return Pending(out, cast("dist.Work", work), sent=x)
 
     def _reduce_scatter(self, x: torch.Tensor, rows: Rows) -> Pending:
         self._check_rows("reduce_scatter", x, rows)
@@ -259,7 +217,7 @@ class GroupCommunicator:
             work = _REDUCE_SCATTER(out, x, group=self.group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(x.split(list(rows))), group=self.group, async_op=True)
-        return Pending(out, cast("dist.Work", work))
+        return Pending(out, cast("dist.Work", work), sent=x)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -289,97 +247,3 @@ class GroupCommunicator:
     def _who(self, verb: str) -> str:
         where = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
         return f"{where}{verb} on lane {self.lane}"
-
-
-class _Moved(torch.autograd.Function):
-    """A linear map between ranks, and the one that its gradient takes back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:
-        ctx.moves = forward, backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        forward, backward = ctx.moves
-        return _apply(gradient, backward, forward), None, None
-
-
-_apply: Callable[[torch.Tensor, Move, Move], torch.Tensor] = cast("Any", _Moved.apply)
-
-
-class _Way:
-    """There and back: how a transfer and its gradient's are started, and whichever is under way."""
-
-    __slots__ = ("backward", "forward", "is_held", "pending")
-
-    def __init__(self, *, is_held: bool = True) -> None:
-        self.is_held = is_held
-        self.forward: Start | None = None
-        self.backward: Start | None = None
-        self.pending: Pending | None = None
-
-    def start(self, begin: Start | None, x: torch.Tensor) -> torch.Tensor:
-        assert begin is not None  # whoever starts has said how
-        self.pending = begin(x)
-        return self.pending._result
-
-    def wait(self) -> torch.Tensor:
-        pending, self.pending = self.pending, None
-        assert pending is not None  # whoever waits comes after whoever started
-        return pending.wait()
-
-
-class _Hold(torch.autograd.Function):
-    """In the backward pass waits for what :class:`_Started` has passed on unfinished."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
-        ctx.way = way
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient if ctx.way.pending is None else ctx.way.wait(), None
-
-
-class _Started(torch.autograd.Function):
-    """Starts in the forward pass; in the backward pass waits for the gradient that :class:`_Waited` has started, unless
-    :class:`_Hold` will."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
-        ctx.way = way
-        return way.start(way.forward, x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Anomaly detection looks for NaN in whatever a function returns, also in memory that is not filled yet.
-        is_passed_on = ctx.way.is_held and not torch.is_anomaly_enabled()
-        return ctx.way.pending._result if is_passed_on else ctx.way.wait(), None
-
-
-class _Waited(torch.autograd.Function):
-    """Waits in the forward pass; in the backward pass starts the gradient's way back."""
-
-    @staticmethod
-    def forward(ctx: Any, unfinished: torch.Tensor, way: _Way) -> torch.Tensor:
-        ctx.way = way
-        return way.wait().detach()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.way.start(ctx.way.backward, gradient)
-        return gradient, None
-
-
-_apply_hold: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Hold.apply)
-_apply_start: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Started.apply)
-_apply_wait: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Waited.apply)
-
-
-def _needs_grad(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()

@@ -20,6 +20,7 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.transfers import differentiable_once
 
 __all__ = [
     "ColumnParallelLinear",
@@ -251,7 +252,7 @@ class _GatherFeatures(torch.autograd.Function):
         return tp.all_gather(x.movedim(-1, 0)).movedim(0, -1).contiguous()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.chunk(ctx.tp.size, -1)[ctx.tp.rank].contiguous(), None
 

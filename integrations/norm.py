@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from commlayer.integrations.remat import recomputable
+from commlayer.transfers import differentiable_once
 
 __all__ = ["RMSNorm"]
 
@@ -52,7 +53,7 @@ class _Normalise(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         normalised = x.to(scale.dtype) * scale

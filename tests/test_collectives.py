@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer import collectives
 from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations import planned_group
+from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 
@@ -53,15 +53,8 @@ def test_what_is_started_gives_what_is_called(emulated_cluster: ClusterFactory, 
     emulated_cluster(1, ranks).run(started_against_plain, timeout_s=60)
 
 
-class Watched(Pending):
-    """Tells when it is waited for."""
-
-    log: list[str] = []  # noqa: RUF012  # one for the process
-
-    def wait(self) -> torch.Tensor:
-        if self._work is not None:
-            self.log.append("wait")
-        return super().wait()
+LOG: list[str] = []
+"""Of this process: what was waited for, and what ran beside."""
 
 
 class Noted(torch.autograd.Function):
@@ -73,23 +66,30 @@ class Noted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        Watched.log.append("beside")
+        LOG.append("beside")
         return gradient * 3
 
 
 def order(is_held: bool, is_checked: bool) -> tuple[list[str], torch.Tensor]:
     ep = start()
-    collectives.Pending = Watched  # type: ignore[misc]  # in this rank's process
+    wait = Pending.wait
+
+    def watched(pending: Pending) -> torch.Tensor:
+        if pending._work is not None:
+            LOG.append("wait")
+        return wait(pending)
+
+    Pending.wait = watched  # type: ignore[method-assign, assignment]  # in this rank's process
     x = torch.full((ep.size, 2), float(ep.rank), requires_grad=True)
     sent = ep.hold(x * 1) if is_held else None
     beside = cast("Any", Noted.apply)(x)  # between what is held and where it is sent
     pending = ep.start_all_to_all(x * 1 if sent is None else sent)
     out = pending.wait() + beside
-    Watched.log.clear()
+    LOG.clear()
     with torch.autograd.set_detect_anomaly(is_checked):
         out.sum().backward()
     assert x.grad is not None
-    return Watched.log, x.grad
+    return LOG, x.grad
 
 
 @pytest.mark.parametrize(
@@ -106,20 +106,68 @@ def test_the_backward_pass_waits_where_rows_were_held(
         assert torch.equal(gradient, torch.full((2, 2), 4.0))
 
 
-def held_twice() -> str:
+def held_twice() -> None:
+    ep = start()
+    for needs_gradient in (False, True):
+        x = torch.ones(ep.size, 2, requires_grad=needs_gradient)
+        held = ep.hold(x * 1)
+        with pytest.raises(TensorError, match="rows"):  # which is not sent then
+            ep.start_all_to_all(held, [0] * ep.size)
+        first = ep.start_all_to_all(held).wait()
+        with pytest.raises(UsageError, match="hold it again"):
+            ep.start_all_to_all(held)
+        if needs_gradient:
+            first.sum().backward()
+            assert torch.equal(cast("torch.Tensor", x.grad), torch.ones(ep.size, 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_held_is_sent_once(emulated_cluster: ClusterFactory, ranks: int) -> None:
+    emulated_cluster(1, ranks).run(held_twice, timeout_s=60)
+
+
+def twice_differentiated() -> None:
+    """The gradient of a sum needs none itself, so that torch's own decorator notices nothing."""
     ep = start()
     x = torch.ones(ep.size, 2, requires_grad=True)
+    for out in (ep.start_all_to_all(x * x).wait(), ep.start_all_to_all(ep.hold(x * x)).wait()):
+        with pytest.raises(UsageError, match="create_graph"):
+            torch.autograd.grad(out.sum(), x, create_graph=True)
+    out = ep.all_to_all(x**3)
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(second, 6 * x.detach())
+
+
+def test_a_second_derivative_is_right_or_refused(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(twice_differentiated, timeout_s=60)
+
+
+def freed_and_written_over() -> None:
+    """What autograd has passed on and dropped, while it is still on its way."""
+    ep = start()
+    x = torch.full((ep.size * 4096, 64), float(ep.rank + 1), requires_grad=True)
     held = ep.hold(x * 1)
-    first = ep.start_all_to_all(held).wait()
-    try:
-        ep.start_all_to_all(held)
-    except Exception as error:  # noqa: BLE001  # whose type and text are asked for
-        first.sum().backward()
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    other = cast("Any", Overwriting).apply(x)
+    out = ep.start_all_to_all(held).wait() * (ep.rank + 1) + other * 0
+    out.sum().backward()
+    expected = torch.arange(1.0, ep.size + 1).repeat_interleave(4096)[:, None].expand(-1, 64)
+    assert torch.equal(cast("torch.Tensor", x.grad), expected)
 
 
-def test_what_is_held_is_sent_once(emulated_cluster: ClusterFactory) -> None:
-    for said in emulated_cluster(1, 2).run(held_twice, timeout_s=60):
-        assert said.startswith("UsageError")
-        assert "hold" in said
+class Overwriting(torch.autograd.Function):
+    """In the backward pass, between what is started and where it is held, takes memory and writes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            torch.full_like(gradient, float("nan"))
+        return gradient
+
+
+def test_gradients_under_way_are_kept(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(freed_and_written_over, timeout_s=60)

@@ -101,7 +101,7 @@ def train(
             times.append((time.perf_counter() - started) * 1e6)
             for decision in (layer.moe.dispatcher.decision for layer in layers):
                 if decision is not None:
-                    dispatch[f"{decision.kind}, {decision.chunks} chunk{'s'[: decision.chunks > 1]}"] += 1
+                    dispatch[decision.name] += 1
                     reason = decision.reason
             say(step, losses[-1])
             advance(f"loss {losses[-1]:.4f}")

@@ -15,16 +15,15 @@ Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
 
 import torch
 
 from commlayer.collectives import GroupCommunicator, Held, Pending
-from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Grid, Layout, Offer
-from commlayer.integrations.moe.measuring import Experts
-from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner
+from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Experts, Grid, Layout, Offer
+from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, split
@@ -43,8 +42,8 @@ class TokenDispatcher:
         etp_ep: both together; needed where there is ``etp``.
         kind: ``all_to_all``, ``all_gather``, or ``auto``: whichever the profile predicts to be faster for a call, and without
             a profile whichever moves fewer rows.
-        chunks: in how many slices tokens go through :meth:`run`: 1, 2, 4, 8, or ``auto``: by the profile and the experts'
-            measured times; 1 without a profile.
+        chunks: in how many chunks tokens go through :meth:`run`: 1, 2, 4 or 8 equal ones; how many eighths of the tokens each
+            has, such as (1, 3, 3, 1); or ``auto``: by the profile and the experts' measured times, one without a profile.
         weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
 
     Attributes:
@@ -63,7 +62,7 @@ class TokenDispatcher:
         etp: GroupCommunicator | None = None,
         etp_ep: GroupCommunicator | None = None,
         kind: str = "auto",
-        chunks: int | str = "auto",
+        chunks: int | Sequence[int] | str = "auto",
         weights_travel: bool = False,
     ) -> None:
         if num_experts < ep.size:
@@ -72,9 +71,8 @@ class TokenDispatcher:
             )
         if kind not in ("auto", *KINDS):
             raise UsageError(f"kind must be auto, {' or '.join(KINDS)}, got {kind!r}")
-        if chunks not in ("auto", 1, 2, 4, FINEST):
-            raise UsageError(f"chunks must be auto, 1, 2, 4 or {FINEST}, got {chunks}")
-        if kind == "all_gather" and chunks not in ("auto", 1):
+        slices = None if chunks == "auto" else slices_of(chunks)
+        if kind == "all_gather" and slices is not None and len(slices) > 1:
             raise UsageError("all_gather brings all tokens at once: leave chunks out, or take kind all_to_all")
         if weights_travel:  # the other way sends them for its combine
             if kind == "all_gather":
@@ -89,8 +87,8 @@ class TokenDispatcher:
                 f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
             )
         self.grid = Grid(num_experts, ep, etp, both)
-        self._planner = DispatchPlanner(self.grid, kind, chunks)
-        self._way = 100 * ("auto", *KINDS).index(kind) + 10 * weights_travel + (0 if chunks == "auto" else int(chunks))
+        self._planner = DispatchPlanner(self.grid, kind, slices)
+        self._setup = (("auto", *KINDS).index(kind), weights_travel, *(slices or ()))
         self._weights_travel = weights_travel
         self.decision: DispatchDecision | None = None
 
@@ -116,7 +114,8 @@ class TokenDispatcher:
         expert than its capacity: here; and DisagreementError on the other ranks, before a token moves.
         """
         needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
-        way = self._way + 1000 * (experts is None)
+        is_cuda = like is not None and like.is_cuda
+        way = _number((experts is None, is_sharded(experts), is_cuda, *self._setup))
         offer = Offer(indices, capacity, like, way, needs_gradient)
         try:
             self._check_weights(weights, *indices.shape[:2])
@@ -250,13 +249,17 @@ class TokenDispatcher:
         xs = split(x, sizes)
         ws = [None] * len(sizes) if weights is None else split(weights, sizes)
         stages = [Stage(self, chunk) for chunk in handle.chunks]
-        for j, stage in enumerate(stages):
-            stage.pack(xs[j], ws[j], self._weights_travel)
+        # With a gradient all are packed before the first computes: its rows are held then (see Stage.pack). Without, one ahead.
+        ahead = len(stages) if handle.needs_gradient and torch.is_grad_enabled() else 1
+        for j in range(ahead):
+            stages[j].pack(xs[j], ws[j], self._weights_travel)
             if j == 0:  # the others are packed while it travels
-                stage.send()
+                stages[j].send()
         other = beside() if beside is not None else None
         for j, stage in enumerate(stages):
             if j + 1 < len(stages):
+                if j + 1 >= ahead:
+                    stages[j + 1].pack(xs[j + 1], ws[j + 1], self._weights_travel)
                 stages[j + 1].send()
             stage.compute(experts, partial(cut, sizes, j), x)
         parts = [stage.finish() for stage in stages]
@@ -295,6 +298,14 @@ class TokenDispatcher:
             raise TensorError(f"weights must be {list(shape)}, got {list(weights.shape)}")
         if (sound is None or sound() is not weights) and not bool(torch.isfinite(weights).all()):
             raise TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")
+
+
+def _number(parts: Sequence[int]) -> int:
+    """One number for what all ranks must have alike."""
+    number = 1
+    for part in parts:
+        number = number * (FINEST + 1) + part
+    return number
 
 
 def _needs_gradient(given: object) -> bool:

@@ -18,6 +18,7 @@ from commlayer.profiles.errors import TensorError, UsageError
 __all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm", "swiglu"]
 
 _BLOCK_BYTES = 1 << 18
+"""What SwiGLU works on at a time of each of its five tensors: together they stay in a core's cache."""
 
 
 def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
@@ -38,14 +39,17 @@ def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has.
 
-    Under autocast in its dtype. Differentiable once.
+    Under autocast in its dtype. Raises TensorError where ``rows`` are not those of ``x`` and ``weight``.
     """
+    if len(rows) != weight.shape[0] or sum(rows) != x.shape[0]:
+        raise TensorError(f"{weight.shape[0]} experts on {x.shape[0]} rows, got counts {list(rows)}")
     if has_grouped_mm(x, weight.shape[1]):
         offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
         out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return out
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)  # as of torch's own products, which leave FP64 alone too
         x, weight = x.to(dtype), weight.to(dtype)
     return _loop(x, weight, rows)
 
@@ -55,20 +59,27 @@ class _GroupedLinear(torch.autograd.Function):
     slice, which torch pads with zeros to all weights: both copy what is there already."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rows = rows = list(rows)
+    def forward(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        rows = list(rows)
         out = x.new_empty(x.shape[0], weight.shape[1])
         for part, w, place in zip(x.split(rows), weight.unbind(), out.split(rows), strict=True):
             torch.mm(part, w.t(), out=place)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, weight, rows = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.rows = list(rows)
+
+    @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        parts = gradient.split(ctx.rows)
+        parts, pieces = gradient.split(ctx.rows), x.split(ctx.rows)
         of_x = of_weight = None
+        if torch.is_grad_enabled():  # a gradient of this gradient is asked for: nothing is written in place then
+            of_x = _loop(gradient, weight.transpose(1, 2), ctx.rows)
+            return of_x, torch.stack([part.t() @ piece for part, piece in zip(parts, pieces, strict=True)]), None
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
             for part, w, place in zip(parts, weight.unbind(), of_x.split(ctx.rows), strict=True):
@@ -76,8 +87,8 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = torch.empty_like(weight)
             # Also of experts without rows: their weights get a gradient of zeros, as on every other rank.
-            for part, rows, place in zip(parts, x.split(ctx.rows), of_weight.unbind(), strict=True):
-                torch.mm(part.t(), rows, out=place)
+            for part, piece, place in zip(parts, pieces, of_weight.unbind(), strict=True):
+                torch.mm(part.t(), piece, out=place)
         return of_x, of_weight, None
 
 
@@ -85,23 +96,34 @@ _loop: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = cas
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) ⊙ up``, of which nothing but the two is kept. Differentiable once."""
+    """``silu(gate) ⊙ up``, of which nothing but the two is kept. Raises TensorError for another shape, dtype or device of
+    the two."""
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device or gate.dim() == 0:
+        raise TensorError(
+            f"swiglu of {list(gate.shape)} ({gate.dtype}, {gate.device}) and {list(up.shape)} ({up.dtype}, {up.device}): "
+            "expected two alike, with rows"
+        )
     return _swiglu(gate, up)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate, up)
+    def forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(gate)
         for g, u, place in _blocks(gate, up, out):
             torch.mul(F.silu(g), u, out=place)
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = ctx.saved_tensors
+        if torch.is_grad_enabled():  # as above
+            sigmoid = torch.sigmoid(gate)
+            return gradient * up * sigmoid * (1 + gate * (1 - sigmoid)), gradient * F.silu(gate)
         of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
         for grad, g, u, gate_place, up_place in _blocks(gradient, gate, up, of_gate, of_up):
             torch.mul(grad, F.silu(g), out=up_place)

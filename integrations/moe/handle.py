@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, K choices of each, E experts, R rows that this ra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -17,8 +17,10 @@ from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import DisagreementError, GroupError, TensorError
 
-__all__ = ["FINEST", "Chunk", "DispatchHandle", "Grid", "Layout"]
+__all__ = ["FINEST", "Chunk", "DispatchHandle", "Experts", "Grid", "Layout"]
 
+Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
+"""Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
 FINEST = 8
 """Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
 _HEAD = (

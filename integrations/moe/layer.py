@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -52,8 +53,8 @@ class MoELayer(nn.Module):
         mesh: the groups; None: all experts are here.
         shared_width: inner width of the shared experts; 0: there are none.
         dispatch: ``all_to_all``, ``all_gather``, or ``auto``: whichever the profile predicts to be faster for each call.
-        chunks: in how many slices tokens go through the experts: 1, 2, 4, 8, or ``auto``: by the profile and the experts' own
-            measured times.
+        chunks: in how many chunks tokens go through the experts: 1, 2, 4, 8, the eighths of the tokens in each, such as
+            (1, 3, 3, 1), or ``auto``: by the profile and the experts' own measured times.
         weights_at: ``combine``: gating weights are applied to the experts' outputs, where they are summed; ``experts``: before
             each expert's last product, as MegaScale-MoE does. Their values differ by rounding.
         tokens: ``sharded``: every rank brings tokens of its own. ``replicated``: the ranks of tp all bring the same ones
@@ -80,7 +81,7 @@ class MoELayer(nn.Module):
         mesh: FoldedMesh | None = None,
         shared_width: int = 0,
         dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto",
-        chunks: int | Literal["auto"] = "auto",
+        chunks: int | Sequence[int] | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
         tokens: Literal["sharded", "replicated"] = "sharded",
         communicator: Communicator | None = None,

@@ -9,25 +9,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from commlayer.integrations.moe.handle import Experts, Grid
 from commlayer.integrations.moe.rows import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
+from commlayer.profiles.errors import DisagreementError
+from commlayer.scheduler.overlap import ExpertTimes
 
-__all__ = ["Experts", "MoveShape", "MoveTimes", "measure_experts", "measure_moves"]
+__all__ = ["Measurements", "MoveShape", "MoveTimes", "measure_experts", "measure_moves"]
 
-Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
-"""Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
-_MOST_BYTES = 64 << 20
+_FEWEST_TOKENS, _MOST_BYTES = 512, 64 << 20
 _REPEATS = 5
+_FEWEST_ROWS, _TRUST = 64, 2
+"""Experts are measured on as many rows at least; and all anew where a call has this many times more than were measured."""
+_PARTS = (8, 2, 1)
+"""Of a call's rows, the fractions 1/8, 1/2 and all are timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """``tokens`` of all ``ranks`` together, ``top_k`` choices each of ``num_experts``, as many of which are here as on any rank:
-    ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes back through all."""
+    """What decides how rows are moved, and what a row takes: ``top_k`` choices of ``num_experts``, of which each of ``ranks``
+    has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes back through all."""
 
-    tokens: int
     ranks: int
     top_k: int
     num_experts: int
@@ -38,35 +44,96 @@ class MoveShape:
 
 @dataclass(frozen=True, slots=True)
 class MoveTimes:
-    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank."""
+    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank; measured
+    with ``tokens`` of all ranks."""
 
     row_us: float
     token_us: float
+    tokens: int
 
 
-def measure_moves(like: torch.Tensor, shape: MoveShape) -> MoveTimes:
-    """What a call of ``shape`` does beside the exchanges, done with tokens such as ``like`` [T, H] whose choices are spread
-    evenly; medians. Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
+class Measurements:
+    """What all ranks of a grid have measured alike. Each method is collective where something is to be measured: all ranks ask
+    with the same numbers, and so find alike whether it is."""
 
-    As many tokens as 64 MiB hold stand for more.
-    """
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._experts: ExpertTimes | None = None
+
+    def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:
+        """For ``tokens`` of all ranks such as ``like``; shared by all layers on the same group, and measured anew for calls of
+        more than twice as many tokens. Raises as :meth:`experts`."""
+        owner: object = self._grid.all.group or self._grid.all
+        shared = _moves_of_group.setdefault(owner, {})
+        key, wanted = (shape, like.shape[1], like.dtype), _measured_tokens(tokens, like)
+        if key not in shared or wanted > _TRUST * shared[key].tokens:
+            times = self._agreed(2, lambda: measure_moves(like, wanted, shape))
+            shared[key] = MoveTimes(times[0], times[1], wanted)
+        return shared[key]
+
+    def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
+        """For up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
+
+        Raises what measuring raises on this rank; DisagreementError where it failed on another.
+        """
+        if self._experts is None or most_rows > _TRUST * self._experts.rows[-1]:
+            most = max(most_rows, _FEWEST_ROWS)
+            sizes = sorted({max(most // part, 1) for part in _PARTS})
+            count = self._grid.num_local_experts
+            times = self._agreed(len(sizes), lambda: measure_experts(experts, count, like, sizes))
+            self._experts = ExpertTimes(tuple(sizes), times)
+        return self._experts
+
+    def _agreed(self, count: int, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+        """The medians over all ranks."""
+        group, error = self._grid.all, None
+        try:
+            mine = list(measure())
+        except Exception as caught:  # noqa: BLE001  the others must hear of it before it is raised, or they wait for this rank
+            error, mine = caught, [float("nan")] * count
+        everyone = group.all_gather(torch.tensor([mine], dtype=torch.float64))
+        if error is not None:
+            raise error
+        failed = everyone.isnan().any(1).nonzero().flatten().tolist()
+        if failed:
+            raise DisagreementError(
+                f"rank {group.ranks[group.rank]}: rank {group.ranks[failed[0]]} failed while it measured what its experts take: "
+                "look at its log"
+            )
+        return tuple(median(column.tolist()) for column in everyone.unbind(1))
+
+
+_moves_of_group: WeakKeyDictionary[Any, dict[tuple[Any, ...], MoveTimes]] = WeakKeyDictionary()
+
+
+def _measured_tokens(tokens: int, like: torch.Tensor) -> int:
+    """How many tokens of all ranks stand for ``tokens``: few would make a row look dear; more than 64 MiB add nothing."""
     most = _MOST_BYTES // max(1, like.shape[1] * like.element_size())
-    own = max(1, min(shape.tokens, most) // shape.ranks)
-    tokens = own * shape.ranks
-    choices = torch.arange(tokens * shape.top_k, device=like.device).view(tokens, shape.top_k) % shape.num_experts
+    return min(max(tokens, _FEWEST_TOKENS), max(most, 1))
+
+
+def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, float]:
+    """What a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
+    choices are spread evenly: µs for a row that is exchanged, and for a token that is gathered; medians.
+
+    Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
+    """
+    own = max(1, tokens // shape.ranks)
+    choices = torch.arange(own * shape.ranks * shape.top_k, device=like.device) % shape.num_experts
+    choices = choices.view(own * shape.ranks, shape.top_k)
     mine = make_row_map(choices[:own], shape.num_experts)
     local = torch.where(choices < shape.num_local, choices, -1).sort(1, descending=True).values
     here = make_row_map(local[:, : max(1, int((local >= 0).sum(1).max()))], shape.num_local)
     with torch.no_grad():
-        exchanged_us = median(time_us(lambda: _exchange(like, mine, shape), like) for _ in range(_REPEATS))
-        gathered_us = median(time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
-    return MoveTimes(exchanged_us / max(1, mine.token_of_row.shape[0]), gathered_us / tokens)
+        exchanged_us = median(_time_us(lambda: _exchange(like, mine, shape), like) for _ in range(_REPEATS))
+        gathered_us = median(_time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
+    return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks)
 
 
 def _exchange(like: torch.Tensor, rows: RowMap, shape: MoveShape) -> torch.Tensor:
     """As all_to_all; what would arrive is copied."""
     tokens, top_k = rows.row_of_choice.shape
-    weights, x = like.new_ones(tokens, top_k), like.new_ones(tokens, like.shape[1])
+    weights, x = _weights(like, tokens, top_k), like.new_ones(tokens, like.shape[1])
     back = _there_and_back(gather_rows(x, rows), shape)
     out = combine_rows(back, weights, rows)
     if not shape.needs_gradient:
@@ -74,6 +141,11 @@ def _exchange(like: torch.Tensor, rows: RowMap, shape: MoveShape) -> torch.Tenso
     of_rows, _ = spread_rows(out, back, weights, rows, of_rows=True)
     assert of_rows is not None  # asked for
     return combine_rows(_there_and_back(of_rows, shape), None, rows)
+
+
+def _weights(like: torch.Tensor, tokens: int, top_k: int) -> torch.Tensor:
+    """As of the router: in FP32 at least."""
+    return like.new_ones(tokens, top_k, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def _there_and_back(rows: torch.Tensor, shape: MoveShape) -> torch.Tensor:
@@ -87,7 +159,7 @@ def _there_and_back(rows: torch.Tensor, shape: MoveShape) -> torch.Tensor:
 def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> torch.Tensor:
     """As all_gather; what would arrive is written."""
     tokens, top_k = rows.row_of_choice.shape
-    weights, x = like.new_ones(tokens, top_k), like.new_ones(tokens, like.shape[1])
+    weights, x = _weights(like, tokens, top_k), like.new_ones(tokens, like.shape[1])
     taken = gather_rows(x, rows)
     summed = combine_rows(taken, weights, rows)
     if not shape.needs_gradient:
@@ -105,11 +177,11 @@ def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, size
         for size in sizes:
             rows = like.new_zeros(size, like.shape[1])
             counts = [size // num_experts + (expert < size % num_experts) for expert in range(num_experts)]
-            times.append(median(time_us(lambda: experts(rows, counts, None), rows) for _ in range(_REPEATS)))  # noqa: B023
+            times.append(median(_time_us(lambda: experts(rows, counts, None), rows) for _ in range(_REPEATS)))  # noqa: B023
     return times
 
 
-def time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
+def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
     """What ``call`` takes on the device of ``like``."""
     if like.is_cuda:
         torch.cuda.synchronize(like.device)

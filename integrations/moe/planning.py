@@ -6,7 +6,7 @@ the first call and agreed.
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +14,20 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.linear import even_rows
-from commlayer.integrations.moe.handle import FINEST, Grid, Layout
-from commlayer.integrations.moe.measuring import Experts, MoveShape, MoveTimes, measure_experts, measure_moves
+from commlayer.integrations.moe.handle import FINEST, Experts, Grid, Layout
+from commlayer.integrations.moe.measuring import Measurements, MoveShape
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.overlap import ExpertTimes, choose_slices
+from commlayer.scheduler.overlap import choose_slices
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner"]
+__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
 
 KINDS = ("all_to_all", "all_gather")
 _WHOLE = (FINEST,)
 _MARGIN = 0.1
 """all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
-_FEWEST, _TRUST = 64, 2
-"""Experts are measured on as many rows at least, and anew where a call has this many times more than were measured."""
 _MOST_KEPT = 256
-_MEASURED = (8, 2, 1)
-"""Of the first call's rows, the fractions 1/8, 1/2 and all are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,56 +50,56 @@ class DispatchDecision:
         return len(self.slices)
 
     @property
+    def name(self) -> str:
+        """Such as ``all_to_all × 4 (1:3:3:1)``."""
+        shares = "" if len(set(self.slices)) == 1 else f" ({':'.join(map(str, self.slices))})"
+        return f"{self.kind} × {self.chunks}{shares}"
+
+    @property
     def predicted_us(self) -> float | None:
         """Of the exchanges and the experts, forward and backward."""
         return self.slices_us.get(self.slices)
 
 
 class DispatchPlanner:
-    """Decides for one dispatcher. ``kind`` and ``chunks``: what the user fixed, or ``auto``."""
+    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto."""
 
-    def __init__(self, grid: Grid, kind: str, chunks: int | str) -> None:
-        self._grid, self._kind, self._chunks = grid, kind, chunks
-        self._times: ExpertTimes | None = None
-        self._moves: dict[bool, MoveTimes] = {}
+    def __init__(self, grid: Grid, kind: str, slices: tuple[int, ...] | None) -> None:
+        self._grid, self._kind, self._slices = grid, kind, slices
+        self._measured = Measurements(grid)
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
         self._decided: dict[tuple[Any, ...], DispatchDecision] = {}
 
     def decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
-        """Once for calls of about the same counts. ``like`` [T, H]: the tokens.
+        """One decision for calls of about the same counts, within a sixteenth. ``like`` [T, H]: the tokens.
 
-        Collective where something is to be measured: with the first call, and where the experts get more rows by far.
+        Collective where something is to be measured: with the first call, and where there is more to do by far.
         """
-        if self._times is not None and layout.most_expert_rows > _TRUST * self._times.rows[-1]:
-            self._times = None
-            self._decided.clear()
         sizes = (sum(layout.tokens), layout.most_rows, layout.most_expert_rows)
-        of_tokens = None if like is None else (like.shape[1], like.dtype)
+        of_tokens = None if like is None else (like.shape[1], like.dtype, like.is_cuda)
         of_call = (
             layout.indices.shape[1],
             layout.capacity,
             layout.needs_gradient,
             experts is None,
-            _is_sharded(experts),
+            is_sharded(experts),
         )
-        key = (*map(_rounded, sizes), of_tokens, *of_call)
+        key = (*map(_rounded, sizes), of_tokens, *of_call)  # all of which ranks have agreed on
         if key not in self._decided:
-            if len(self._decided) >= _MOST_KEPT:
-                self._decided.clear()
+            while len(self._decided) >= _MOST_KEPT:
+                self._decided.pop(next(iter(self._decided)))
             self._decided[key] = self._decide(layout, like, experts)
         return self._decided[key]
 
     def _decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         row_bytes = None if like is None else like.shape[1] * like.element_size()
         kind, kinds_us, why = self._choose_kind(layout, row_bytes, like)
-        if layout.capacity is not None and self._chunks not in ("auto", 1):
+        if layout.capacity is not None and self._slices not in (None, _WHOLE):
             raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
         if kind == "all_gather" or layout.capacity is not None:
             return DispatchDecision(kind, _WHOLE, kinds_us, {}, why)
-        if self._chunks != "auto":
-            return DispatchDecision(
-                kind, even_rows(FINEST, int(self._chunks)), kinds_us, {}, f"{why}; chunks as asked for"
-            )
+        if self._slices is not None:
+            return DispatchDecision(kind, self._slices, kinds_us, {}, f"{why}; chunks as asked for")
         why_one = self._why_one_chunk(layout, like, experts)
         if why_one is not None or like is None or experts is None:
             return DispatchDecision(kind, _WHOLE, kinds_us, {}, f"{why}; one chunk: {why_one}")
@@ -114,7 +110,7 @@ class DispatchPlanner:
         """Why there is nothing to choose; None where there is."""
         if self._grid.ep.size == 1 or like is None or experts is None:
             return "nothing to overlap"
-        if _is_sharded(experts):
+        if is_sharded(experts):
             return "each would gather the experts' shards anew"
         if self._exchange_us(layout.most_rows * like.shape[1] * like.element_size()) is None:
             return "no profile of this group"
@@ -125,12 +121,12 @@ class DispatchPlanner:
     def _choose_slices(
         self, layout: Layout, like: torch.Tensor, experts: Experts
     ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
-        if self._times is None:
-            self._times = self._measure(layout, like, experts)
+        times = self._measured.experts(experts, layout.most_expert_rows, like)
         size, ep_size = layout.most_rows * like.shape[1] * like.element_size(), self._grid.ep.size
-        times, rows_per_byte = self._times, layout.most_expert_rows / max(size, 1)
+        rows_per_byte = layout.most_expert_rows / max(size, 1)
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
-        # On a CPU what a call takes that sends next to nothing is work of the cores that compute.
+        # On a CPU what a call takes that sends next to nothing is mostly work of the cores that compute. Where the wire's own
+        # latency is a large part of it, this errs towards fewer chunks.
         posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1) or 0.0)
         return choose_slices(
             traffic,
@@ -147,7 +143,7 @@ class DispatchPlanner:
         grid = self._grid
         if grid.all.size == 1 or layout.capacity is not None:
             return "all_to_all", {}, "all_to_all: one rank, or padded rows"
-        if self._chunks not in ("auto", 1):
+        if self._slices not in (None, _WHOLE):
             return "all_to_all", {}, "all_to_all: chunks are asked for"
         tokens = sum(layout.tokens)
         if row_bytes is not None and like is not None:
@@ -179,10 +175,7 @@ class DispatchPlanner:
         inside = [self._slowest_us(grid.etp, 1, collective, most) for collective in ("all_gather", "reduce_scatter")]
         if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
             return None
-        moves = self._moves.get(layout.needs_gradient)
-        if moves is None:
-            measured = measure_moves(like, self._move_shape(layout, tokens))
-            moves = self._moves[layout.needs_gradient] = MoveTimes(*self._agreed([measured.row_us, measured.token_us]))
+        moves = self._measured.moves(like, tokens, self._move_shape(layout))
         passes, top_k = 2 if layout.needs_gradient else 1, layout.indices.shape[1]
         # Indices go to all ranks with the handle, weights with the tokens.
         small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]
@@ -191,11 +184,11 @@ class DispatchPlanner:
             "all_gather": passes * (all_gather + reduce_scatter + small[1]) + small[0] + tokens * moves.token_us,
         }
 
-    def _move_shape(self, layout: Layout, tokens: int) -> MoveShape:
+    def _move_shape(self, layout: Layout) -> MoveShape:
         grid = self._grid
         most = max(grid.experts)
         is_sorted, top_k = most * grid.etp.size > 1, layout.indices.shape[1]
-        return MoveShape(tokens, grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient)
+        return MoveShape(grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient)
 
     def _exchange_us(self, size: float) -> float | None:
         return self._slowest_us(self._grid.ep, 0, "all_to_all_v", round(size))
@@ -225,26 +218,28 @@ class DispatchPlanner:
     def _crosses_nodes(self) -> bool:
         return any(len(shape) > 1 for shape in self._everyones_shapes()[0])
 
-    def _measure(self, layout: Layout, like: torch.Tensor, experts: Experts) -> ExpertTimes:
-        most = max(layout.most_expert_rows, _FEWEST)
-        sizes = sorted({max(most // part, 1) for part in _MEASURED})
-        return ExpertTimes(
-            tuple(sizes), self._agreed(measure_experts(experts, self._grid.num_local_experts, like, sizes))
-        )
 
-    def _agreed(self, times: list[float]) -> tuple[float, ...]:
-        """The medians over all ranks; collective."""
-        everyone = self._grid.all.all_gather(torch.tensor([times], dtype=torch.float64))
-        return tuple(statistics.median(column.tolist()) for column in everyone.unbind(1))
+def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
+    """What a user may fix, as the eighths of the tokens in each chunk. Raises UsageError."""
+    if isinstance(chunks, int) and chunks in (1, 2, 4, FINEST):
+        return even_rows(FINEST, chunks)
+    if isinstance(chunks, Sequence) and not isinstance(chunks, str):
+        slices = tuple(chunks)
+        if all(isinstance(part, int) and part > 0 for part in slices) and sum(slices) == FINEST:
+            return slices
+    raise UsageError(
+        f"chunks must be auto, 1, 2, 4 or {FINEST}, or the eighths of the tokens in each chunk, {FINEST} together, such as "
+        f"(1, 3, 3, 1); got {chunks!r}"
+    )
 
 
 def _rounded(count: int) -> int:
-    """Up to five leading bits: counts that differ by less than a sixteenth are decided alike."""
+    """Up to five leading bits: counts that are rounded alike differ by less than a sixteenth."""
     bits = max(0, count.bit_length() - 5)
     return -(-count >> bits) << bits
 
 
-def _is_sharded(experts: Experts | None) -> bool:
+def is_sharded(experts: Experts | None) -> bool:
     """Whether FSDP2 shards them: then a call of them is a collective over EDP, whose ranks see other counts than these."""
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 

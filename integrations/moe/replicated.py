@@ -22,7 +22,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
-from commlayer.integrations.moe.measuring import Experts
+from commlayer.integrations.moe.handle import Experts
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
 from commlayer.profiles.errors import TensorError, UsageError
 

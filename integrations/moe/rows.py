@@ -1,17 +1,19 @@
 """Row maps: which row of a buffer each choice of a token is, worked out once and used by every gather, forward and backward.
 
 Shapes: T tokens, K choices of each, E experts, H hidden, N rows (one for each kept choice, or, padded, E·capacity).
-Both directions are gathers: each row of the result is written once. Rejected: index_add into zeros, which reads and writes
-the result twice more, and on a GPU adds in an order that changes from run to run.
+Both directions are gathers: each row of the result is written once (zeros first where choices are dropped, on a CPU). Rejected:
+index_add into zeros, which reads and writes the result twice more, and on a GPU adds in an order that changes from run to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+
+from commlayer.transfers import differentiable_once
 
 __all__ = [
     "Permutation",
@@ -26,7 +28,7 @@ __all__ = [
 ]
 
 _BLOCK_BYTES = 1 << 20
-"""What combine_rows works on at a time: it stays in a core's cache between the gather, the product and the sum."""
+"""What combine_rows and spread_rows work on at a time: it stays in a core's cache between the gather, the product and the sum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +141,7 @@ class _Gather(torch.autograd.Function):
         return _take(x, rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _sum_choices(gradient, None, ctx.rows), None
 
@@ -151,7 +153,7 @@ class _Permute(torch.autograd.Function):
         return x.index_select(0, permutation.order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.index_select(0, ctx.inverse), None
 
@@ -164,7 +166,7 @@ class _Combine(torch.autograd.Function):
         return _sum_choices(y, weights, rows)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         y, weights = ctx.saved_tensors
         return *spread_rows(gradient, y, weights, ctx.rows, of_rows=ctx.needs_input_grad[0]), None
@@ -183,21 +185,29 @@ def _take(x: torch.Tensor, rows: RowMap) -> torch.Tensor:
 
 
 def _sum_choices(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) -> torch.Tensor:
-    """``Σ_k w[t, k] · y[row[t, k]]``, a block of tokens at a time."""
+    """``Σ_k w[t, k] · y[row[t, k]]``, a block of tokens at a time where there is something to add or to convert."""
     num_tokens, top_k = rows.row_of_choice.shape
     if y.shape[0] == 0 or top_k == 0:
         return y.new_zeros(num_tokens, y.shape[1])
     dtype = y.dtype if weights is None else torch.promote_types(y.dtype, weights.dtype)
     if weights is None and y.dtype in (torch.bfloat16, torch.float16):
         dtype = torch.float32
-    if top_k == 1:
-        return _part(y, weights, rows, slice(None), 0, dtype).to(y.dtype)
+    if top_k == 1 and y.dtype == dtype:
+        return _part(y, weights, rows, slice(None), 0, dtype)
     out = y.new_empty(num_tokens, y.shape[1])
-    block = num_tokens if y.is_cuda else max(1, _BLOCK_BYTES // (y.shape[1] * dtype.itemsize))
-    for start in range(0, num_tokens, block):
-        tokens = slice(start, start + block)
+    for tokens in _blocks(num_tokens, y, dtype):
         out[tokens] = _sum_pairs(range(top_k), lambda k: _part(y, weights, rows, tokens, k, dtype))  # noqa: B023  called here
     return out
+
+
+def _is_on_host(x: torch.Tensor) -> bool:
+    return not x.is_cuda
+
+
+def _blocks(count: int, like: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Of ``count`` rows such as ``like``'s as many at a time as stay in a cache; on a GPU all, whose kernels are one loop."""
+    size = max(1, _BLOCK_BYTES // max(1, like.shape[1] * dtype.itemsize) if _is_on_host(like) else count)
+    return (slice(start, start + size) for start in range(0, count, size))
 
 
 def _part(
@@ -240,9 +250,7 @@ def spread_rows(
     spread = gradient.new_empty(num_rows, gradient.shape[1]) if of_rows else None
     dots = None if y is None else gradient.new_empty(num_rows, dtype=dtype)
     of_row = weights_of_rows(weights, rows).to(dtype)
-    block = num_rows if gradient.is_cuda else max(1, _BLOCK_BYTES // (gradient.shape[1] * dtype.itemsize))
-    for start in range(0, num_rows, block):
-        part = slice(start, start + block)
+    for part in _blocks(num_rows, gradient, dtype):
         taken = gradient.index_select(0, rows.token_of_row[part]).to(dtype)
         if rows.is_filled is not None:  # not times zero: what lies there by chance may be infinite
             taken.masked_fill_(~rows.is_filled[part].unsqueeze(1), 0)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from commlayer.collectives import Held, Pending
-from commlayer.integrations.moe.handle import Chunk
-from commlayer.integrations.moe.measuring import Experts
+from commlayer.integrations.moe.handle import Chunk, Experts
 from commlayer.integrations.remat import Promise, promise_of, recomputable
 from commlayer.profiles.errors import TensorError
 
@@ -31,7 +30,8 @@ class Stage:
 
     def pack(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
         """Put the chunk's tokens in the order in which they go. The backward pass waits for their gradients here: after the
-        experts of all chunks that are packed before the first is computed."""
+        experts of all chunks that are packed before the first is computed. Until they are sent, the rows take memory: those
+        of all chunks together as much as of one."""
         dispatcher, chunk = self.dispatcher, self.chunk
         rows = [dispatcher.dispatch_preprocess(x, chunk)]
         if weights is not None and weights_travel:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from commlayer.integrations.moe import experts as experts_module
 from commlayer.integrations.moe.experts import GroupedExperts, grouped_linear, swiglu
+from commlayer.profiles.errors import TensorError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -52,6 +53,49 @@ def test_what_is_frozen_gets_no_gradient(is_frozen: tuple[bool, bool]) -> None:
 def test_gradients_that_are_expanded_or_transposed() -> None:
     x, weight = leaves(torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, [1, 3]).t().sum(1), (x, weight))
+
+
+def test_second_derivatives() -> None:
+    """Also where the first one needs none itself: of a sum."""
+    x, weight = leaves(torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64))
+    gate, up = leaves(torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64))
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, [1, 3]), (x, weight))
+    assert torch.autograd.gradgradcheck(swiglu, (gate, up))
+    layer = GroupedExperts(3, 5, count=2).double()
+    (first,) = torch.autograd.grad(layer(x, [1, 3]).sum(), x, create_graph=True)
+    assert first.requires_grad
+
+
+def test_functional_gradients() -> None:
+    x, weight = torch.randn(4, 3), torch.randn(2, 5, 3)
+    made = torch.func.grad(
+        lambda x: swiglu(grouped_linear(x, weight, [1, 3]), grouped_linear(x, weight, [1, 3])).sum()
+    )(x)
+    assert made.shape == x.shape
+
+
+@pytest.mark.parametrize("rows", [[4], [1, 2], [1, 1, 2]], ids=str)
+def test_counts_that_are_not_those_of_the_rows(rows: list[int]) -> None:
+    with pytest.raises(TensorError, match="2 experts on 4 rows"):
+        grouped_linear(torch.zeros(4, 3), torch.zeros(2, 5, 3), rows)
+
+
+@pytest.mark.parametrize(
+    "up", [torch.zeros(1, 8), torch.zeros(4, 8, dtype=torch.float64), torch.zeros(4, 8, device="meta")]
+)
+def test_swiglu_of_two_that_differ(up: torch.Tensor) -> None:
+    with pytest.raises(TensorError, match="two alike"):
+        swiglu(torch.zeros(4, 8), up)
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = grouped_linear(torch.randn(2, 3, dtype=torch.float64), torch.randn(1, 4, 3, dtype=torch.float64), [2])
+    assert out.dtype == torch.float64
+
+
+def test_shapes_without_memory() -> None:
+    assert grouped_linear(torch.zeros(4, 3, device="meta"), torch.zeros(2, 5, 3, device="meta"), [1, 3]).shape == (4, 5)
 
 
 def test_autocast_computes_in_its_dtype() -> None:

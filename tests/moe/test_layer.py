@@ -128,7 +128,7 @@ def test_replicated_tokens(emulated_cluster: ClusterFactory, padded: bool, with_
     assert all(all(same) for same in found), found
 
 
-def chosen_chunks() -> list[tuple[str, int, bool]]:
+def chosen_chunks() -> list[tuple[str, tuple[int, ...], float | None, bool]]:
     """Under a profile that knows the group: auto measures the experts once, and all ranks choose alike."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
@@ -139,7 +139,7 @@ def chosen_chunks() -> list[tuple[str, int, bool]]:
         layer(tokens(64, seed=dist.get_rank())).sum().backward()
         decision = layer.dispatcher.decision
         assert decision is not None
-        found.append((decision.kind, decision.chunks, bool(decision.kinds_us)))
+        found.append((decision.kind, decision.slices, decision.predicted_us, bool(decision.kinds_us)))
     return found
 
 
@@ -150,4 +150,4 @@ def test_auto_decides_alike_on_all_ranks(
     monkeypatch.setenv("COMMLAYER_CACHE", str(tmp_path))
     found = emulated_cluster(nodes=2, ranks_per_node=2).run(chosen_chunks)
     assert found == [found[0]] * 4
-    assert all(was_predicted for _, _, was_predicted in found[0])
+    assert all(was_predicted for *_, was_predicted in found[0])

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.moe import planning
+from commlayer.integrations.moe import measuring
 from commlayer.integrations.moe.handle import FINEST, Grid, Layout
-from commlayer.integrations.moe.measuring import MoveShape, MoveTimes, measure_experts, measure_moves
-from commlayer.integrations.moe.planning import DispatchPlanner, _rounded
-from commlayer.profiles.errors import UsageError
+from commlayer.integrations.moe.measuring import MoveShape, measure_experts, measure_moves
+from commlayer.integrations.moe.planning import DispatchDecision, DispatchPlanner, _rounded, slices_of
+from commlayer.integrations.moe.rows import make_row_map
+from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import SLICES, ExpertTimes, choose_slices, pipeline, time_pipeline
 from commlayer.scheduler.plan import Op
@@ -118,6 +119,7 @@ def layout(group: GroupCommunicator, *, top_k: int, capacity: int | None = None)
 
 
 LIKE = torch.zeros(16, 8)
+WHOLE = (8,)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +132,10 @@ def test_the_kind_is_the_one_predicted_faster_by_a_margin(
 ) -> None:
     """64 rows of 32 bytes either way (k = 4 of 4 experts, one a rank), so times for a byte compare directly. In memory both
     move 64 rows; for all_gather indices (8 bytes) and weights (4) travel too."""
-    monkeypatch.setattr(planning, "measure_moves", lambda *_: MoveTimes(us_per_row, us_per_row))
+    monkeypatch.setattr(measuring, "measure_moves", lambda *_: (us_per_row, us_per_row))
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": gathering_us, "reduce_scatter": gathering_us})
     found = layout(group, top_k=4)
-    decision = DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None)
+    decision = DispatchPlanner(found.grid, "auto", WHOLE).decide(found, LIKE, None)
     moved_us = 64 * us_per_row
     assert decision.kinds_us == {
         "all_to_all": 2 * 64 * 32 + moved_us,
@@ -145,49 +147,118 @@ def test_the_kind_is_the_one_predicted_faster_by_a_margin(
 
 def test_all_tokens_count_against_all_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     """k = 1: three of four tokens that are gathered and summed have no choice here."""
-    group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.2, "reduce_scatter": 0.2})
-    found = layout(group, top_k=1)
     kinds = []
     for us_per_row in (0.0, 1e3):
-        monkeypatch.setattr(planning, "measure_moves", lambda *_, us=us_per_row: MoveTimes(us, us))
-        kinds.append(DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kind)
+        group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.2, "reduce_scatter": 0.2})
+        found = layout(group, top_k=1)
+        monkeypatch.setattr(measuring, "measure_moves", lambda *_, us=us_per_row: (us, us))
+        kinds.append(DispatchPlanner(found.grid, "auto", WHOLE).decide(found, LIKE, None).kind)
     assert kinds == ["all_gather", "all_to_all"]
 
 
 def test_moves_are_measured() -> None:
     for is_sorted, needs_gradient in itertools.product((False, True), repeat=2):
-        measured = measure_moves(torch.zeros(1, 4), MoveShape(9, 2, 3, 4, 2, is_sorted, needs_gradient))
-        assert measured.row_us > 0
-        assert measured.token_us > 0
+        shape = MoveShape(2, 3, 4, 2, is_sorted, needs_gradient)
+        assert all(us > 0 for us in measure_moves(torch.zeros(1, 4), 9, shape))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 1 << 40])
-def test_moves_are_measured_of_as_many_tokens_as_fit(tokens: int) -> None:
-    """Of 4 MiB each 16 fit; measured with 2 ranks of 8."""
-    seen = []
+def test_what_is_measured_is_what_a_call_does() -> None:
+    """On ones: each token is the sum of its 3 choices, of which one or two of each token are here; the gradient once more."""
+    choices = torch.arange(24).view(8, 3) % 4
+    everywhere = make_row_map(choices, 4)
+    here = make_row_map(torch.where(choices < 2, choices, -1), 2)
+    like, sums = torch.zeros(1, 5), (choices < 2).sum(1, keepdim=True).float()
+    for is_sorted in (False, True):
+        forward, both = (MoveShape(2, 3, 4, 2, is_sorted, needs_gradient) for needs_gradient in (False, True))
+        assert torch.equal(measuring._exchange(like, everywhere, forward), torch.full((8, 5), 3.0))
+        assert torch.equal(measuring._exchange(like, everywhere, both), torch.full((8, 5), 9.0))
+        for shape in (forward, both):
+            assert torch.equal(measuring._gather(like, here, 4, shape), sums[:4].expand(4, 5))
 
-    class Like(torch.Tensor):
-        def new_ones(self, *shape: Any, **_: Any) -> torch.Tensor:
-            seen.append(shape)
-            return torch.ones(*shape)
 
-    like = torch.zeros(1, 1 << 20).as_subclass(Like)
-    assert measure_moves(like, MoveShape(tokens, 2, 1, 2, 1, False, False)).row_us > 0
-    assert max(shape[0] for shape in seen) == (2 if tokens < 2 else 16)
+class Counted:
+    """In place of measure_moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tokens: list[int] = []
+        self.shapes: list[MoveShape] = []
+        monkeypatch.setattr(measuring, "measure_moves", self)
+
+    def __call__(self, _: object, tokens: int, shape: MoveShape) -> tuple[float, float]:
+        self.tokens.append(tokens)
+        self.shapes.append(shape)
+        return 1.0, 2.0
+
+
+def test_moves_are_measured_once_for_all_layers_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anew for calls of more than twice as many tokens; at most for what 64 MiB hold, at least for 512."""
+    counted, group = Counted(monkeypatch), Predicted(4, {"all_to_all_v": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0})
+    first, second = (measuring.Measurements(layout(group, top_k=2).grid) for _ in range(2))
+    shape = MoveShape(4, 2, 4, 1, False, False)
+    for measured, tokens in (
+        (first, 1),
+        (second, 1000),
+        (first, 1025),
+        (second, 2050),
+        (first, 1 << 40),
+        (second, 1 << 50),
+    ):
+        found = measured.moves(LIKE, tokens, shape)
+        assert (found.row_us, found.token_us) == (1.0, 2.0)
+    assert counted.tokens == [512, 1025, (64 << 20) // 32]
+    first.moves(LIKE.to(torch.bfloat16), 512, shape)
+    first.moves(LIKE, 512, replace(shape, needs_gradient=True))
+    assert counted.tokens[3:] == [512, 512]
+    other = measuring.Measurements(layout(Predicted(4, {}), top_k=2).grid)
+    other.moves(LIKE, 512, shape)
+    assert len(counted.tokens) == 6
+
+
+def test_a_failure_to_measure_is_raised_here_and_told_there() -> None:
+    """Instead of leaving the other ranks in the exchange of what was measured."""
+
+    class Told(Predicted):
+        ranks = (10, 11, 12)
+        theirs = float("nan")
+
+        def all_gather(self, x: torch.Tensor, rows: Any = None) -> torch.Tensor:
+            return torch.cat([torch.full_like(x, 5.0), x, torch.full_like(x, self.theirs)])
+
+    class Sound(Told):
+        theirs = 6.0
+
+    def failing(*_: object) -> torch.Tensor:
+        raise ValueError("my experts")
+
+    def doing(rows: torch.Tensor, *_: object) -> torch.Tensor:
+        return rows
+
+    with pytest.raises(ValueError, match="my experts"):
+        measuring.Measurements(layout(Sound(3, {}), top_k=2).grid).experts(failing, 9, LIKE)
+    with pytest.raises(DisagreementError, match="rank 10: rank 12 failed"):
+        measuring.Measurements(layout(Told(3, {}), top_k=2).grid).experts(doing, 9, LIKE)
+    assert measuring.Measurements(layout(Sound(3, {}), top_k=2).grid).experts(doing, 9, LIKE).times_us == (5.0,) * 3
+
+
+def test_experts_are_measured_anew_for_more_than_twice_the_rows() -> None:
+    sizes: list[int] = []
+
+    def experts(rows: torch.Tensor, *_: object) -> torch.Tensor:
+        sizes.append(rows.shape[0])
+        return rows
+
+    measured = measuring.Measurements(layout(Predicted(4, {}), top_k=2).grid)
+    most = [measured.experts(experts, rows, LIKE).rows[-1] for rows in (3, 100, 128, 129, 200)]
+    assert most == [64, 64, 64, 129, 129]
+    assert sorted(set(sizes)) == [8, 16, 32, 64, 129]
 
 
 def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is moved in memory is measured with it."""
-    asked = []
-
-    def measure(_: object, shape: MoveShape) -> MoveTimes:
-        asked.append(shape.needs_gradient)
-        return MoveTimes(1.0, 2.0)
-
-    monkeypatch.setattr(planning, "measure_moves", measure)
+    counted = Counted(monkeypatch)
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0})
     forward, both = (
-        DispatchPlanner(found.grid, "auto", 1).decide(found, LIKE, None).kinds_us
+        DispatchPlanner(found.grid, "auto", WHOLE).decide(found, LIKE, None).kinds_us
         for found in (layout(group, top_k=4), replace(layout(group, top_k=4), needs_gradient=True))
     )
     indices_us = 64 * 4 * 8  # have no gradient
@@ -195,22 +266,46 @@ def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> Non
         "all_to_all": 2 * forward["all_to_all"] - 64 * 1.0,
         "all_gather": 2 * forward["all_gather"] - indices_us - 64 * 2.0,
     }
-    assert asked == [False, True]
+    assert [shape.needs_gradient for shape in counted.shapes] == [False, True]
 
 
 def test_calls_of_about_the_same_counts_are_decided_once() -> None:
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 9.0, "reduce_scatter": 9.0})
-    planner = DispatchPlanner(layout(group, top_k=2).grid, "auto", 1)
-    first = planner.decide(layout(group, top_k=2), LIKE, None)
-    assert planner.decide(layout(group, top_k=2), LIKE, None) is first
-    assert planner.decide(layout(group, top_k=4), LIKE, None) is not first
-    assert planner.decide(layout(group, top_k=2), LIKE.to(torch.float64), None) is not first
+    planner = DispatchPlanner(layout(group, top_k=2).grid, "auto", WHOLE)
+
+    def of(tokens: int, like: torch.Tensor = LIKE) -> DispatchDecision:
+        return planner.decide(replace(layout(group, top_k=2), tokens=(tokens,) * 4), like, None)
+
+    assert of(1025) is of(1080)
+    assert of(1025) is not of(1100)
+    assert of(1025) is not of(1025, LIKE.to(torch.float64))
+    assert planner.decide(layout(group, top_k=4), LIKE, None) is not planner.decide(layout(group, top_k=2), LIKE, None)
+    first = of(1025)
+    for tokens in range(40, 40 * 300, 40):  # more than are kept: the oldest go
+        of(tokens)
+    assert len(planner._decided) <= 256
+    assert of(1025) == first
 
 
-@pytest.mark.parametrize("count", [0, 1, 31, 33, 100, 4096, 4097, 10**9 + 7])
-def test_counts_are_rounded_up_by_a_sixteenth_at_most(count: int) -> None:
-    assert count <= _rounded(count) <= count * 17 / 16
-    assert _rounded(_rounded(count)) == _rounded(count)
+def test_counts_are_rounded_up_by_a_sixteenth_at_most() -> None:
+    assert [_rounded(count) for count in (0, 1, 31, 33, 1024, 1025, 1080, 1088, 1089)] == [
+        *(0, 1, 31, 34, 1024, 1088, 1088, 1088, 1152),
+    ]
+    for count in (100, 4097, 10**9 + 7):
+        assert count <= _rounded(count) <= count * 17 / 16
+
+
+@pytest.mark.parametrize(
+    ("chunks", "slices"), [(1, (8,)), (2, (4, 4)), (8, (1,) * 8), ([1, 3, 3, 1], (1, 3, 3, 1)), ((8,), (8,))], ids=str
+)
+def test_chunks_are_fixed_by_number_or_by_eighths(chunks: Any, slices: tuple[int, ...]) -> None:
+    assert slices_of(chunks) == slices
+
+
+@pytest.mark.parametrize("chunks", [0, 3, -1, 1.5, "4", (), (8, 0), (4, 3), (9, -1), (2.0, 6), None], ids=str)
+def test_other_chunks_are_refused(chunks: Any) -> None:
+    with pytest.raises(UsageError, match=r"1, 2, 4 or 8.*eighths"):
+        slices_of(chunks)
 
 
 def test_inside_a_node_tokens_go_in_one_chunk() -> None:
@@ -234,18 +329,19 @@ def test_inside_a_node_tokens_go_in_one_chunk() -> None:
         return rows
 
     inside, across = (
-        DispatchPlanner(found.grid, "all_to_all", "auto").decide(found, LIKE, experts)
+        DispatchPlanner(found.grid, "all_to_all", None).decide(found, LIKE, experts)
         for found in (layout(Lying(4, {}), top_k=2), layout(AcrossNodes(4, {}), top_k=2))
     )
     assert inside.chunks == 1
     assert "the cores that compute also copy" in inside.reason
-    assert across.slices_us
+    assert across.predicted_us == across.slices_us[across.slices] > 0
+    assert set(across.slices_us) == set(SLICES)
 
 
 @pytest.mark.parametrize(("top_k", "kind"), [(2, "all_to_all"), (8, "all_gather")])
 def test_without_a_profile_the_kind_moves_fewer_rows(top_k: int, kind: str) -> None:
     group = Predicted(4, None)
-    decision = DispatchPlanner(layout(group, top_k=top_k).grid, "auto", "auto").decide(
+    decision = DispatchPlanner(layout(group, top_k=top_k).grid, "auto", None).decide(
         layout(group, top_k=top_k), LIKE, None
     )
     assert (decision.kind, decision.chunks) == (kind, 1)
@@ -254,17 +350,19 @@ def test_without_a_profile_the_kind_moves_fewer_rows(top_k: int, kind: str) -> N
 
 def test_what_was_asked_for_is_done() -> None:
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.1, "reduce_scatter": 0.1})
-    decision = DispatchPlanner(layout(group, top_k=4).grid, "all_to_all", 4).decide(layout(group, top_k=4), LIKE, None)
-    assert (decision.kind, decision.chunks) == ("all_to_all", 4)
+    decision = DispatchPlanner(layout(group, top_k=4).grid, "all_to_all", (2, 2, 2, 2)).decide(
+        layout(group, top_k=4), LIKE, None
+    )
+    assert (decision.kind, decision.slices) == ("all_to_all", (2, 2, 2, 2))
 
 
 def test_padded_rows_go_in_one_chunk_by_all_to_all() -> None:
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 0.1, "reduce_scatter": 0.1})
     padded = layout(group, top_k=4, capacity=16)
-    decision = DispatchPlanner(padded.grid, "auto", "auto").decide(padded, LIKE, None)
+    decision = DispatchPlanner(padded.grid, "auto", None).decide(padded, LIKE, None)
     assert (decision.kind, decision.chunks) == ("all_to_all", 1)
     with pytest.raises(UsageError, match="in one chunk"):
-        DispatchPlanner(padded.grid, "auto", 8).decide(padded, LIKE, None)
+        DispatchPlanner(padded.grid, "auto", (1,) * 8).decide(padded, LIKE, None)
 
 
 def test_experts_that_fsdp_shards_see_one_chunk() -> None:
@@ -275,7 +373,7 @@ def test_experts_that_fsdp_shards_see_one_chunk() -> None:
 
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 9.0, "reduce_scatter": 9.0})
     found = layout(group, top_k=2)
-    decision = DispatchPlanner(found.grid, "auto", "auto").decide(found, LIKE, Sharded())
+    decision = DispatchPlanner(found.grid, "auto", None).decide(found, LIKE, Sharded())
     assert (decision.kind, decision.chunks) == ("all_to_all", 1)
     assert "gather the experts' shards" in decision.reason
 
@@ -294,7 +392,7 @@ def test_groups_that_lie_differently_are_priced_alike() -> None:
 
     group = Uneven(4, {})
     found = layout(group, top_k=2)
-    exchange_us = DispatchPlanner(found.grid, "auto", 1)._exchange_us(100)
+    exchange_us = DispatchPlanner(found.grid, "auto", WHOLE)._exchange_us(100)
     assert exchange_us == 300.0
 
 

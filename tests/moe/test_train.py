@@ -142,7 +142,7 @@ def test_alone() -> None:
     found = json.loads(result.output)
     assert len(found["losses"]) == 3
     assert found["mapping"]["world_size"] == 1
-    assert found["dispatch"] == {"all_to_all, 1 chunk": 6}
+    assert found["dispatch"] == {"all_to_all × 1": 6}
     lines = CliRunner().invoke(main, TINY).output.splitlines()
     assert [line.split()[-1] for line in lines[1:4]] == [f"{loss:.5f}" for loss in found["losses"]]
 
@@ -157,7 +157,7 @@ def test_torchrun() -> None:
     found = json.loads(result.stdout)
     alone = json.loads(CliRunner().invoke(main, [*TINY, "--json"]).output)
     assert off(found["losses"], alone["losses"]) <= TOLERANCE
-    assert found["dispatch"] == {"all_to_all, 4 chunks": 6}
+    assert found["dispatch"] == {"all_to_all × 4": 6}
     assert {"all_to_all", "all_reduce"} <= {call["collective"] for call in found["calls"]}
 
 
