@@ -13,7 +13,7 @@ rank, it does on all, because the gradient is a collective too. In a group of on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,9 @@ class GroupCommunicator:
 
     def __deepcopy__(self, memo: object) -> GroupCommunicator:
         return self  # a copied model, such as an average of weights, communicates in the same group
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError("a group of processes cannot be saved with a module: save its state_dict()")
 
     def __repr__(self) -> str:
         return f"GroupCommunicator(lane={self.lane!r}, rank={self.rank}, size={self.size})"

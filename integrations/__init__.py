@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from commlayer.integrations.gradients import synchronise_gradients as synchronise_gradients
     from commlayer.integrations.groups import planned_group as planned_group
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
+    from commlayer.integrations.linear import ReplicatedLinear as ReplicatedLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
+    from commlayer.integrations.linear import mark_replicated as mark_replicated
     from commlayer.integrations.linear import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
     from commlayer.integrations.mesh import mark_experts as mark_experts
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.layer import MoELayer as MoELayer
     from commlayer.integrations.moe.router import Router as Router
     from commlayer.integrations.moe.router import RouterConfig as RouterConfig
+    from commlayer.integrations.moe.routing import Routing as Routing
     from commlayer.integrations.norm import RMSNorm as RMSNorm
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
@@ -49,12 +52,15 @@ _HOME = {
     "PlannedReduceScatter": "fsdp",
     "RMSNorm": "norm",
     "Rematerialise": "remat",
+    "ReplicatedLinear": "linear",
     "Router": "moe.router",
     "RouterConfig": "moe.router",
+    "Routing": "moe.routing",
     "RowParallelLinear": "linear",
     "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
     "mark_experts": "mesh",
+    "mark_replicated": "linear",
     "merge_sequence": "context_parallel",
     "plan_ddp": "ddp",
     "plan_fsdp": "fsdp",
@@ -80,12 +86,15 @@ __all__ = [
     "PlannedReduceScatter",
     "RMSNorm",
     "Rematerialise",
+    "ReplicatedLinear",
     "Router",
     "RouterConfig",
+    "Routing",
     "RowParallelLinear",
     "TokenDispatcher",
     "all_reduce_hook",
     "mark_experts",
+    "mark_replicated",
     "merge_sequence",
     "plan_ddp",
     "plan_fsdp",

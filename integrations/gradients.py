@@ -13,7 +13,7 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.linear import replicated_parameters
-from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.mesh import FoldedMesh, holds_experts
 from commlayer.integrations.moe.experts import GroupedExperts
 
 __all__ = ["gradient_axes", "synchronise_gradients"]
@@ -27,7 +27,8 @@ def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
     (:func:`~commlayer.integrations.linear.mark_replicated`).
     """
     # By module too: torch drops the mark of a parameter in deepcopy() and some conversions.
-    experts = {id(p) for part in module.modules() if isinstance(part, GroupedExperts) for p in part.parameters()}
+    holders = (part for part in module.modules() if isinstance(part, GroupedExperts) or holds_experts(part))
+    experts = {id(parameter) for part in holders for parameter in part.parameters(recurse=False)}
     replicated = {id(parameter) for parameter in replicated_parameters(module)}
     axes: dict[str, list[nn.Parameter]] = {"dp_cp": [], "edp": [], "stage": []}
     for parameter in module.parameters():

@@ -190,8 +190,25 @@ class FoldedMesh:
 def mark_experts(module: torch.nn.Module) -> None:
     """Mark all parameters of ``module`` as experts' (``is_expert``), for :meth:`FoldedMesh.gradient_group`.
 
-    Wrappers that replace parameters (fully_shard) drop the mark: call it after them.
+    What replaces parameters (fully_shard, to_empty(), deepcopy()) drops their mark: call it again after those. Loading does
+    not; nor does :func:`commlayer.integrations.gradients.gradient_axes` forget, which looks at modules too.
     """
+    for part in module.modules():
+        part._commlayer_holds_experts = True  # type: ignore[assignment]
+    module.register_load_state_dict_post_hook(_mark_loaded)
+    _mark_parameters(module)
+
+
+def holds_experts(module: torch.nn.Module) -> bool:
+    """Whether :func:`mark_experts` was called for it."""
+    return bool(getattr(module, "_commlayer_holds_experts", False))
+
+
+def _mark_loaded(module: torch.nn.Module, _: object) -> None:
+    _mark_parameters(module)  # load_state_dict(assign=True) replaces them
+
+
+def _mark_parameters(module: torch.nn.Module) -> None:
     for parameter in module.parameters():
         parameter.is_expert = True  # type: ignore[attr-defined]
 

@@ -190,6 +190,8 @@ class ProgressQueue:
         Raises GroupError after the group's end, InternalError where the progress thread has died.
         """
         work = QueuedWork(self, label, outputs)
+        if torch.is_inference_mode_enabled():  # a mode of threads: tensors that were made in it are written in it only
+            task = torch.inference_mode()(task)
         if self.is_progress_thread():
             self._execute(work, task, args)
             work.open()

@@ -26,10 +26,12 @@ from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Exp
 from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
-from commlayer.integrations.moe.stage import Stage, cut, split
-from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.integrations.moe.stage import Stage, cut, returned, split
+from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
+
+_NO_INDICES = torch.zeros(0, 1, dtype=torch.int64)
 
 
 class TokenDispatcher:
@@ -65,12 +67,16 @@ class TokenDispatcher:
         chunks: int | Sequence[int] | str = "auto",
         weights_travel: bool = False,
     ) -> None:
+        if not isinstance(ep, GroupCommunicator):
+            raise UsageError(
+                f"ep must be a GroupCommunicator, such as GroupCommunicator(mesh.group('ep'), 'ep'), got {ep!r}"
+            )
         if num_experts < ep.size:
             raise UsageError(
                 f"{num_experts} experts over EP {ep.size}: some ranks would have none; use EP {num_experts} or less"
             )
         if kind not in ("auto", *KINDS):
-            raise UsageError(f"kind must be auto, {' or '.join(KINDS)}, got {kind!r}")
+            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
         if kind == "all_gather" and slices is not None and len(slices) > 1:
             raise UsageError("all_gather brings all tokens at once: leave chunks out, or take kind all_to_all")
@@ -87,10 +93,12 @@ class TokenDispatcher:
                 f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
             )
         self.grid = Grid(num_experts, ep, etp, both)
-        self._planner = DispatchPlanner(self.grid, kind, slices)
+        # It times, and asks the group for predictions: nothing to compile.
+        self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices).decide)
         self._setup = (("auto", *KINDS).index(kind), weights_travel, *(slices or ()))
         self._weights_travel = weights_travel
         self.decision: DispatchDecision | None = None
+        self._is_agreed = False
 
     def prepare(
         self,
@@ -119,10 +127,11 @@ class TokenDispatcher:
         offer = Offer(indices, capacity, like, way, needs_gradient)
         try:
             self._check_weights(weights, *indices.shape[:2])
-        except TensorError as error:
-            offer = Offer(indices, error=error)
+        except Exception as error:  # noqa: BLE001  the others hear of it first
+            offer = Offer(_NO_INDICES, error=error)
+        self._agree_on_experts()
         layout = Layout.exchange(self.grid, offer)
-        self.decision = decision = self._planner.decide(layout, like, experts)
+        self.decision = decision = self._decide(layout, like, experts)
         chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.slices)
         return DispatchHandle(
             decision.kind,
@@ -136,8 +145,23 @@ class TokenDispatcher:
 
     def refuse(self, error: Exception) -> NoReturn:
         """In place of :meth:`prepare`, where this rank cannot go on: tells the others, then raises ``error``."""
-        Layout.exchange(self.grid, Offer(torch.zeros(0, 1, dtype=torch.int64), error=error))
+        self._agree_on_experts()
+        Layout.exchange(self.grid, Offer(_NO_INDICES, error=error))
         raise error
+
+    def _agree_on_experts(self) -> None:
+        """Once: counts of another number of experts are a message of another length, of which a rank may die."""
+        if self._is_agreed or self.grid.all.size == 1:
+            return
+        grid = self.grid
+        everyone = grid.all.all_gather(torch.tensor([grid.num_experts])).tolist()
+        self._is_agreed = True
+        for place, number in enumerate(everyone):
+            if number != everyone[0]:
+                raise DisagreementError(
+                    f"ranks disagree on the number of experts: rank {grid.all.ranks[0]} says {everyone[0]}, rank "
+                    f"{grid.all.ranks[place]} {number}: make the dispatcher alike on all ranks"
+                )
 
     # The six phases, of one chunk
 
@@ -198,6 +222,7 @@ class TokenDispatcher:
         self._check(x, None, handle)
         chunk = self._only(handle)
         handle.use.dispatched += 1
+        handle.use.hidden, handle.use.dtype = x.shape[1], x.dtype
         x = _for_backward(x, handle)
         sent = self.token_dispatch(self.dispatch_preprocess(x, chunk), chunk)
         return self.dispatch_postprocess(sent.wait(), chunk), chunk.expert_rows
@@ -210,14 +235,15 @@ class TokenDispatcher:
         self._check_handle(handle)
         self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
         chunk = self._only(handle)
-        if rows.dim() != 2 or rows.shape[0] != sum(chunk.expert_rows):
-            raise TensorError(f"combine of {sum(chunk.expert_rows)} rows, got shape {list(rows.shape)}")
         if handle.use.combined >= handle.use.dispatched:
             raise UsageError(
                 "combine: the tokens of this handle have come back already (or never went): a handle is for one dispatch and "
                 "one combine; dispatch again with it to recompute, or prepare another"
             )
+        rows = returned(rows, (sum(chunk.expert_rows), handle.use.hidden), handle.use.dtype)
         handle.use.combined += 1
+        if weights is not None:
+            weights = _for_backward(weights, handle)
         back = self.token_combine(self.combine_preprocess(rows, weights, chunk), chunk)
         return self.combine_postprocess(back.wait(), weights, chunk)
 

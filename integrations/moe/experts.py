@@ -170,6 +170,8 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        if hidden < 1 or width < 1 or count < 0:
+            raise UsageError(f"experts of hidden size {hidden} and width {width}: both must be 1 or more")
         if width % etp_size:
             fitting = [size for size in range(1, etp_size + 1) if width % size == 0]
             raise UsageError(
@@ -187,9 +189,20 @@ class GroupedExperts(nn.Module):
         for parameter in self.parameters():
             parameter.is_expert = True  # type: ignore[attr-defined]  # its gradient is reduced over EDP
 
+    # What torch does with parameters that are moved, loaded or copied keeps nothing that was added to them.
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
+        cast("Any", super())._apply(fn, recurse)
+        self._mark()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        cast("Any", super())._load_from_state_dict(*args, **kwargs)
+        self._mark()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast("Any", super()).__setstate__(state)
-        self._mark()  # torch copies parameters without what was added to them
+        self._mark()
 
     def _draw(self, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
@@ -206,6 +219,10 @@ class GroupedExperts(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.hidden or len(rows) != self.count:
             raise TensorError(
                 f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
+            )
+        if x.dtype != self.w_gate.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TensorError(
+                f"experts of {self.w_gate.dtype} got tokens of {x.dtype}: convert one of them, or call the layer under autocast"
             )
         gate, up = grouped_linear(x, self.w_gate, rows), grouped_linear(x, self.w_up, rows)
         inner = swiglu(gate, up)

@@ -68,10 +68,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class Use:
-    """How often a handle's tokens went out and came back."""
+    """How often a handle's tokens went out and came back, and what they were: [T, H] of which dtype."""
 
     dispatched: int = 0
     combined: int = 0
+    hidden: int = 0
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -16,9 +17,10 @@ from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
+from commlayer.integrations.moe.handle import FINEST
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.errors import UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]
 
@@ -31,6 +33,8 @@ class SharedExperts(nn.Module):
 
     def __init__(self, hidden: int, width: int, *, seed: int = 0) -> None:
         super().__init__()
+        if hidden < 1 or width < 1:
+            raise UsageError(f"shared experts of hidden size {hidden} and width {width}: both must be 1 or more")
         generator = torch.Generator().manual_seed(seed)
         self.gate = nn.Parameter(torch.randn(width, hidden, generator=generator) * hidden**-0.5)
         self.up = nn.Parameter(torch.randn(width, hidden, generator=generator) * hidden**-0.5)
@@ -66,7 +70,7 @@ class MoELayer(nn.Module):
         seed: of all weights.
 
     Attributes:
-        routing: what the router decided in the latest forward pass, without gradients and losses.
+        routing: what the router decided in the latest forward pass, and its losses, for logs: without gradients.
 
     Raises:
         UsageError: what does not go together.
@@ -90,6 +94,7 @@ class MoELayer(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        _check_options(router, mesh, chunks, weights_at=weights_at, tokens=tokens)
         self.hidden = hidden
         generator = torch.Generator().manual_seed(seed)
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
@@ -124,13 +129,12 @@ class MoELayer(nn.Module):
         """``x`` [..., H] → the same shape. Collective over EP × ETP, also where this rank has no tokens.
 
         ``positions`` [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
-        Raises TensorError for another hidden size, PeerError and CollectiveTimeoutError as collectives do.
+        Raises TensorError for another hidden size, dtype or device, PeerError and CollectiveTimeoutError as collectives do.
         """
-        if x.dim() < 1 or x.shape[-1] != self.hidden:
-            raise TensorError(f"a MoELayer of hidden size {self.hidden} got {list(x.shape)}")
-        tokens = x.reshape(-1, self.hidden)
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
         routing = self._route(tokens, positions)
-        self.routing = replace(routing, weights=routing.weights.detach(), losses={})  # without the graph behind it
+        losses = {name: loss.detach() for name, loss in routing.losses.items()}
+        self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
         if self.holders.size > 1:
             out = self._mix_replicated(tokens, routing)
             return (out if self.shared is None else out + self.shared(tokens)).view(x.shape)
@@ -149,7 +153,7 @@ class MoELayer(nn.Module):
     def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
         try:
             routing: Routing = self.router(tokens, positions)
-        except TensorError as error:  # of this rank alone, perhaps
+        except Exception as error:  # of this rank alone, perhaps
             if self.replicated is not None:  # whose ranks exchange no counts
                 raise
             self.dispatcher.refuse(error)
@@ -160,6 +164,19 @@ class MoELayer(nn.Module):
         if self.replicated is not None and routing.is_padded and routing.capacity is not None:
             return self.replicated.run(tokens, indices, weights, routing.capacity, self.experts)
         return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
+
+
+_OPTIONS = {"weights_at": ("combine", "experts"), "tokens": ("sharded", "replicated")}
+
+
+def _check_options(router: RouterConfig, mesh: object, chunks: object, **options: str) -> None:
+    for name, value in options.items():
+        if value not in _OPTIONS[name]:
+            raise UsageError(f"{name} must be {' or '.join(_OPTIONS[name])}, got {value!r}")
+    if mesh is not None and not isinstance(mesh, FoldedMesh):
+        raise UsageError(f"mesh must be a FoldedMesh, such as FoldedMesh({{'ep': 2}}), got {mesh!r}")
+    if router.pad_to_capacity and chunks not in ("auto", 1, (FINEST,)):
+        raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
 
 
 def _groups(mesh: FoldedMesh | None) -> dict[str, GroupCommunicator]:

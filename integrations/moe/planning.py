@@ -221,7 +221,7 @@ class DispatchPlanner:
 
 def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
     """What a user may fix, as the eighths of the tokens in each chunk. Raises UsageError."""
-    if isinstance(chunks, int) and chunks in (1, 2, 4, FINEST):
+    if type(chunks) is int and chunks in (1, 2, 4, FINEST):  # True is no number of chunks
         return even_rows(FINEST, chunks)
     if isinstance(chunks, Sequence) and not isinstance(chunks, str):
         slices = tuple(chunks)

@@ -103,19 +103,28 @@ class Router(torch.nn.Module):
                 CUDA graph is captured.)
             DisagreementError: only some ranks of the sequence pass positions.
         """
-        self._check(x, positions)
-        config = self.config
+        config, error = self.config, None
+        try:
+            self._check(x, positions)
+        except TensorError as refused:
+            error, x = refused, self.weight.new_zeros(max(1, x.dim() and x.shape[0]), self.hidden_size)
+            positions = None if positions is None else torch.arange(x.shape[0], device=x.device)
         with torch.autocast(x.device.type, enabled=False):
             logits = fixed_shape_logits(x, self.weight)
-            refuse_any(
-                ~logits.isfinite(), logits, "router logits that are NaN or infinite: check the input and the weight"
-            )
+            try:
+                refuse_any(
+                    ~logits.isfinite(), logits, "router logits that are NaN or infinite: check the input and the weight"
+                )
+            except TensorError as refused:
+                error, logits = refused, torch.zeros_like(logits)
             scores, probabilities = score(logits, config)
             indices = self._choose(scores.detach())
             weights = weigh(scores.gather(1, indices), config)
             chosen = count_choices(indices, config.num_experts)
             losses = self._losses(logits, probabilities, chosen)
             indices, weights, capacities = self._drop(indices, weights, positions)
+        if error is not None:  # not before: the other ranks would wait for this one in what the above exchanges
+            raise error
         if config.attach_losses and losses:
             weights = attach_loss(weights, torch.stack(list(losses.values())).sum(), self.loss_scale)
             losses = {name: loss.detach() for name, loss in losses.items()}

@@ -9,13 +9,14 @@ import torch
 
 from commlayer.collectives import Held, Pending
 from commlayer.integrations.moe.handle import Chunk, Experts
+from commlayer.integrations.moe.routing import who
 from commlayer.integrations.remat import Promise, promise_of, recomputable
 from commlayer.profiles.errors import TensorError
 
 if TYPE_CHECKING:
     from commlayer.integrations.moe.dispatcher import TokenDispatcher
 
-__all__ = ["Stage", "cut", "split"]
+__all__ = ["Stage", "cut", "returned", "split"]
 
 
 class Stage:
@@ -54,8 +55,7 @@ class Stage:
         self._going = []
         promise = self._promise(arrived[0], part_of, x)
         computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
-        if computed.dim() != 2 or computed.shape[0] != arrived[0].shape[0]:
-            raise TensorError(f"the experts got rows {list(arrived[0].shape)} and returned {list(computed.shape)}")
+        computed = returned(computed, arrived[0].shape, arrived[0].dtype)
         self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)
         if promise is not None:  # the tokens come again while the gradient of the combine travels
             self._returning.on_gradient(promise.start)
@@ -74,6 +74,17 @@ class Stage:
         assert self._returning is not None  # compute() came before
         returning, self._returning = self._returning, None
         return self.dispatcher.combine_postprocess(returning.wait(), self._weights, self.chunk)
+
+
+def returned(computed: object, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """What experts made of rows [R, H], in the tokens' dtype: all ranks go back in one, whatever autocast or an expert without
+    rows has made of it here. Raises TensorError for another shape."""
+    if not isinstance(computed, torch.Tensor) or computed.shape != tuple(shape):
+        got = list(computed.shape) if isinstance(computed, torch.Tensor) else repr(computed)
+        raise TensorError(
+            f"{who()}the experts got rows {list(shape)} and returned {got}: expected as many, and as wide"
+        )
+    return computed.to(dtype)
 
 
 class _Arriving:
