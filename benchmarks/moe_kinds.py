@@ -60,13 +60,12 @@ class _Comparison:
         self.weights = top / top.sum(1, keepdim=True)
 
     def step(self, kind: str) -> tuple[float, float, torch.Tensor, torch.Tensor | None]:
-        """ms of the slowest rank, forward and both; the output; the tokens' gradient. Counts are exchanged before: a handle
-        is for the layer's forward and backward alike."""
+        """ms of the slowest rank, forward and both, from the exchange of counts on; the output; the tokens' gradient."""
         dispatcher = self.dispatchers[kind]
-        handle = dispatcher.prepare(self.indices, like=self.x)
         x, weights = self.x.detach().requires_grad_(), self.weights.detach().requires_grad_()
         dist.barrier()
         begin = time.perf_counter()
+        handle = dispatcher.prepare(self.indices, like=x, weights=weights)
         rows, _ = dispatcher.dispatch(x, handle)
         out = dispatcher.combine(rows, handle, weights)
         middle = time.perf_counter()

@@ -22,12 +22,13 @@ from typing import NoReturn
 import torch
 
 from commlayer.collectives import GroupCommunicator, Held, Pending
-from commlayer.integrations.moe.handle import FINEST, Chunk, DispatchHandle, Experts, Grid, Layout, Offer
+from commlayer.integrations.moe.agreement import Offer, agree_on_experts, number_of
+from commlayer.integrations.moe.handle import Chunk, DispatchHandle, Experts, Grid, Layout
 from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, returned, split
-from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
+from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
 
@@ -98,7 +99,6 @@ class TokenDispatcher:
         self._setup = (("auto", *KINDS).index(kind), weights_travel, *(slices or ()))
         self._weights_travel = weights_travel
         self.decision: DispatchDecision | None = None
-        self._is_agreed = False
 
     def prepare(
         self,
@@ -123,13 +123,13 @@ class TokenDispatcher:
         """
         needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
         is_cuda = like is not None and like.is_cuda
-        way = _number((experts is None, is_sharded(experts), is_cuda, *self._setup))
+        way = number_of((experts is None, is_sharded(experts), is_cuda, *self._setup))
         offer = Offer(indices, capacity, like, way, needs_gradient)
         try:
             self._check_weights(weights, *indices.shape[:2])
         except Exception as error:  # noqa: BLE001  the others hear of it first
             offer = Offer(_NO_INDICES, error=error)
-        self._agree_on_experts()
+        agree_on_experts(self.grid)
         layout = Layout.exchange(self.grid, offer)
         self.decision = decision = self._decide(layout, like, experts)
         chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.slices)
@@ -145,23 +145,9 @@ class TokenDispatcher:
 
     def refuse(self, error: Exception) -> NoReturn:
         """In place of :meth:`prepare`, where this rank cannot go on: tells the others, then raises ``error``."""
-        self._agree_on_experts()
+        agree_on_experts(self.grid)
         Layout.exchange(self.grid, Offer(_NO_INDICES, error=error))
         raise error
-
-    def _agree_on_experts(self) -> None:
-        """Once: counts of another number of experts are a message of another length, of which a rank may die."""
-        if self._is_agreed or self.grid.all.size == 1:
-            return
-        grid = self.grid
-        everyone = grid.all.all_gather(torch.tensor([grid.num_experts])).tolist()
-        self._is_agreed = True
-        for place, number in enumerate(everyone):
-            if number != everyone[0]:
-                raise DisagreementError(
-                    f"ranks disagree on the number of experts: rank {grid.all.ranks[0]} says {everyone[0]}, rank "
-                    f"{grid.all.ranks[place]} {number}: make the dispatcher alike on all ranks"
-                )
 
     # The six phases, of one chunk
 
@@ -324,14 +310,6 @@ class TokenDispatcher:
             raise TensorError(f"weights must be {list(shape)}, got {list(weights.shape)}")
         if (sound is None or sound() is not weights) and not bool(torch.isfinite(weights).all()):
             raise TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")
-
-
-def _number(parts: Sequence[int]) -> int:
-    """One number for what all ranks must have alike."""
-    number = 1
-    for part in parts:
-        number = number * (FINEST + 1) + part
-    return number
 
 
 def _needs_gradient(given: object) -> bool:

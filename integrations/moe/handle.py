@@ -14,31 +14,14 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.linear import even_rows
+from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
 from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
-from commlayer.profiles.errors import DisagreementError, GroupError, TensorError
+from commlayer.profiles.errors import GroupError
 
-__all__ = ["FINEST", "Chunk", "DispatchHandle", "Experts", "Grid", "Layout"]
+__all__ = ["Chunk", "DispatchHandle", "Experts", "Grid", "Layout"]
 
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
-FINEST = 8
-"""Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
-_HEAD = (
-    "place in EP",
-    "place in ETP",
-    "tokens",
-    "choices",
-    "capacity",
-    "hidden size",
-    "dtype",
-    "way",
-    "grad mode",
-    "needs a gradient",
-    "refusal",
-)
-"""What goes before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would hang in the rows."""
-_AGREED = slice(_HEAD.index("choices"), _HEAD.index("needs a gradient"))
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,58 +99,6 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offer:
-    """What this rank brings to the exchange of counts.
-
-    ``like``: its tokens [T, H], where they are known. ``way``: a number for how the dispatcher is set up. ``needs_gradient``:
-    whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at.
-    """
-
-    indices: torch.Tensor
-    capacity: int | None = None
-    like: torch.Tensor | None = None
-    way: int = 0
-    needs_gradient: bool = False
-    error: Exception | None = None
-
-    def message(self, grid: Grid) -> torch.Tensor:
-        """int64: the head, then rows for each slice of the tokens and expert. On the host. Raises TensorError."""
-        if self.error is not None:
-            empty = torch.zeros(len(_HEAD) + FINEST * grid.num_experts, dtype=torch.int64)
-            empty[_HEAD.index("refusal")] = 1
-            return empty
-        if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
-            raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
-        counts = _count(self.indices, grid.num_experts, self.capacity)
-        hidden, dtype = -1, -1
-        if self.like is not None:
-            hidden = self.like.shape[-1]
-            dtype = _DTYPES.index(self.like.dtype) if self.like.dtype in _DTYPES else len(_DTYPES)
-        head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
-        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
-        return torch.cat([torch.tensor(head), counts.reshape(-1)])
-
-
-def _require_agreement(grid: Grid, offer: Offer, everyone: torch.Tensor) -> None:
-    refused = [grid.all.ranks[place] for place in everyone[:, _HEAD.index("refusal")].nonzero().flatten().tolist()]
-    if offer.error is not None:
-        raise offer.error
-    if refused:
-        raise DisagreementError(
-            f"rank {grid.all.ranks[grid.all.rank]}: rank {refused[0]} refused to dispatch its tokens, so nothing was sent: look "
-            "at its log"
-        )
-    for place in range(grid.all.size):
-        differs = (everyone[place, _AGREED] != everyone[0, _AGREED]).nonzero().flatten().tolist()
-        if differs:
-            where = _AGREED.start + differs[0]
-            raise DisagreementError(
-                f"ranks disagree on the {_HEAD[where]} of a dispatch: rank {grid.all.ranks[0]} says {int(everyone[0, where])}, "
-                f"rank {grid.all.ranks[place]} {int(everyone[place, where])} (-1: none): call alike on all ranks"
-            )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert."""
 
@@ -191,7 +122,7 @@ class Layout:
             offer = Offer(offer.indices, error=error)
             message = offer.message(grid)
         everyone = grid.all.all_gather(message.unsqueeze(0))
-        _require_agreement(grid, offer, everyone)
+        require_agreement(grid, offer, everyone)
         places = everyone[:, 0] * grid.etp.size + everyone[:, 1]
         if places.sort().values.tolist() != list(range(grid.all.size)):
             raise GroupError(
@@ -199,8 +130,8 @@ class Layout:
                 f"{grid.ep.size} × {grid.etp.size} once: pass groups of one mapping"
             )
         by_place = everyone[places.argsort()].view(grid.ep.size, grid.etp.size, -1)
-        counts = by_place[:, :, len(_HEAD) :].view(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
-        needs_gradient = bool(everyone[:, _HEAD.index("needs a gradient")].any())
+        counts = by_place[:, :, len(HEAD) :].view(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
+        needs_gradient = bool(everyone[:, HEAD.index("needs a gradient")].any())
         return cls(grid, offer.indices, offer.capacity, tuple(everyone[:, 2].tolist()), counts, needs_gradient)
 
     @property
@@ -268,28 +199,3 @@ class Layout:
 def _by_rank(counts: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
     """[…, E] → [EP, …]: the sums over each rank's experts."""
     return torch.stack([part.sum(-1) for part in counts.split(list(experts), -1)])
-
-
-def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
-    """Rows that this rank sends, [FINEST, E], on the host."""
-    if indices.dim() != 2 or indices.dtype != torch.int64:
-        raise TensorError(f"indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}")
-    if indices.numel():
-        low, high = (int(bound) for bound in torch.aminmax(indices))
-        if low < -1 or high >= num_experts:
-            raise TensorError(
-                f"indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
-            )
-    num_tokens = indices.shape[0]
-    bounds = torch.tensor([num_tokens * part // FINEST for part in range(1, FINEST)])
-    slices = torch.bucketize(torch.arange(num_tokens), bounds, right=True).to(indices.device)
-    keys = slices.unsqueeze(1) * num_experts + indices
-    counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).cpu().view(FINEST, num_experts)
-    if capacity is None:
-        return counts
-    fullest = int(counts.sum(0).max())
-    if fullest > capacity:
-        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
-    padded = torch.zeros_like(counts)
-    padded[0] = capacity
-    return padded

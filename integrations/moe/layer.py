@@ -15,9 +15,9 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
-from commlayer.integrations.moe.handle import FINEST
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.profiles.errors import UsageError

@@ -14,7 +14,8 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.linear import even_rows
-from commlayer.integrations.moe.handle import FINEST, Experts, Grid, Layout
+from commlayer.integrations.moe.agreement import FINEST
+from commlayer.integrations.moe.handle import Experts, Grid, Layout
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource

@@ -203,7 +203,7 @@ def test_several_ranks(emulated_cluster: ClusterFactory, grid: tuple[int, int]) 
 
 
 def test_counts_are_exchanged_once(emulated_cluster: ClusterFactory) -> None:
-    """The counter that the cases rest on does count."""
+    """The counter that the cases rest on does count. Before a group's first: the number of experts."""
 
     def job() -> list[int]:
         dist.init_process_group("commlayer")
@@ -214,7 +214,7 @@ def test_counts_are_exchanged_once(emulated_cluster: ClusterFactory) -> None:
             counted.append(gathers(dispatcher))
         return counted
 
-    assert emulated_cluster(nodes=1, ranks_per_node=2).run(job) == [[0, 1, 2, 3]] * 2
+    assert emulated_cluster(nodes=1, ranks_per_node=2).run(job) == [[0, 2, 3, 4]] * 2
 
 
 def identity(rows: torch.Tensor, *_: object) -> torch.Tensor:
@@ -343,7 +343,7 @@ def test_bad_input() -> None:
         TokenDispatcher(0, ep=alone())
     with pytest.raises(UsageError, match="chunks must be"):
         TokenDispatcher(2, ep=alone(), chunks=3)
-    with pytest.raises(UsageError, match="kind must be"):
+    with pytest.raises(UsageError, match=r"kind \(dispatch of a layer\) must be"):
         TokenDispatcher(2, ep=alone(), kind="ring")
     with pytest.raises(UsageError, match="nearest that does is 3"):
         GroupedExperts(8, 6, etp_size=4)

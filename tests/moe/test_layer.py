@@ -87,7 +87,7 @@ def test_low_precision_runs() -> None:
 
 def test_bad_input() -> None:
     layer = MoELayer(HIDDEN, WIDTH, ROUTER)
-    with pytest.raises(TensorError, match=r"hidden size 8 got \[3, 7\]"):
+    with pytest.raises(TensorError, match=r"expected tokens \[tokens, 8\], got shape \[3, 7\]"):
         layer(torch.zeros(3, 7))
     with pytest.raises(TensorError, match="NaN"):
         layer(torch.full((3, HIDDEN), float("nan")))

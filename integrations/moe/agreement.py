@@ -1,0 +1,147 @@
+"""What ranks must have alike before tokens move, and how they find out: it travels with the counts.
+
+Shapes: T tokens of this rank, K choices of each, E experts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from commlayer.profiles.errors import DisagreementError, TensorError
+
+if TYPE_CHECKING:
+    from commlayer.integrations.moe.handle import Grid
+
+__all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
+
+FINEST = 8
+"""Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
+HEAD = (
+    "place in EP",
+    "place in ETP",
+    "tokens",
+    "choices",
+    "capacity",
+    "hidden size",
+    "dtype",
+    "way",
+    "grad mode",
+    "needs a gradient",
+    "refusal",
+)
+"""What goes before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would hang in the rows."""
+_AGREED = slice(HEAD.index("choices"), HEAD.index("needs a gradient"))
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """What this rank brings to the exchange of counts.
+
+    ``like``: its tokens [T, H], where they are known. ``way``: a number for how the dispatcher is set up. ``needs_gradient``:
+    whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at.
+    """
+
+    indices: torch.Tensor
+    capacity: int | None = None
+    like: torch.Tensor | None = None
+    way: int = 0
+    needs_gradient: bool = False
+    error: Exception | None = None
+
+    def message(self, grid: Grid) -> torch.Tensor:
+        """int64: the head, then rows for each slice of the tokens and expert. On the host. Raises TensorError."""
+        if self.error is not None:
+            empty = torch.zeros(len(HEAD) + FINEST * grid.num_experts, dtype=torch.int64)
+            empty[HEAD.index("refusal")] = 1
+            return empty
+        if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
+            raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
+        counts = _count(self.indices, grid.num_experts, self.capacity)
+        hidden, dtype = -1, -1
+        if self.like is not None:
+            hidden = self.like.shape[-1]
+            dtype = _DTYPES.index(self.like.dtype) if self.like.dtype in _DTYPES else len(_DTYPES)
+        head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
+        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
+        return torch.cat([torch.tensor(head), counts.reshape(-1)])
+
+
+def require_agreement(grid: Grid, offer: Offer, everyone: torch.Tensor) -> None:
+    refused = [grid.all.ranks[place] for place in everyone[:, HEAD.index("refusal")].nonzero().flatten().tolist()]
+    if offer.error is not None:
+        raise offer.error
+    if refused:
+        raise DisagreementError(
+            f"rank {grid.all.ranks[grid.all.rank]}: rank {refused[0]} refused to dispatch its tokens, so nothing was sent: look "
+            "at its log"
+        )
+    for place in range(grid.all.size):
+        differs = (everyone[place, _AGREED] != everyone[0, _AGREED]).nonzero().flatten().tolist()
+        if differs:
+            where = _AGREED.start + differs[0]
+            raise DisagreementError(
+                f"ranks disagree on the {HEAD[where]} of a dispatch: rank {grid.all.ranks[0]} says {int(everyone[0, where])}, "
+                f"rank {grid.all.ranks[place]} {int(everyone[place, where])} (-1: none): call alike on all ranks"
+            )
+
+
+_agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
+"""Of each group, the numbers of experts that its ranks have agreed on."""
+
+
+def agree_on_experts(grid: Grid) -> None:
+    """Once for a group: counts of another number of experts are a message of another length, of which a rank may die.
+
+    Collective at the first call. Raises DisagreementError.
+    """
+    owner = grid.all.group
+    if owner is None or grid.num_experts in _agreed_experts.setdefault(owner, set()):
+        return
+    everyone = grid.all.all_gather(torch.tensor([grid.num_experts])).tolist()
+    _agreed_experts[owner].add(grid.num_experts)
+    for place, number in enumerate(everyone):
+        if number != everyone[0]:
+            raise DisagreementError(
+                f"ranks disagree on the number of experts: rank {grid.all.ranks[0]} says {everyone[0]}, rank "
+                f"{grid.all.ranks[place]} {number}: make the dispatcher alike on all ranks"
+            )
+
+
+def number_of(parts: Sequence[int]) -> int:
+    """One number for what all ranks must have alike."""
+    number = 1
+    for part in parts:
+        number = number * (FINEST + 1) + part
+    return number
+
+
+def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
+    """Rows that this rank sends, [FINEST, E], on the host."""
+    if indices.dim() != 2 or indices.dtype != torch.int64:
+        raise TensorError(f"indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}")
+    if indices.numel():
+        low, high = (int(bound) for bound in torch.aminmax(indices))
+        if low < -1 or high >= num_experts:
+            raise TensorError(
+                f"indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
+            )
+    num_tokens = indices.shape[0]
+    bounds = torch.tensor([num_tokens * part // FINEST for part in range(1, FINEST)])
+    slices = torch.bucketize(torch.arange(num_tokens), bounds, right=True).to(indices.device)
+    keys = slices.unsqueeze(1) * num_experts + indices
+    counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).cpu().view(FINEST, num_experts)
+    if capacity is None:
+        return counts
+    fullest = int(counts.sum(0).max())
+    if fullest > capacity:
+        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
+    padded = torch.zeros_like(counts)
+    padded[0] = capacity
+    return padded
