@@ -136,9 +136,9 @@ def _met(value: float, target: float) -> str:
 def _kinds(rows: Sequence[KindRow], pictures: Mapping[str, str]) -> list[str]:
     lines = [
         f"One node, {NUM_TOKENS} tokens a rank of hidden {HIDDEN}, FP32, {NUM_EXPERTS} experts that do nothing. Predicted:",
-        "dispatch, combine and their gradients, with what is moved in memory, but without the exchange of counts, which both have.",
-        "Chosen / faster: the chosen one's time forward and backward over the better one's; the dispatcher leaves all_to_all only",
-        f"for a tenth, so {_MARGIN:g} is as promised.",
+        "dispatch, combine and their gradients, with what is moved in memory; not the exchange of counts, which both have.",
+        "Chosen / faster: the chosen one's time, forward and backward, over the better one's; the dispatcher leaves all_to_all",
+        f"only for a tenth, so {_MARGIN:g} is as promised.",
         "",
         f"- chosen within the margin: {sum(row.loss <= _MARGIN for row in rows)} of {len(rows)}",
         "",
