@@ -64,6 +64,9 @@ class GroupCommunicator:
     def __deepcopy__(self, memo: object) -> GroupCommunicator:
         return self  # a copied model, such as an average of weights, communicates in the same group
 
+    def __copy__(self) -> GroupCommunicator:
+        return self
+
     def __reduce__(self) -> NoReturn:
         raise UsageError("a group of processes cannot be saved with a module: save its state_dict()")
 

@@ -85,21 +85,22 @@ Start = Callable[[torch.Tensor], Pending]
 class Held:
     """What one ``start_`` verb is to send later. Made by :meth:`commlayer.collectives.GroupCommunicator.hold`."""
 
-    __slots__ = ("_is_sent", "_way", "tensor")
+    __slots__ = ("_sent", "_way", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, way: _Way | None) -> None:
-        self.tensor, self._way, self._is_sent = tensor, way, False
+    def __init__(self, tensor: torch.Tensor, way: _Way | None, sent: list[bool] | None = None) -> None:
+        self.tensor, self._way = tensor, way
+        self._sent = [False] if sent is None else sent
 
     def with_tensor(self, tensor: torch.Tensor) -> Held:
         """The same, with something made of the tensor that passes its gradient on untouched, such as a probe."""
-        return Held(tensor, self._way)
+        return Held(tensor, self._way, self._sent)
 
     def send(self, begin: Callable[[torch.Tensor, _Way | None], Pending]) -> Pending:
         """``begin`` with the tensor. UsageError at a second time; what is refused has not been sent."""
-        if self._is_sent:
+        if self._sent[0]:
             raise UsageError("what was held has been sent already: hold it again for another call")
         pending = begin(self.tensor, self._way)
-        self._is_sent = True
+        self._sent[0] = True
         return pending
 
 
@@ -178,9 +179,10 @@ class _Way:
         return self._pending is not None
 
     def wait(self) -> torch.Tensor:
-        pending, self._pending = self._pending, None
-        assert pending is not None  # whoever waits comes after whoever started
-        return pending.wait()
+        assert self._pending is not None  # whoever waits comes after whoever started
+        result = self._pending.wait()
+        self._pending = None  # not where that raised: it does again
+        return result
 
 
 class _Hold(torch.autograd.Function):

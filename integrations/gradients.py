@@ -28,7 +28,7 @@ def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
     """
     # By module too: torch drops the mark of a parameter in deepcopy() and some conversions.
     holders = (part for part in module.modules() if isinstance(part, GroupedExperts) or holds_experts(part))
-    experts = {id(parameter) for part in holders for parameter in part.parameters(recurse=False)}
+    experts = {id(parameter) for part in holders for parameter in part.parameters()}
     replicated = {id(parameter) for parameter in replicated_parameters(module)}
     axes: dict[str, list[nn.Parameter]] = {"dp_cp": [], "edp": [], "stage": []}
     for parameter in module.parameters():

@@ -193,9 +193,10 @@ def mark_experts(module: torch.nn.Module) -> None:
     What replaces parameters (fully_shard, to_empty(), deepcopy()) drops their mark: call it again after those. Loading does
     not; nor does :func:`commlayer.integrations.gradients.gradient_axes` forget, which looks at modules too.
     """
+    if not holds_experts(module):
+        module.register_load_state_dict_post_hook(_mark_loaded)
     for part in module.modules():
         part._commlayer_holds_experts = True  # type: ignore[assignment]
-    module.register_load_state_dict_post_hook(_mark_loaded)
     _mark_parameters(module)
 
 

@@ -99,19 +99,20 @@ _agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakre
 def agree_on_experts(grid: Grid) -> None:
     """Once for a group: counts of another number of experts are a message of another length, of which a rank may die.
 
-    Collective at the first call. Raises DisagreementError.
+    Collective at the first call with a number. Not seen: a later layer with a number that is new on some ranks only. Raises
+    DisagreementError.
     """
     owner = grid.all.group
     if owner is None or grid.num_experts in _agreed_experts.setdefault(owner, set()):
         return
     everyone = grid.all.all_gather(torch.tensor([grid.num_experts])).tolist()
-    _agreed_experts[owner].add(grid.num_experts)
     for place, number in enumerate(everyone):
         if number != everyone[0]:
             raise DisagreementError(
                 f"ranks disagree on the number of experts: rank {grid.all.ranks[0]} says {everyone[0]}, rank "
                 f"{grid.all.ranks[place]} {number}: make the dispatcher alike on all ranks"
             )
+    _agreed_experts[owner].add(grid.num_experts)
 
 
 def number_of(parts: Sequence[int]) -> int:

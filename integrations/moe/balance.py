@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 
 from commlayer.integrations.moe.capacity import Gathering
-from commlayer.profiles.errors import TensorError
+from commlayer.integrations.moe.routing import who
+from commlayer.profiles.errors import DisagreementError, TensorError
 
 __all__ = ["Usage", "attach_loss", "device_balance_loss", "expert_balance_loss", "step_bias", "usage"]
 
@@ -29,9 +30,19 @@ class Usage:
     squared_logsumexp: torch.Tensor
 
 
-def usage(logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor, over: Gathering | None) -> Usage:
+def usage(
+    logits: torch.Tensor,
+    probabilities: torch.Tensor,
+    chosen: torch.Tensor,
+    over: Gathering | None,
+    *,
+    is_refused: bool = False,
+) -> Usage:
     """Of ``logits`` and ``probabilities`` [T, E] and the choices per expert ``chosen`` [E]; over the tokens of all ranks of
-    ``over`` (one all_reduce), so that it does not depend on how tokens are spread."""
+    ``over`` (one all_reduce), so that it does not depend on how tokens are spread.
+
+    Raises DisagreementError on every rank where one comes with ``is_refused``: its tokens are none.
+    """
     num_tokens, num_experts = logits.shape
     sums = torch.cat(
         [
@@ -44,7 +55,14 @@ def usage(logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tenso
     if over is not None:
         # Every rank's loss is the same function of the total, so the gradient of all their losses is `size` times that of
         # this rank's: the backward pass needs no communication, and no rank can be missing from it.
-        sums = over.all_reduce(sums.detach()) + over.size * (sums - sums.detach())
+        # In FP64, whatever the logits are here: all ranks send as many bytes.
+        refused = sums.new_tensor([is_refused], dtype=torch.float64)
+        total = over.all_reduce(torch.cat([sums.detach().double(), refused]))
+        if total[-1] > 0:
+            raise DisagreementError(
+                f"{who()}a rank whose tokens are balanced with these refused its own: look at its log"
+            )
+        sums = total[:-1].to(sums.dtype) + over.size * (sums - sums.detach())
     probability, count, squared, tokens = sums.split([num_experts, num_experts, 1, 1])
     tokens = tokens.clamp(min=1)
     return Usage(count / count.sum().clamp(min=1), probability / tokens, (squared / tokens).squeeze(0))

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Choices", "Gathering", "Limits", "capacity", "gather_choices", "keep_within"]
@@ -108,15 +109,20 @@ def keep_within(bins: torch.Tensor, choices: Choices, num_bins: int, capacity: i
 
 
 @torch.no_grad()
-def gather_choices(choices: Choices, sequence: Gathering) -> tuple[Choices, slice]:
+def gather_choices(choices: Choices, sequence: Gathering, *, is_refused: bool = False) -> tuple[Choices, slice]:
     """The choices of all ranks of ``sequence``, and which of them are this rank's. Ranks may have different T.
 
-    Raises DisagreementError, on every rank, where only some ranks pass positions.
+    Raises DisagreementError, on every rank, where only some ranks pass positions, or one comes with ``is_refused``.
     """
     positions = choices.positions
     device = choices.indices.device
-    mine = torch.tensor([[choices.indices.shape[0], positions is not None]], dtype=torch.int64, device=device)
-    rows, has_positions = sequence.all_gather(mine).t().tolist()
+    mine = [choices.indices.shape[0], positions is not None, is_refused]
+    everyone = sequence.all_gather(torch.tensor([mine], dtype=torch.int64, device=device))
+    rows, has_positions, refused = everyone.t().tolist()
+    if any(refused):
+        raise DisagreementError(
+            f"{who()}rank {refused.index(1)} of those that share the sequence refused its tokens: look at its log"
+        )
     if len(set(has_positions)) > 1:
         lacking = [rank for rank, has in enumerate(has_positions) if not has]
         raise DisagreementError(
@@ -126,7 +132,7 @@ def gather_choices(choices: Choices, sequence: Gathering) -> tuple[Choices, slic
     start = sum(rows[: sequence.rank])
     whole = Choices(
         sequence.all_gather(choices.indices, rows),
-        sequence.all_gather(choices.priority.detach(), rows),
+        sequence.all_gather(choices.priority.detach().double(), rows),  # in one dtype, whatever the weights' is here
         None if positions is None else sequence.all_gather(positions, rows),
     )
     return whole, slice(start, start + rows[sequence.rank])

@@ -121,12 +121,8 @@ class TokenDispatcher:
         Raises TensorError for indices of another shape, dtype or range, weights that are NaN or infinite, and more choices of an
         expert than its capacity: here; and DisagreementError on the other ranks, before a token moves.
         """
-        needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
-        is_cuda = like is not None and like.is_cuda
-        way = number_of((experts is None, is_sharded(experts), is_cuda, *self._setup))
-        offer = Offer(indices, capacity, like, way, needs_gradient)
         try:
-            self._check_weights(weights, *indices.shape[:2])
+            offer = self._offer(indices, capacity, like, weights, experts)
         except Exception as error:  # noqa: BLE001  the others hear of it first
             offer = Offer(_NO_INDICES, error=error)
         agree_on_experts(self.grid)
@@ -142,6 +138,19 @@ class TokenDispatcher:
             needs_gradient=layout.needs_gradient,
             sound_weights=None if weights is None else weakref.ref(weights),
         )
+
+    def _offer(
+        self,
+        indices: torch.Tensor,
+        capacity: int | None,
+        like: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        experts: Experts | None,
+    ) -> Offer:
+        self._check_weights(weights, *indices.shape[:2])
+        is_cuda = like is not None and like.is_cuda
+        way = number_of((experts is None, is_sharded(experts), is_cuda, *self._setup))
+        return Offer(indices, capacity, like, way, any(_needs_gradient(given) for given in (like, weights, experts)))
 
     def refuse(self, error: Exception) -> NoReturn:
         """In place of :meth:`prepare`, where this rank cannot go on: tells the others, then raises ``error``."""

@@ -39,18 +39,21 @@ def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has.
 
-    Under autocast in its dtype. Raises TensorError where ``rows`` are not those of ``x`` and ``weight``.
+    Under autocast in its dtype. Raises TensorError for ``rows`` that are not those of ``x`` and ``weight``, and for two dtypes.
     """
     if len(rows) != weight.shape[0] or sum(rows) != x.shape[0]:
         raise TensorError(f"{weight.shape[0]} experts on {x.shape[0]} rows, got counts {list(rows)}")
+    device = x.device.type
+    is_wide = torch.float64 in (x.dtype, weight.dtype)  # which autocast leaves alone, as torch's own products do
+    if not is_wide and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    if x.dtype != weight.dtype:
+        raise TensorError(f"experts of {weight.dtype} got tokens of {x.dtype}: convert one of them")
     if has_grouped_mm(x, weight.shape[1]):
         offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
         out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return out
-    device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)  # as of torch's own products, which leave FP64 alone too
-        x, weight = x.to(dtype), weight.to(dtype)
     return _loop(x, weight, rows)
 
 
@@ -170,8 +173,8 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if hidden < 1 or width < 1 or count < 0:
-            raise UsageError(f"experts of hidden size {hidden} and width {width}: both must be 1 or more")
+        if hidden < 1 or width < 1 or count < 1:
+            raise UsageError(f"{count} experts of hidden size {hidden} and width {width}: all three must be 1 or more")
         if width % etp_size:
             fitting = [size for size in range(1, etp_size + 1) if width % size == 0]
             raise UsageError(
@@ -219,10 +222,6 @@ class GroupedExperts(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.hidden or len(rows) != self.count:
             raise TensorError(
                 f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
-            )
-        if x.dtype != self.w_gate.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TensorError(
-                f"experts of {self.w_gate.dtype} got tokens of {x.dtype}: convert one of them, or call the layer under autocast"
             )
         gate, up = grouped_linear(x, self.w_gate, rows), grouped_linear(x, self.w_up, rows)
         inner = swiglu(gate, up)

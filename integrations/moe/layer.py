@@ -15,12 +15,12 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
+from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]
 
@@ -153,15 +153,21 @@ class MoELayer(nn.Module):
     def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
         try:
             routing: Routing = self.router(tokens, positions)
+        except (PeerError, CollectiveTimeoutError):  # nothing more can be sent
+            raise
         except Exception as error:  # of this rank alone, perhaps
-            if self.replicated is not None:  # whose ranks exchange no counts
+            if self._goes_by_plans:  # whose ranks exchange no counts
                 raise
             self.dispatcher.refuse(error)
         return routing
 
+    @property
+    def _goes_by_plans(self) -> bool:
+        return self.replicated is not None and self.holders.size > 1 and self.router.config.pad_to_capacity
+
     def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         indices, weights = routing.indices, routing.weights
-        if self.replicated is not None and routing.is_padded and routing.capacity is not None:
+        if self._goes_by_plans and self.replicated is not None and routing.capacity is not None:
             return self.replicated.run(tokens, indices, weights, routing.capacity, self.experts)
         return run_shares(self.dispatcher, self.holders, tokens, indices, weights, self.experts)
 
@@ -169,13 +175,13 @@ class MoELayer(nn.Module):
 _OPTIONS = {"weights_at": ("combine", "experts"), "tokens": ("sharded", "replicated")}
 
 
-def _check_options(router: RouterConfig, mesh: object, chunks: object, **options: str) -> None:
+def _check_options(router: RouterConfig, mesh: object, chunks: int | Sequence[int] | str, **options: str) -> None:
     for name, value in options.items():
         if value not in _OPTIONS[name]:
             raise UsageError(f"{name} must be {' or '.join(_OPTIONS[name])}, got {value!r}")
     if mesh is not None and not isinstance(mesh, FoldedMesh):
         raise UsageError(f"mesh must be a FoldedMesh, such as FoldedMesh({{'ep': 2}}), got {mesh!r}")
-    if router.pad_to_capacity and chunks not in ("auto", 1, (FINEST,)):
+    if router.pad_to_capacity and chunks != "auto" and len(slices_of(chunks)) > 1:
         raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
 
 

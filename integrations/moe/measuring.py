@@ -58,16 +58,16 @@ class Measurements:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._experts: ExpertTimes | None = None
+        self._experts: dict[tuple[Any, ...], ExpertTimes] = {}
 
     def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:
         """For ``tokens`` of all ranks such as ``like``; shared by all layers on the same group, and measured anew for calls of
         more than twice as many tokens. Raises as :meth:`experts`."""
         owner: object = self._grid.all.group or self._grid.all
         shared = _moves_of_group.setdefault(owner, {})
-        key, wanted = (shape, like.shape[1], like.dtype), _measured_tokens(tokens, like)
+        key, wanted = (shape, *_kind_of(like)), _measured_tokens(tokens, like)
         if key not in shared or wanted > _TRUST * shared[key].tokens:
-            times = self._agreed(2, lambda: measure_moves(like, wanted, shape))
+            times = self._agreed("rows cost in memory", 2, lambda: measure_moves(like, wanted, shape))
             shared[key] = MoveTimes(times[0], times[1], wanted)
         return shared[key]
 
@@ -76,15 +76,16 @@ class Measurements:
 
         Raises what measuring raises on this rank; DisagreementError where it failed on another.
         """
-        if self._experts is None or most_rows > _TRUST * self._experts.rows[-1]:
+        known = self._experts.get(_kind_of(like))
+        if known is None or most_rows > _TRUST * known.rows[-1]:
             most = max(most_rows, _FEWEST_ROWS)
             sizes = sorted({max(most // part, 1) for part in _PARTS})
             count = self._grid.num_local_experts
-            times = self._agreed(len(sizes), lambda: measure_experts(experts, count, like, sizes))
-            self._experts = ExpertTimes(tuple(sizes), times)
-        return self._experts
+            times = self._agreed("its experts take", len(sizes), lambda: measure_experts(experts, count, like, sizes))
+            known = self._experts[_kind_of(like)] = ExpertTimes(tuple(sizes), times)
+        return known
 
-    def _agreed(self, count: int, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
+    def _agreed(self, what: str, count: int, measure: Callable[[], Sequence[float]]) -> tuple[float, ...]:
         """The medians over all ranks."""
         group, error = self._grid.all, None
         try:
@@ -97,13 +98,17 @@ class Measurements:
         failed = everyone.isnan().any(1).nonzero().flatten().tolist()
         if failed:
             raise DisagreementError(
-                f"rank {group.ranks[group.rank]}: rank {group.ranks[failed[0]]} failed while it measured what its experts take: "
+                f"rank {group.ranks[group.rank]}: rank {group.ranks[failed[0]]} failed while it measured what {what}: "
                 "look at its log"
             )
         return tuple(median(column.tolist()) for column in everyone.unbind(1))
 
 
 _moves_of_group: WeakKeyDictionary[Any, dict[tuple[Any, ...], MoveTimes]] = WeakKeyDictionary()
+
+
+def _kind_of(like: torch.Tensor) -> tuple[Any, ...]:
+    return like.shape[1], like.dtype, like.device.type
 
 
 def _measured_tokens(tokens: int, like: torch.Tensor) -> int:

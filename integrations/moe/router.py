@@ -31,7 +31,7 @@ from commlayer.integrations.moe.capacity import Choices, Gathering, gather_choic
 from commlayer.integrations.moe.routing import Routing, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
 from commlayer.integrations.moe.scoring import first_highest, fixed_shape_logits, limit_to_groups, score, weigh
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 
 __all__ = ["Router", "RouterConfig", "Routing"]
 
@@ -101,30 +101,25 @@ class Router(torch.nn.Module):
         Raises:
             TensorError: ``x`` has another hidden size, dtype or device; logits are NaN or infinite. (Not looked for while a
                 CUDA graph is captured.)
-            DisagreementError: only some ranks of the sequence pass positions.
+            DisagreementError: only some ranks of the sequence pass positions; another rank of ``sequence`` or ``balance``
+                refused its tokens.
         """
-        config, error = self.config, None
+        config = self.config
+        logits, positions, refused = self._logits(x, positions)
+        is_refused = refused is not None
         try:
-            self._check(x, positions)
-        except TensorError as refused:
-            error, x = refused, self.weight.new_zeros(max(1, x.dim() and x.shape[0]), self.hidden_size)
-            positions = None if positions is None else torch.arange(x.shape[0], device=x.device)
-        with torch.autocast(x.device.type, enabled=False):
-            logits = fixed_shape_logits(x, self.weight)
-            try:
-                refuse_any(
-                    ~logits.isfinite(), logits, "router logits that are NaN or infinite: check the input and the weight"
-                )
-            except TensorError as refused:
-                error, logits = refused, torch.zeros_like(logits)
-            scores, probabilities = score(logits, config)
-            indices = self._choose(scores.detach())
-            weights = weigh(scores.gather(1, indices), config)
-            chosen = count_choices(indices, config.num_experts)
-            losses = self._losses(logits, probabilities, chosen)
-            indices, weights, capacities = self._drop(indices, weights, positions)
-        if error is not None:  # not before: the other ranks would wait for this one in what the above exchanges
-            raise error
+            with torch.autocast(logits.device.type, enabled=False):
+                scores, probabilities = score(logits, config)
+                indices = self._choose(scores.detach())
+                weights = weigh(scores.gather(1, indices), config)
+                chosen = count_choices(indices, config.num_experts)
+                losses = self._losses(logits, probabilities, chosen, is_refused)
+                indices, weights, capacities = self._drop(indices, weights, positions, is_refused)
+        except DisagreementError:
+            if refused is None:
+                raise
+        if refused is not None:  # not before: the other ranks would wait for this one in what the above exchanges
+            raise refused
         if config.attach_losses and losses:
             weights = attach_loss(weights, torch.stack(list(losses.values())).sum(), self.loss_scale)
             losses = {name: loss.detach() for name, loss in losses.items()}
@@ -148,6 +143,26 @@ class Router(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"hidden_size={self.hidden_size}, {self.config}"
+
+    def _logits(
+        self, x: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, TensorError | None]:
+        """Logits and positions; or of other tokens, which are zero, and why this rank refuses its own."""
+        try:
+            self._check(x, positions)
+            with torch.autocast(x.device.type, enabled=False):
+                logits = fixed_shape_logits(x, self.weight)
+            refuse_any(
+                ~logits.isfinite(), logits, "router logits that are NaN or infinite: check the input and the weight"
+            )
+        except TensorError as refused:
+            logits = fixed_shape_logits(self.weight.new_zeros(1, self.hidden_size), self.weight)
+            return (
+                logits,
+                None if positions is None else torch.zeros(1, dtype=torch.int64, device=logits.device),
+                refused,
+            )
+        return logits, positions, None
 
     def _check(self, x: torch.Tensor, positions: torch.Tensor | None) -> None:
         if x.dim() != 2 or x.shape[1] != self.hidden_size:
@@ -173,7 +188,7 @@ class Router(torch.nn.Module):
         return first_highest(scores, config.top_k)
 
     def _drop(
-        self, indices: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor | None
+        self, indices: torch.Tensor, weights: torch.Tensor, positions: torch.Tensor | None, is_refused: bool
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int | None, int | None]]:
         config = self.config
         if config.is_dropless:
@@ -182,19 +197,19 @@ class Router(torch.nn.Module):
         choices = Choices(indices, torch.zeros_like(weights) if by_position else weights.detach(), positions)
         mine = slice(None)
         if config.drop_scope == "sequence" and self.sequence is not None:
-            choices, mine = gather_choices(choices, self.sequence)
+            choices, mine = gather_choices(choices, self.sequence, is_refused=is_refused)
         keep = config.limits.keep(choices)[mine]
         capacities = config.limits.capacities(choices.indices.numel())
         return indices.masked_fill(~keep, -1), weights.masked_fill(~keep, 0.0), capacities
 
     def _losses(
-        self, logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor
+        self, logits: torch.Tensor, probabilities: torch.Tensor, chosen: torch.Tensor, is_refused: bool
     ) -> dict[str, torch.Tensor]:
         config = self.config
         aux, device_aux, z = config.aux_loss_coefficient, config.device_aux_loss_coefficient, config.z_loss_coefficient
         if not self.training or not (aux or device_aux or z):
             return {}
-        used = usage(logits, probabilities, chosen, self.balance)
+        used = usage(logits, probabilities, chosen, self.balance, is_refused=is_refused)
         losses = {}
         if aux:
             losses["aux"] = aux * expert_balance_loss(used)

@@ -216,8 +216,8 @@ def _part(
     """A block's choice k times its weight, zero where dropped: a fresh tensor."""
     places, of_choice = rows.row_of_choice[tokens, k], None if weights is None else weights[tokens, k].unsqueeze(1)
     kept = None if rows.is_kept is None else rows.is_kept[tokens, k]
-    if (
-        kept is None or y.is_cuda
+    if kept is None or not _is_on_host(
+        y
     ):  # the rows of dropped choices are not looked for: the host would wait for their number
         part = y.index_select(0, places).to(dtype)
         if of_choice is not None:
