@@ -25,9 +25,9 @@ _OF_KIND = {
 @styled
 def breakdown_figure(found: Sequence[Breakdown], title: str) -> Figure:
     """A stacked bar for each way, as figure 5 of MoE Parallel Folding."""
-    figure = new_figure(_WIDTH, 1.5 + 0.5 * len(found))
+    figure = new_figure(_WIDTH, 1.8 + 0.55 * len(found))
     axes = figure.add_subplot()
-    names = [f"{each.way}\n{each.mapping}" for each in found]
+    names = ["\n".join([*each.way.split(": "), each.mapping]) for each in found]
     left = [0.0] * len(found)
     longest = max(each.total_ms for each in found) or 1.0
     for name in PHASES:
@@ -52,9 +52,9 @@ def breakdown_figure(found: Sequence[Breakdown], title: str) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(
-        "forward and backward, mean over ranks (ms); dispatch, combine: what is not hidden behind computing"
+        "forward and backward, mean over ranks (ms)\ndispatch, combine: what is not hidden behind computing"
     )
-    axes.set_title(title)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
     figure.legend(loc="outside lower center", ncols=len(PHASES))
     return figure
 
