@@ -16,6 +16,7 @@
     │   ├── CollectiveTimeoutError (also TimeoutError)   a collective did not finish in time
     │   ├── RankFailedError                     a rank of an emulated cluster failed
     │   └── RightsError                         the machine does not grant what was asked (namespaces, traffic control)
+    ├── NonFiniteError (also ArithmeticError)   NaN or infinity in what was to be compressed, where the policy forbids it
     └── InternalError (also RuntimeError)       our own bug: please report it
 
 It stands on the lowest floor because every floor raises from it. Messages say what was expected, what was got, on which
@@ -31,6 +32,7 @@ __all__ = [
     "DisagreementError",
     "GroupError",
     "InternalError",
+    "NonFiniteError",
     "PeerError",
     "PlanError",
     "ProfileError",
@@ -107,6 +109,10 @@ class RankFailedError(ClusterError):
 
 class RightsError(ClusterError):
     """The machine does not grant what was asked."""
+
+
+class NonFiniteError(CommlayerError, ArithmeticError):
+    """NaN or infinity in a tensor that was to be compressed, where the policy forbids it."""
 
 
 class InternalError(CommlayerError, RuntimeError):

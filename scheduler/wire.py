@@ -1,0 +1,173 @@
+"""Wire formats: what crosses a link in place of a tensor's own bytes, how many bytes that is, and what may be chosen.
+
+Pure arithmetic, no torch; :mod:`commlayer.codecs` does what is described here.
+
+An *encoded* message of r rows of W elements is one contiguous run of bytes: its scales (FP32), then its payload, row after
+row. Scales first, so that they are aligned wherever a message begins at a multiple of four bytes, and one message carries
+all that decoding needs. Rejected: payloads and scales in two collectives (DeepEP's two buffers): twice the messages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["GROUP_SIZE", "Scaling", "Wire", "WireFormat", "WirePolicy", "parse_wire"]
+
+GROUP_SIZE = 128
+"""Elements that share a scale: channels of one row (``block``), or rows of one channel (``channel``)."""
+_SCALE_BYTES = 4
+
+
+class WireFormat(str, Enum):
+    """The order is from exact to coarse."""
+
+    NATIVE = "native"  # the tensor's own bytes
+    BF16 = "bf16"  # of FP32: one rounding to eight bits of precision
+    FP8_E4M3 = "fp8_e4m3"  # four bits of precision, with scales
+    FP8_E5M2 = "fp8_e5m2"  # three bits and more range, with scales; for gradients
+
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element on the wire; 0 for native, where the tensor says it."""
+        return {"native": 0, "bf16": 2}.get(self.value, 1)
+
+    @property
+    def is_scaled(self) -> bool:
+        return self in (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2)
+
+    @property
+    def unit_roundoff(self) -> float:
+        """The largest relative error of rounding one element within the format's normal range: half a unit in the last
+        place."""
+        return {"native": 0.0, "bf16": 2.0**-8, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}[self.value]
+
+
+class Scaling(str, Enum):
+    """Which elements of FP8 rows share a scale (MegaScale-MoE, section 5; ``block`` is DeepEP's)."""
+
+    TOKEN = "token"  # all of a row
+    BLOCK = "block"  # 128 channels of a row
+    CHANNEL = "channel"  # 128 rows of a channel
+
+    __hash__ = str.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How rows are encoded. ``row_elements`` is W. ``power_of_two``: scales are rounded up to a power of two.
+
+    Raises UsageError for rows without elements.
+    """
+
+    format: WireFormat
+    row_elements: int = 1
+    scaling: Scaling = Scaling.TOKEN
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        if self.row_elements < 1:
+            raise UsageError(f"{self.format} needs rows of at least one element, got {self.row_elements}")
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows that should stay together when a tensor is cut: those that share scales."""
+        return GROUP_SIZE if self.format.is_scaled and self.scaling is Scaling.CHANNEL else 1
+
+    def num_scales(self, rows: int) -> int:
+        """FP32 scales of ``rows`` rows; in row-major order of (row or group of rows, block or channel)."""
+        if not self.format.is_scaled or rows == 0:
+            return 0
+        if self.scaling is Scaling.TOKEN:
+            return rows
+        if self.scaling is Scaling.BLOCK:
+            return rows * math.ceil(self.row_elements / GROUP_SIZE)
+        return math.ceil(rows / GROUP_SIZE) * self.row_elements
+
+    def wire_bytes(self, rows: int) -> int:
+        """Bytes of ``rows`` encoded rows, scales included."""
+        return self.num_scales(rows) * _SCALE_BYTES + rows * self.row_elements * self.format.element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WirePolicy:
+    """Which wire formats a lane's transfers may take, and what is done about their errors.
+
+    Attributes:
+        formats: those that the planner may choose from. With ``native`` among them it chooses what the profile predicts to be
+            fastest; without, it must take one of the others.
+        scaling: of FP8 rows.
+        power_of_two: FP8 scales are powers of two.
+        non_finite: FP8 of a tensor with NaN or infinity: ``raise`` NonFiniteError, or ``pass`` them on as they are. BF16 has
+            both values, and always passes them.
+        error_budget: the largest relative error ‖decoded − x‖ / ‖x‖ of a call on any rank, as a fraction; where a sample
+            exceeds it, its format is left for good on all ranks. None: none is measured.
+        sample_every: of how many calls one is measured.
+        in_place: a reduce_scatter or all_reduce may use its input as its buffers, and leaves it undefined
+            (MegaScale-MoE, section 5): BF16 in one half, what arrives in the other.
+
+    Raises UsageError for values out of range.
+    """
+
+    formats: tuple[WireFormat, ...] = (WireFormat.NATIVE,)
+    scaling: Scaling = Scaling.TOKEN
+    power_of_two: bool = False
+    non_finite: str = "raise"
+    error_budget: float | None = None
+    sample_every: int = 32
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        rules = {
+            "formats": (
+                bool(self.formats) and all(isinstance(each, WireFormat) for each in self.formats),
+                f"one or more of WireFormat's {', '.join(WireFormat)}",
+            ),
+            "scaling": (isinstance(self.scaling, Scaling), f"one of Scaling's {', '.join(Scaling)}"),
+            "non_finite": (self.non_finite in ("raise", "pass"), "raise or pass"),
+            "error_budget": (
+                self.error_budget is None or 0 < self.error_budget < math.inf,
+                "a positive fraction, or None",
+            ),
+            "sample_every": (self.sample_every >= 1, "at least 1"),
+        }
+        for name, (is_sound, expected) in rules.items():
+            if not is_sound:
+                raise UsageError(f"WirePolicy.{name}: expected {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def allows_encoding(self) -> bool:
+        return any(each is not WireFormat.NATIVE for each in self.formats)
+
+    def without(self, dropped: WireFormat) -> tuple[WireFormat, ...]:
+        """The formats that remain when one has proved too coarse: ``native`` where no other does."""
+        return tuple(each for each in self.formats if each is not dropped) or (WireFormat.NATIVE,)
+
+
+def parse_wire(text: str) -> tuple[WireFormat, ...]:
+    """``bf16`` → native or BF16, whichever is faster; ``fp8_e4m3+bf16`` likewise; ``bf16!``: always.
+
+    Raises UsageError for an unknown name.
+    """
+    names = text.removesuffix("!").split("+")
+    try:
+        formats = tuple(WireFormat(name) for name in names)
+    except ValueError:
+        raise UsageError(
+            f"a wire format must be one of {', '.join(WireFormat)}, several joined by +, and ! behind them where native is "
+            f"not allowed; got {text!r}"
+        ) from None
+    if text.endswith("!") or WireFormat.NATIVE in formats:
+        return formats
+    return (WireFormat.NATIVE, *formats)
