@@ -272,7 +272,7 @@ def _row(
         strategy=plan.strategy.value if plan else None,
         chunks=plan.chunks if plan else None,
         gather=plan.gather.value if plan else None,
-        wire=plan.wire if plan else None,
+        wire=str(plan.wire) if plan else None,
         predicted_us=price(plan, profile).total_us if plan else None,
         is_chosen=plan == decision.plan,
     )

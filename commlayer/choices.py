@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import NATIVE, Wire
 from commlayer.settings import Settings
 
 __all__ = ["Choices", "parse_plan"]
@@ -47,7 +49,8 @@ class Choices:
         self.reasons: Counter[str] = Counter()
         self._forced = parse_plan(settings.plan) if settings.plan else None
         self._is_ordered = settings.reduction == "ordered"
-        self._plans: dict[tuple[str, int, bool], Plan | str] = {}
+        self._plans: dict[tuple[object, ...], Plan | str] = {}
+        self._warned: set[str] = set()
         self._settings = settings
         self._others: dict[tuple[int, ...], Choices] = {}
 
@@ -61,20 +64,31 @@ class Choices:
         """Whether one plan is named for all calls."""
         return self._forced is not None
 
-    def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
+    def plan(
+        self,
+        collective: str,
+        num_bytes: int,
+        *,
+        is_float: bool = False,
+        wires: tuple[Wire, ...] = (NATIVE,),
+        element_bytes: int = 0,
+    ) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call.
 
         ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
         all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound). ``is_float``: whether the order of sums shows.
+        ``wires``: forms that its elements, of ``element_bytes`` each, may go in; one that cannot be priced warns once.
         """
-        if self.size == 1 or (self.planner is None and self._forced is None and not self._is_ordered):
+        is_plain = wires == (NATIVE,)
+        if self.size == 1 or (is_plain and self.planner is None and self._forced is None and not self._is_ordered):
             return None
-        key = collective, num_bytes, self._is_ordered and is_float and collective in _SUMS
+        is_ordered = self._is_ordered and is_float and collective in _SUMS
+        key = collective, num_bytes, is_ordered, wires, element_bytes
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            found = self._plans[key] = self._decide(*key)
+            found = self._plans[key] = self._decide(self._traffic(*key))
         if isinstance(found, str):
             self.reasons[found] += 1
             return None
@@ -125,21 +139,61 @@ class Choices:
         flat = next(timeline for timeline in decision.candidates if timeline.plan.strategy is Strategy.FLAT)
         return flat.total_us / decision.predicted_us
 
-    def _traffic(self, collective: str, num_bytes: int, is_ordered: bool = False) -> Traffic:
-        return Traffic(num_bytes, self.size, 1, self.link, collective, self.shape, is_ordered)
+    def _traffic(
+        self,
+        collective: str,
+        num_bytes: int,
+        is_ordered: bool = False,
+        wires: tuple[Wire, ...] = (NATIVE,),
+        element_bytes: int = 0,
+    ) -> Traffic:
+        return Traffic(
+            num_bytes,
+            self.size,
+            1,
+            self.link,
+            collective,
+            self.shape,
+            is_ordered,
+            wires=wires,
+            element_bytes=element_bytes,
+        )
 
-    def _decide(self, collective: str, num_bytes: int, is_ordered: bool) -> Plan | str:
+    def _decide(self, traffic: Traffic) -> Plan | str:
         """The plan, or why there is none."""
-        if num_bytes == 0:
+        if traffic.logical_bytes == 0:
             return "nothing to move"
-        traffic = self._traffic(collective, num_bytes, is_ordered)
-        if is_ordered:
-            return build(traffic, Strategy.DIRECT)  # the only one that sums in rank order
+        encoded = [wire for wire in traffic.wires if not wire.is_native]
+        wire = NATIVE if NATIVE in traffic.wires else encoded[0]
+        if traffic.is_ordered:
+            return build(traffic, Strategy.DIRECT, wire=wire)  # the only one that sums in rank order
         try:
             if self._forced is not None:
-                return build(traffic, *self._forced)
+                return build(traffic, *self._forced, wire=wire)
             if self.planner is None:
-                return "there is no profile (COMMLAYER_PROFILE=none)"
-            return self.planner.decide(traffic).plan
+                return self._unplanned(traffic, wire, encoded)
+            decision = self.planner.decide(traffic)
+            if decision.unpriced:
+                self._warn(decision.unpriced.partition("; it has ")[0])
+            return decision.plan
         except PlanError as error:
+            if not wire.is_native:  # there is nothing else that may run
+                return build(traffic, Strategy.DIRECT, wire=wire)
             return str(error).partition("; it has ")[0]  # of what the profile has, the list would be read at every exit
+
+    def _unplanned(self, traffic: Traffic, wire: Wire, encoded: list[Wire]) -> Plan | str:
+        why = "there is no profile (COMMLAYER_PROFILE=none)"
+        if not wire.is_native:
+            return build(traffic, Strategy.DIRECT, wire=wire)
+        if encoded:
+            self._warn(f"{encoded[0]} is allowed, but {why} to say where it is faster")
+        return why
+
+    def _warn(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"commlayer: {why}: tensors go in their own format. Measure the cluster again (commlayer profile), or write "
+                "the format with ! behind it, to use it always",
+                stacklevel=2,
+            )

@@ -18,7 +18,9 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
+from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.scheduler.wire import WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 
 __all__ = ["LANES", "GroupCommunicator", "Held", "Pending"]
@@ -39,17 +41,29 @@ class GroupCommunicator:
         group: one of backend ``commlayer``, such as :func:`commlayer.integrations.planned_group` or a
             :class:`commlayer.integrations.FoldedMesh` makes; None: a group of this rank alone, which sends nothing.
         lane: the class of traffic that it carries, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp``.
+        wire: in which formats the elements of what the verbs send may cross the links; None: in their own. The gradients of
+            these verbs go in their own as well, unless ``gradient_wire`` says more. all_reduce and its kin are native.
+        gradient_wire: the same for gradients in the backward pass.
 
     Raises:
         GroupError: the group has another backend, or this rank is not in it.
         UsageError: the lane is none.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, lane: str) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        lane: str,
+        *,
+        wire: WirePolicy | None = None,
+        gradient_wire: WirePolicy | None = None,
+    ) -> None:
         if lane not in LANES:
             raise UsageError(f"lane must be one of {', '.join(LANES)}, got {lane!r}")
         self.lane, self.group = lane, group
         self.rank, self.size = 0, 1
+        self._forth: CompressedGroup | None = None
+        self._back: CompressedGroup | None = None
         if group is None:
             return
         if not isinstance(group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
@@ -60,6 +74,16 @@ class GroupCommunicator:
                 f"rank {dist.get_rank()}: the group of lane {lane} has backend {dist.get_backend(group)}: make a planned one "
                 "with commlayer.integrations.planned_group(group)"
             )
+        self._forth = self._compressed(wire, "")
+        self._back = self._compressed(gradient_wire, ", gradients")
+
+    def _compressed(self, policy: WirePolicy | None, suffix: str) -> CompressedGroup | None:
+        if self.size == 1 or policy is None or not policy.allows_encoding:
+            return None
+        if policy.in_place:
+            raise UsageError("in_place leaves its input undefined, which autograd may still need: leave it out here")
+        assert isinstance(self.group, dist.ProcessGroup)
+        return CompressedGroup(self.group, policy, f"lane {self.lane}{suffix}")
 
     def __deepcopy__(self, memo: object) -> GroupCommunicator:
         return self  # a copied model, such as an average of weights, communicates in the same group
@@ -75,16 +99,19 @@ class GroupCommunicator:
 
     # Differentiable
 
-    def all_to_all(self, x: torch.Tensor, send_rows: Rows = None, receive_rows: Rows = None) -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send_rows: Rows = None, receive_rows: Rows = None, *, most_rows: int | None = None
+    ) -> torch.Tensor:
         """Send ``send_rows[r]`` consecutive rows of ``x`` [Σ send_rows, …] to rank r.
 
         Returns [Σ receive_rows, …], the rows of rank 0 first. None: as many to and from each. The gradient goes the way back.
+        ``most_rows``: that any rank sends or receives, where all know it: with a wire format, ranks else agree on it first.
         Raises TensorError where ``x`` does not have these rows.
         """
         return self._run(
             x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows),
-            lambda t: self._all_to_all(t, receive_rows, send_rows),
+            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows),
+            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows),
         )
 
     def all_gather(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
@@ -92,14 +119,18 @@ class GroupCommunicator:
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        return self._run(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
+        return self._run(
+            x, lambda t: self._all_gather(t, rows, self._forth), lambda t: self._reduce_scatter(t, rows, self._back)
+        )
 
     def reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
         """This rank's rows of the sum of all ranks' ``x`` [Σ rows, …]: [rows[rank], …]. Its gradient: all_gather.
 
         Raises TensorError where ``x`` does not have these rows.
         """
-        return self._run(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
+        return self._run(
+            x, lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
+        )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``. Its gradient is the sum of all ranks' gradients (each rank's loss counts)."""
@@ -123,21 +154,32 @@ class GroupCommunicator:
         """
         return hold(x) if self.size > 1 else Held(x, None)
 
-    def start_all_to_all(self, x: torch.Tensor | Held, send_rows: Rows = None, receive_rows: Rows = None) -> Pending:
+    def start_all_to_all(
+        self,
+        x: torch.Tensor | Held,
+        send_rows: Rows = None,
+        receive_rows: Rows = None,
+        *,
+        most_rows: int | None = None,
+    ) -> Pending:
         """As :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows),
-            lambda t: self._all_to_all(t, receive_rows, send_rows),
+            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows),
+            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows),
         )
 
     def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
         """As :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
-        return self._start(x, lambda t: self._all_gather(t, rows), lambda t: self._reduce_scatter(t, rows))
+        return self._start(
+            x, lambda t: self._all_gather(t, rows, self._forth), lambda t: self._reduce_scatter(t, rows, self._back)
+        )
 
     def start_reduce_scatter(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
         """As :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
-        return self._start(x, lambda t: self._reduce_scatter(t, rows), lambda t: self._all_gather(t, rows))
+        return self._start(
+            x, lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -184,20 +226,31 @@ class GroupCommunicator:
 
     # Without autograd
 
-    def _all_to_all(self, x: torch.Tensor, send_rows: Rows, receive_rows: Rows) -> Pending:
+    def _all_to_all(
+        self,
+        x: torch.Tensor,
+        send_rows: Rows,
+        receive_rows: Rows,
+        compressed: CompressedGroup | None = None,
+        most_rows: int | None = None,
+    ) -> Pending:
         self._check_rows("all_to_all", x, send_rows)
         x = x.detach().contiguous()
         if self.size == 1:
             return Pending(x, None)
         rows = x.shape[0] if receive_rows is None else sum(receive_rows)
         out = x.new_empty(rows, *x.shape[1:])
+        work: Any
+        if compressed is not None:
+            work = compressed.all_to_all(out, x, send_rows, receive_rows, most_rows=most_rows)
+            return Pending(out, work, sent=x)
         outs = None if receive_rows is None else list(receive_rows)
         work = dist.all_to_all_single(
             out, x, outs, None if send_rows is None else list(send_rows), group=self.group, async_op=True
         )
-        return Pending(out, cast("dist.Work", work), sent=x)
+        return Pending(out, work, sent=x)
 
-    def _all_gather(self, x: torch.Tensor, rows: Rows) -> Pending:
+    def _all_gather(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
         self._check_length("all_gather", rows)
         if rows is not None and x.shape[:1] != (rows[self.rank],):
             raise TensorError(f"{self._who('all_gather')}: expected {rows[self.rank]} rows, got shape {list(x.shape)}")
@@ -206,24 +259,30 @@ class GroupCommunicator:
             return Pending(x, None)
         total = x.shape[0] * self.size if rows is None else sum(rows)
         out = x.new_empty(total, *x.shape[1:])
-        if rows is None or len(set(rows)) == 1:
+        work: Any
+        if compressed is not None:
+            work = compressed.all_gather(out, x, rows)
+        elif rows is None or len(set(rows)) == 1:
             work = _ALL_GATHER(out, x, group=self.group, async_op=True)
         else:
             work = dist.all_gather(list(out.split(list(rows))), x, group=self.group, async_op=True)
-        return Pending(out, cast("dist.Work", work), sent=x)
+        return Pending(out, work, sent=x)
 
-    def _reduce_scatter(self, x: torch.Tensor, rows: Rows) -> Pending:
+    def _reduce_scatter(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
         self._check_rows("reduce_scatter", x, rows)
         x = x.detach().contiguous()
         if self.size == 1:
             return Pending(x, None)
         mine = x.shape[0] // self.size if rows is None else rows[self.rank]
         out = x.new_empty(mine, *x.shape[1:])
-        if rows is None or len(set(rows)) == 1:
+        work: Any
+        if compressed is not None:
+            work = compressed.reduce_scatter(out, x, rows)
+        elif rows is None or len(set(rows)) == 1:
             work = _REDUCE_SCATTER(out, x, group=self.group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(x.split(list(rows))), group=self.group, async_op=True)
-        return Pending(out, cast("dist.Work", work), sent=x)
+        return Pending(out, work, sent=x)
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         out = x.detach().clone(memory_format=torch.contiguous_format)

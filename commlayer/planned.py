@@ -87,7 +87,7 @@ class PlannedGroup:
         self._transport: GlooTransport | None = None
         self._agreed: AgreedMaximum | None = None
         self._prepared: dict[tuple[int, int], _Prepared] = {}
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._memory: dict[Buffer, torch.Tensor] = {}
 
     def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call. See Choices."""
@@ -139,7 +139,7 @@ class PlannedGroup:
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
         Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
         """
-        with self._telling():
+        with self.telling():
             self._run(plan, source, target, op, root, timeout_s or self.timeout_s)
 
     def _run(
@@ -149,7 +149,7 @@ class PlannedGroup:
         transport = self.connect_messages()
         buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target)}
         if prepared.staging_bytes:
-            buffers[Buffer.STAGING] = self._stage(prepared.staging_bytes)
+            buffers[Buffer.STAGING] = self.stage(prepared.staging_bytes)
         call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
         drive(plan, call)
         call.finish()
@@ -169,7 +169,7 @@ class PlannedGroup:
 
         Contiguous tensors. Raises as :meth:`run`.
         """
-        with self._telling():
+        with self.telling():
             self._run_all_to_all(plan, source, target, source_bytes, target_bytes, timeout_s or self.timeout_s)
 
     def _run_all_to_all(
@@ -183,7 +183,7 @@ class PlannedGroup:
     ) -> None:
         transport = self.connect_messages()
         two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
-        staging = self._stage(two_level.staging_bytes)
+        staging = self.stage(two_level.staging_bytes)
         own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
         staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
         buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
@@ -204,7 +204,7 @@ class PlannedGroup:
         call.finish()
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def telling(self) -> Iterator[None]:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
         try:
             yield
@@ -310,11 +310,12 @@ class PlannedGroup:
             f"{purpose}): {error}; look at their logs"
         )
 
-    def _stage(self, needed: int) -> torch.Tensor:
-        """Staging memory, kept between calls: allocating (and first touching) it costs as much as a copy."""
-        if self._staging.numel() < needed:
+    def stage(self, needed: int, buffer: Buffer = Buffer.STAGING) -> torch.Tensor:
+        """Memory for a call, kept between calls: allocating (and first touching) it costs as much as a copy."""
+        kept = self._memory.get(buffer)
+        if kept is None or kept.numel() < needed:
             with torch.inference_mode(
                 False
             ):  # a tensor made in that mode can be written in it only, and this one is kept
-                self._staging = torch.empty(needed, dtype=torch.uint8)
-        return self._staging[:needed]
+                kept = self._memory[buffer] = torch.empty(needed, dtype=torch.uint8)
+        return kept[:needed]

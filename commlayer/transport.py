@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from commlayer.failures import Failure, FailureBoard, Wait
 from commlayer.profiles.errors import ClusterError, DisagreementError, PlanError
-from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region, tags_per_step
+from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Reduction, Region, tags_per_step
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Buffers",
     "Call",
     "Channel",
+    "Coder",
     "GlooCall",
     "GlooTransport",
     "Reducer",
@@ -56,6 +57,19 @@ class SizeMismatch(RuntimeError):
     def __init__(self, expected_bytes: int, got_bytes: int, peer: int) -> None:
         super().__init__(f"expected {expected_bytes} bytes from member {peer} of the group, got {got_bytes}")
         self.expected_bytes, self.got_bytes = expected_bytes, got_bytes
+
+
+class Coder(Protocol):
+    """Turns bytes of a tensor into encoded messages and back. All arguments are 1-D uint8 [bytes]."""
+
+    def encode(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """``source``, whole rows of the tensor, becomes one message in ``target``."""
+
+    def decode(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """The message in ``source`` becomes rows of the tensor in ``target``."""
+
+    def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor], coded: Sequence[bool]) -> None:
+        """``target`` becomes the sum of ``sources`` in their order, in FP32; ``coded[i]``: whether the i-th is a message."""
 
 
 class Call(Protocol):
@@ -125,14 +139,15 @@ class GlooTransport:
         buffers: Buffers,
         timeout_s: float,
         reduce: Reducer | None = None,
+        coder: Coder | None = None,
     ) -> GlooCall:
-        """See Transport. ``reduce`` runs the steps' reductions, where the plan has any."""
+        """See Transport. ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded messages."""
         if len(steps) * tags_per_step(plan) > MAX_TAGS:
             raise PlanError(
                 f"{plan.name} over {plan.traffic.group_size} ranks needs more than {MAX_TAGS} message tags: use fewer chunks"
             )
         self.sequence += 1
-        return GlooCall(self, plan, steps, buffers, timeout_s, reduce)
+        return GlooCall(self, plan, steps, buffers, timeout_s, reduce, coder)
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
@@ -221,9 +236,10 @@ class GlooCall:
         buffers: Buffers,
         timeout_s: float,
         reduce: Reducer | None,
+        coder: Coder | None,
     ) -> None:
         self._transport, self._plan, self._steps, self._buffers = transport, plan, list(steps), buffers
-        self._reduce = reduce
+        self._reduce, self._coder = reduce, coder
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
         self._tag = self._sequence % _CALLS_IN_FLIGHT * MAX_TAGS
@@ -257,10 +273,24 @@ class GlooCall:
         self._sends += [self._message(index, m, is_send=True) for m in step.sends]
         for copy in step.copies:
             self._view(copy.target).copy_(self._view(copy.source))
-        if step.reductions:
+        for reduction in step.reductions:
+            self._sum(reduction)
+        if step.encodes or step.decodes:
+            assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
+            for encode in step.encodes:
+                self._coder.encode(self._view(encode.source), self._view(encode.target))
+            for decode in step.decodes:
+                self._coder.decode(self._view(decode.source), self._view(decode.target))
+
+    def _sum(self, reduction: Reduction) -> None:
+        sources = [self._view(source) for source in reduction.sources]
+        coded = [source.buffer in (Buffer.ENCODED, Buffer.ARRIVED) for source in reduction.sources]
+        if any(coded):
+            assert self._coder is not None
+            self._coder.add(self._view(reduction.target), sources, coded)
+        else:
             assert self._reduce is not None  # whoever starts a plan with sums says how to sum
-            for reduction in step.reductions:
-                self._reduce(self._view(reduction.target), [self._view(source) for source in reduction.sources])
+            self._reduce(self._view(reduction.target), sources)
 
     def revise(self, index: int, moves: Moves, buffers: Buffers) -> None:
         """What step ``index``, not posted yet, will do; posts its receives beside those that it had."""

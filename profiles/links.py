@@ -75,11 +75,14 @@ _SHARED = frozenset(
         "scatter",
     }
 )
-_WHOLE = frozenset({"broadcast", "copy", "decode", "encode", "recv", "reduce", "send", "send_recv"})
+_WIRE_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2")
+_CODED = frozenset(f"{way}_{wire}" for way in ("encode", "decode") for wire in _WIRE_FORMATS)
+_WHOLE = frozenset({"broadcast", "copy", "recv", "reduce", "send", "send_recv"}) | _CODED
 
 #: The operations that a curve can describe. ``all_to_all`` and ``all_gather`` are steps by messages, as most plans run
 #: them; ``…_single`` (torch's names), ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own;
-#: ``reduce`` on a device is the sum of blocks in memory, with S what is added to the first block.
+#: ``reduce`` on a device is the sum of blocks in memory, with S what is added to the first block; ``encode_bf16`` and so on
+#: turn a tensor of S bytes into a wire format, ``decode_bf16`` adds what comes of S bytes to a sum.
 COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
 
 

@@ -7,6 +7,7 @@ decides alike without talking.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commlayer.profiles.errors import PlanError, UsageError
@@ -73,6 +74,7 @@ class Decision:
 
     ``margin`` is how much slower the best plan of any other strategy is predicted, as a fraction of the chosen time;
     negative where the simpler plan was kept although another is predicted faster by less than ``tolerance``.
+    ``unpriced``: why a wire format that was allowed is not among the candidates; else empty.
     """
 
     traffic: Traffic
@@ -83,6 +85,7 @@ class Decision:
     min_bytes: int
     profile_name: str
     policy: Policy
+    unpriced: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -134,19 +137,43 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     gather = policy.gather or Gather(profile.gather)
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks)
     min_bytes = profile.plan_from_bytes if policy.min_bytes is None else policy.min_bytes
-    allowed = policy.strategies if traffic.logical_bytes >= max(1, min_bytes) else (Strategy.FLAT,)
-    priced = tuple(price(plan, profile, interference=policy.interference) for plan in plans if plan.strategy in allowed)
+    allowed = policy.strategies
+    if traffic.logical_bytes < max(1, min_bytes):
+        is_native = any(wire.is_native for wire in traffic.wires)
+        allowed = (Strategy.FLAT,) if is_native else (Strategy.DIRECT,)
+    priced, unpriced = _priced([plan for plan in plans if plan.strategy in allowed], profile, policy)
     if not priced:
+        if unpriced:
+            raise PlanError(unpriced)
         names = ", ".join(strategy.value for strategy in allowed)
         which = "and it does not apply" if len(allowed) == 1 else "and none of them applies"
         raise PlanError(f"no plan: the policy allows only {names}, {which} to {traffic}: allow flat too")
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
-    chosen = min(near, key=lambda timeline: (_SIMPLICITY[timeline.plan.strategy], timeline.plan.chunks))
+    chosen = min(near, key=_simplicity)
     rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
-    return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy)
+    return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced)
+
+
+def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
+    """The timelines, and why a wire format was left out: the profile may be older than it."""
+    found, unpriced = [], ""
+    for plan in plans:
+        try:
+            found.append(price(plan, profile, interference=policy.interference))
+        except PlanError as error:  # noqa: PERF203
+            if plan.wire.is_native:
+                raise
+            unpriced = f"{plan.wire} is left out: {error}"
+    return tuple(found), unpriced
+
+
+def _simplicity(timeline: Timeline) -> tuple[bool, int, int]:
+    """What is exact before what is rounded, then fewer stages, then fewer chunks."""
+    plan = timeline.plan
+    return not plan.wire.is_native, _SIMPLICITY[plan.strategy], plan.chunks
 
 
 def _error(plans: list[Plan], profile: Profile) -> float:

@@ -6,7 +6,8 @@ many ranks a slice is exactly one block, and i is the same place in both nodes (
 chunks of a slice into the blocks that it touches: *pieces*. All stages of all_gather, reduce_scatter and all_reduce move
 pieces, there and back, so nodes of different sizes and blocks of different lengths need no case of their own.
 
-Cuts inside a block are at multiples of ``ALIGN`` bytes from its slice's beginning, so no element is cut.
+Cuts inside a block are at multiples of ``ALIGN`` bytes from its slice's beginning, so no element is cut; of rows, where those
+are encoded (:mod:`commlayer.scheduler.encoded_moves`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from itertools import accumulate, pairwise
 
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.broadcast_moves import Broadcast
-from commlayer.scheduler.moves import Copy, Message, Moves, Reduction, Region, cut, tags_per_step
+from commlayer.scheduler.moves import ALIGN, Copy, Message, Moves, Reduction, Region, cut, tags_per_step
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
-__all__ = ["Group", "even_blocks", "group_moves"]
+__all__ = ["Group", "Layout", "Piece", "Stages", "even_blocks", "group_moves"]
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -38,9 +39,9 @@ class Group:
         return (tuple(range(len(self.blocks))),) if plan.strategy is Strategy.DIRECT else self.nodes
 
 
-def even_blocks(num_bytes: int, group_size: int) -> tuple[int, ...]:
-    """Who owns how much of a tensor that every rank holds: cut at multiples of ``ALIGN``, so the last may own less or more."""
-    cuts = [cut(num_bytes, group_size, k) for k in range(group_size + 1)]
+def even_blocks(num_bytes: int, group_size: int, align: int = ALIGN) -> tuple[int, ...]:
+    """Who owns how much of a tensor that every rank holds: cut at multiples of ``align``, so the last may own less or more."""
+    cuts = [cut(num_bytes, group_size, k, align) for k in range(group_size + 1)]
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 
@@ -52,12 +53,12 @@ def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, .
     if plan.traffic.collective == "broadcast":
         spread = Broadcast(plan, group.nodes, group.rank, root)
         return tuple(spread.of_step(i, step) for i, step in enumerate(plan.steps)), 0
-    stages = _Stages(plan, group)
+    stages = Stages(plan, group)
     return tuple(stages.of_step(i, step) for i, step in enumerate(plan.steps)), stages.staging_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """Bytes ``start`` to ``stop`` of member ``owner``'s block; ``offset`` is where the piece lies in its slice."""
 
     owner: int
@@ -66,11 +67,11 @@ class _Piece:
     offset: int
 
 
-class _Layout:
+class Layout:
     """Slices and pieces of a group's blocks."""
 
-    def __init__(self, nodes: Nodes, blocks: Sequence[int]) -> None:
-        self.nodes, self.blocks = nodes, blocks
+    def __init__(self, nodes: Nodes, blocks: Sequence[int], align: int = ALIGN) -> None:
+        self.nodes, self.blocks, self.align = nodes, blocks, align
         self.bases = [0, *accumulate(blocks)]
 
     def slice_of(self, b: int, a: int, i: int) -> tuple[int, int]:
@@ -79,33 +80,33 @@ class _Layout:
         edges = [0, *accumulate(self.blocks[k] for k in owners)]
         if len(owners) == parts:
             return edges[i], edges[i + 1]
-        return cut(edges[-1], parts, i), cut(edges[-1], parts, i + 1)
+        return cut(edges[-1], parts, i, self.align), cut(edges[-1], parts, i + 1, self.align)
 
-    def pieces(self, b: int, a: int, i: int, chunk: int, chunks: int) -> list[_Piece]:
+    def pieces(self, b: int, a: int, i: int, chunk: int, chunks: int) -> list[Piece]:
         """The pieces of a chunk of slice i of node b for node a."""
         first, last = self.slice_of(b, a, i)
-        start, stop = (first + cut(last - first, chunks, chunk + k) for k in (0, 1))
+        start, stop = (first + cut(last - first, chunks, chunk + k, self.align) for k in (0, 1))
         found, base = [], 0
         for owner in self.nodes[b]:
             low, high = max(start, base), min(stop, base + self.blocks[owner])
             if low < high:
-                found.append(_Piece(owner, low - base, high - base, low - first))
+                found.append(Piece(owner, low - base, high - base, low - first))
             base += self.blocks[owner]
         return found
 
-    def region(self, buffer: Buffer, piece: _Piece) -> Region:
+    def region(self, buffer: Buffer, piece: Piece) -> Region:
         """The piece in a buffer that holds all blocks."""
         base = self.bases[piece.owner]
         return Region(buffer, base + piece.start, base + piece.stop)
 
 
-class _Stages:
+class Stages:
     """all_gather, reduce_scatter, all_reduce."""
 
-    def __init__(self, plan: Plan, group: Group) -> None:
+    def __init__(self, plan: Plan, group: Group, align: int = ALIGN) -> None:
         self.plan, self.rank = plan, group.rank
         nodes = group.of_plan(plan)
-        self.layout = _Layout(nodes, group.blocks)
+        self.layout = Layout(nodes, group.blocks, align)
         self.a = next(a for a, members in enumerate(nodes) if group.rank in members)
         self.here = nodes[self.a]
         self.i = self.here.index(group.rank)
@@ -136,10 +137,10 @@ class _Stages:
         is_last = step.target is Buffer.OUTPUT and len(self.nodes) > 1
         return Moves(reductions=tuple(self._last_sum(step) if is_last else self._first_sum(step)))
 
-    def _pieces(self, b: int, i: int, chunk: int, a: int | None = None) -> list[_Piece]:
+    def _pieces(self, b: int, i: int, chunk: int, a: int | None = None) -> list[Piece]:
         return self.layout.pieces(b, self.a if a is None else a, i, chunk, self.plan.chunks)
 
-    def _output(self, piece: _Piece) -> Region:
+    def _output(self, piece: Piece) -> Region:
         """A piece in the output, which for a reduce_scatter is this rank's block alone."""
         if self.plan.traffic.collective == "reduce_scatter":
             return Region(Buffer.OUTPUT, piece.start, piece.stop)
@@ -158,7 +159,7 @@ class _Stages:
     def _numbered(self, tag: int, peer: int, regions: Sequence[Region]) -> list[Message]:
         return [Message(peer, tag + nth, region) for nth, region in enumerate(regions)]
 
-    def _arrival(self, place: int, b: int, piece: _Piece) -> Region:
+    def _arrival(self, place: int, b: int, piece: Piece) -> Region:
         """Where the share of local rank ``place`` of my slice of node b lies in staging."""
         nth = (place - self.i) % len(self.here) - 1
         base = nth * self.slices[-1] + self.slices[b] + piece.offset
@@ -176,7 +177,7 @@ class _Stages:
             receives += self._numbered(tag, peer, [self._arrival(place, b, p) for b, p in mine])
         return Moves(tuple(sends), tuple(receives))
 
-    def _partial(self, b: int, piece: _Piece) -> Region:
+    def _partial(self, b: int, piece: Piece) -> Region:
         """Where the node's sum of a piece lies: in place of one of the first two that are added.
 
         Never straight in the output: in an all_reduce that is also an input, and perhaps the third one.
@@ -202,7 +203,7 @@ class _Stages:
                     sums.append(Reduction((partial,), self._output(piece)))
         return sums
 
-    def _mine(self, b: int, chunk: int) -> list[tuple[int, _Piece]]:
+    def _mine(self, b: int, chunk: int) -> list[tuple[int, Piece]]:
         """The pieces of this rank's block that node b handles, with the rank (of the group) that does."""
         return [
             (peer, piece)
@@ -211,7 +212,11 @@ class _Stages:
             if piece.owner == self.rank
         ]
 
-    def _crossed(self, b: int, piece: _Piece) -> Region:
+    def _outgoing(self, b: int, piece: Piece) -> Region:
+        """What is sent of a node's sum."""
+        return self._partial(b, piece)
+
+    def _crossed(self, b: int, piece: Piece) -> Region:
         """Where node b's sum of a piece of this rank's block lies in staging."""
         base = self.arrivals + self.away.index(b) * self.layout.blocks[self.rank]
         return Region(Buffer.STAGING, base + piece.start, base + piece.stop)
@@ -222,7 +227,7 @@ class _Stages:
         receives: list[Message] = []
         for b in self.away:
             handled = self._pieces(b, self.i, step.chunk)
-            sends += [Message(piece.owner, tag, self._partial(b, piece)) for piece in handled]
+            sends += [Message(piece.owner, tag, self._outgoing(b, piece)) for piece in handled]
             receives += [Message(peer, tag, self._crossed(b, piece)) for peer, piece in self._mine(b, step.chunk)]
         return Moves(tuple(sends), tuple(receives))
 

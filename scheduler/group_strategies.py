@@ -24,9 +24,12 @@ from collections.abc import Iterator
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.encoded_stages import EncodedStages, exchange_steps
 from commlayer.scheduler.moves import MAX_TAGS, tags_per_step
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
+from commlayer.scheduler.stages import Stages, Steps
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import NATIVE, Wire
 
 __all__ = ["build_group", "group_candidates"]
 
@@ -37,7 +40,6 @@ _OWN_CALL = {
     "broadcast": Op.BROADCAST,
     "reduce_scatter": Op.REDUCE_SCATTER,
 }
-_AHEAD = 2
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -47,21 +49,21 @@ _COUNT_BYTES = 8
 """A count of bytes travels as an int64."""
 
 
-def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1) -> Plan:
+def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wire = NATIVE) -> Plan:
     """The plan of that name. Raises PlanError where the strategy does not apply to the traffic, or needs too many chunks."""
-    _check(traffic, strategy, chunks)
-    if strategy is Strategy.FLAT:
+    _check(traffic, strategy, chunks, wire)
+    if not wire.is_native:
+        steps = _encoded_steps(traffic, strategy, chunks, wire)
+    elif strategy is Strategy.FLAT:
         size, op = float(traffic.logical_bytes), _OWN_CALL[traffic.collective]
-        steps: tuple[Step, ...] = (
-            Step(op, traffic.link, 0, size, (), Buffer.INPUT, Buffer.OUTPUT, traffic.group_size),
-        )
+        steps = (Step(op, traffic.link, 0, size, (), Buffer.INPUT, Buffer.OUTPUT, traffic.group_size),)
     elif traffic.collective == "all_to_all_v":
         steps = _two_level_steps(traffic)
     elif traffic.collective == "broadcast":
         steps = _broadcast_steps(traffic, chunks)
     else:
-        steps = _Stages(traffic, strategy, chunks).steps()
-    plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps)
+        steps = Stages(traffic, strategy, chunks).steps()
+    plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire)
     if strategy is not Strategy.FLAT and len(steps) * tags_per_step(plan) > MAX_TAGS:
         raise PlanError(_refusal(traffic, strategy, _TOO_MANY_TAGS))
     return plan
@@ -71,20 +73,35 @@ def group_candidates(
     traffic: Traffic, chunk_counts: tuple[int, ...], min_slice_bytes: float, max_chunks: int
 ) -> Iterator[Plan]:
     """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
-    for strategy in (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL):
-        with contextlib.suppress(PlanError):
-            yield build_group(traffic, strategy)
-    for count in chunk_counts:
-        if count > max_chunks or traffic.logical_bytes / (count * traffic.group_size) < min_slice_bytes:
-            return
-        try:
-            yield build_group(traffic, Strategy.PIPELINED, count)
-        except PlanError:  # among others: hundreds of nodes, and too many messages to tell apart
-            return
+    counts = [
+        count
+        for count in chunk_counts
+        if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
+    ]
+    for wire in traffic.wires:
+        for strategy in (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL):
+            with contextlib.suppress(PlanError):
+                yield build_group(traffic, strategy, 1, wire)
+        chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
+        for strategy in chunked:
+            for count in counts:
+                try:
+                    yield build_group(traffic, strategy, count, wire)
+                except PlanError:  # noqa: PERF203  among others: hundreds of nodes, and too many messages to tell apart
+                    break
 
 
-def _check(traffic: Traffic, strategy: Strategy, chunks: int) -> None:
-    objection = _objection(traffic, strategy, chunks)
+def _encoded_steps(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> tuple[Step, ...]:
+    if traffic.collective == "all_to_all_v":
+        return exchange_steps(traffic, chunks, wire)
+    return EncodedStages(traffic, strategy, chunks, wire).steps()
+
+
+def _check(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> None:
+    is_native = wire.is_native
+    objection = (
+        _objection(traffic, strategy, chunks) if is_native else _encoding_objection(traffic, strategy, chunks, wire)
+    )
     if not objection and chunks > 1 and _LEAST_STEPS * chunks * len(traffic.nodes) > MAX_TAGS:
         objection = _TOO_MANY_TAGS  # found before all those steps are made
     if objection:
@@ -118,108 +135,25 @@ def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
     return ""
 
 
-class _Steps(list[Step]):
-    def put(
-        self,
-        op: Op,
-        resource: Resource,
-        chunk: int,
-        size: float,
-        after: tuple[int, ...],
-        buffers: tuple[Buffer, Buffer],
-        group_size: int,
-    ) -> int:
-        """Append a step and return its index."""
-        self.append(Step(op, resource, chunk, size, after, *buffers, group_size))
-        return len(self) - 1
-
-
-class _Stages:
-    """The stages of all_gather, reduce_scatter and all_reduce, chunk by chunk.
-
-    Posting occupies the thread where bytes are copied into shared memory, and so do sums. So the exchange of a chunk inside
-    the node is posted ``_AHEAD`` chunks before its sum, and no earlier: all of them at once would leave the wire idle at the
-    beginning. The last sum of a chunk waits for the wire, so it comes as many chunks later.
-    """
-
-    def __init__(self, traffic: Traffic, strategy: Strategy, chunks: int) -> None:
-        self.traffic, self.chunks = traffic, chunks
-        self.is_one_level = strategy is Strategy.DIRECT
-        self.intra = traffic.link if self.is_one_level else Resource.INTRA
-        self.m = 1 if self.is_one_level else len(traffic.nodes)
-        self.width = traffic.group_size if self.is_one_level else max(traffic.nodes)
-        self.size = float(traffic.logical_bytes)
-        self.block = self.size / traffic.group_size
-        self.all = _Steps()
-
-    def steps(self) -> tuple[Step, ...]:
-        if self.traffic.collective == "all_gather":
-            copy = self.all.put(Op.COPY, Resource.DEVICE, 0, self.block, (), (Buffer.INPUT, Buffer.OUTPUT), 1)
-            self._gather([copy] * self.chunks, Buffer.INPUT)
-            return tuple(self.all)
-        summed = self._sum()
-        if self.traffic.collective == "all_reduce":
-            self._gather(summed, Buffer.OUTPUT)
-        return tuple(self.all)
-
-    def _sum(self) -> list[int]:
-        """Exchange and sum inside the node, then between nodes. Returns the last step of each chunk."""
-        staged = (Buffer.STAGING, Buffer.STAGING)
-        whole, part = self.size / self.chunks, self.size / self.width / self.chunks
-        target = Buffer.OUTPUT if self.is_one_level else Buffer.STAGING
-        arrived: list[int] = []
-        partial: list[int] = []
-        crossed: list[int] = []
-        summed: list[int] = []
-
-        def share() -> None:
-            if (j := len(arrived)) < self.chunks:
-                buffers = (Buffer.INPUT, Buffer.STAGING)
-                arrived.append(self.all.put(Op.ALL_TO_ALL, self.intra, j, whole, (), buffers, self.width))
-
-        for _ in range(_AHEAD):
-            share()
-        for j in range(self.chunks):
-            added = part * (self.width - 1)
-            partial.append(
-                self.all.put(Op.REDUCE, Resource.DEVICE, j, added, (arrived[j],), (Buffer.STAGING, target), 1)
-            )
-            if not self.is_one_level:
-                crossed.append(self.all.put(Op.ALL_TO_ALL, Resource.INTER, j, part, (partial[j],), staged, self.m))
-            share()
-            if not self.is_one_level and j >= _AHEAD:
-                summed.append(self._last_sum(j - _AHEAD, crossed[j - _AHEAD]))
-        if self.is_one_level:
-            return partial
-        return summed + [self._last_sum(j, crossed[j]) for j in range(len(summed), self.chunks)]
-
-    def _last_sum(self, chunk: int, crossed: int) -> int:
-        added = self.block * (self.m - 1) / self.chunks
-        return self.all.put(Op.REDUCE, Resource.DEVICE, chunk, added, (crossed,), (Buffer.STAGING, Buffer.OUTPUT), 1)
-
-    def _gather(self, ready: list[int], source: Buffer) -> None:
-        """From the owners to one rank of each other node, then to all ranks of the node."""
-        rail, whole = self.size / self.width / self.chunks, self.size / self.chunks
-        after = ready
-        if not self.is_one_level:
-            waits = [() if source is Buffer.INPUT else (ready[j],) for j in range(self.chunks)]
-            after = [
-                self.all.put(Op.ALL_GATHER, Resource.INTER, j, rail, waits[j], (source, Buffer.OUTPUT), self.m)
-                for j in range(self.chunks)
-            ]
-        previous: tuple[int, ...] = ()
-        for j in range(self.chunks):
-            # The chunk before is waited for as well: what has arrived is copied out by whoever waits for it, and the time for
-            # that is now, with the next chunk on the wire, not at the end.
-            waits_for = tuple(dict.fromkeys((ready[j], after[j], *previous)))
-            buffers = (Buffer.OUTPUT, Buffer.OUTPUT)
-            previous = (self.all.put(Op.ALL_GATHER, self.intra, j, whole, waits_for, buffers, self.width),)
+def _encoding_objection(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> str:
+    """Why its elements cannot cross in that format; empty where they can."""
+    if traffic.element_bytes == 0 or wire not in traffic.wires:
+        return f"its elements may not go in {wire}"
+    if traffic.collective == "broadcast" or strategy in (Strategy.FLAT, Strategy.PIPELINED_COPY):
+        return "nothing is encoded in it"
+    if strategy is Strategy.DIRECT and chunks >= 1:
+        return "nothing moves" if traffic.group_size == 1 or traffic.logical_bytes == 0 else ""
+    if traffic.collective == "all_to_all_v":
+        return "messages between nodes are encoded by who sends them"
+    if wire.row_multiple > 1 and not traffic.is_uniform:
+        return "nodes of different sizes cut blocks at different places, and rows that share scales apart"
+    return _objection(traffic, strategy, chunks)
 
 
 def _broadcast_steps(traffic: Traffic, chunks: int) -> tuple[Step, ...]:
     size, num_nodes, width = float(traffic.logical_bytes), len(traffic.nodes), max(traffic.nodes)
     out = (Buffer.OUTPUT, Buffer.OUTPUT)
-    steps = _Steps()
+    steps = Steps()
     part = size / chunks
     scattered = [steps.put(Op.SCATTER, Resource.INTRA, j, part, (), out, width) for j in range(chunks)]
     crossed = [
@@ -234,7 +168,7 @@ def _broadcast_steps(traffic: Traffic, chunks: int) -> tuple[Step, ...]:
 def _two_level_steps(traffic: Traffic) -> tuple[Step, ...]:
     """What a rank sends is known to itself only, so the ranks of a node tell each other how much is coming first."""
     size, num_nodes, width = float(traffic.logical_bytes), len(traffic.nodes), max(traffic.nodes)
-    steps = _Steps()
+    steps = Steps()
     counted = steps.put(
         Op.ALL_TO_ALL,
         Resource.INTRA,

@@ -20,6 +20,8 @@ __all__ = [
     "ALIGN",
     "MAX_TAGS",
     "Copy",
+    "Decode",
+    "Encode",
     "Message",
     "Moves",
     "Reduction",
@@ -64,10 +66,27 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Encode:
+    """``source``, bytes of the tensor, becomes one encoded message in ``target``."""
+
+    source: Region
+    target: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One encoded message in ``source`` becomes ``target``, bytes of the tensor."""
+
+    source: Region
+    target: Region
+
+
+@dataclass(frozen=True, slots=True)
 class Reduction:
     """``target`` becomes the sum (or what the call's operation is) of ``sources``, in this order, all of one size.
 
-    The target may be the same region as the first or the second source, and overlaps no other.
+    The target may be the same region as the first or the second source, and overlaps no other. Sources in the buffers
+    ``encoded`` and ``arrived`` are encoded messages of so much of the tensor as the target has.
     """
 
     sources: tuple[Region, ...]
@@ -76,7 +95,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What one rank does in one step. Copies come before reductions.
+    """What one rank does in one step: copies, then reductions, then encoding, then decoding.
 
     For replicated tokens an all_to_all goes over the ep group and an all_gather over the tp group; else peers are those of
     the group.
@@ -86,11 +105,13 @@ class Moves:
     receives: tuple[Message, ...] = ()
     copies: tuple[Copy, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    encodes: tuple[Encode, ...] = ()
+    decodes: tuple[Decode, ...] = ()
 
 
-def cut(total: int, parts: int, index: int) -> int:
-    """Where part ``index`` of ``parts`` begins, in bytes: at a multiple of ``ALIGN``; part ``parts`` at the end."""
-    return total if index == parts else total * index // parts // ALIGN * ALIGN
+def cut(total: int, parts: int, index: int, align: int = ALIGN) -> int:
+    """Where part ``index`` of ``parts`` begins, in bytes: at a multiple of ``align``; part ``parts`` at the end."""
+    return total if index == parts else total * index // parts // align * align
 
 
 def tags_per_step(plan: Plan) -> int:

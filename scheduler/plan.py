@@ -12,6 +12,7 @@ from enum import Enum
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import NATIVE, Wire
 
 __all__ = ["Buffer", "Gather", "Op", "Plan", "Step", "Strategy"]
 
@@ -39,6 +40,8 @@ class Op(str, Enum):
     SCATTER = "scatter"
     REDUCE = "reduce"  # of blocks that have arrived, in memory
     COPY = "copy"
+    ENCODE = "encode"  # into a wire format
+    DECODE = "decode"  # back, and added where the collective sums
     COMPUTE = "compute"  # the model's own work, which transfers may hide behind
 
     # Enum hashes the member's name, in Python: pricing looks steps up by their operation, a hundred times a plan.
@@ -50,6 +53,8 @@ class Buffer(str, Enum):
     OUTPUT = "output"
     STAGING = "staging"
     TRANSIT = "transit"  # what is passed on, of a size that is known only during the call
+    ENCODED = "encoded"  # in a wire format, to be sent
+    ARRIVED = "arrived"  # in a wire format, received
 
 
 class Gather(str, Enum):
@@ -68,7 +73,8 @@ class Step:
     """One operation on one resource.
 
     ``bytes`` is the size by which curves are looked up, nccl-tests' S: all_to_all the send buffer of one rank,
-    all_gather the gathered total, copy what is copied, reduce what is added to the first block. It is the mean over ranks
+    all_gather the gathered total, copy what is copied, reduce what is added to the first block, encode and decode the bytes
+    of the tensor, not of the wire. It is the mean over ranks
     (hence a float): slices that do not divide differ by less than one alignment unit. ``after`` are indices of earlier
     steps in the same plan. ``source`` and ``target`` say between which buffers the bytes go; an all_gather works in place.
     ``group_size`` is how many ranks exchange with each other in this step; 0 where the traffic says it (an even
@@ -94,7 +100,7 @@ class Plan:
     chunks: int
     gather: Gather
     steps: tuple[Step, ...]
-    wire: str = "native"
+    wire: Wire = NATIVE
 
     def __post_init__(self) -> None:
         for index, step in enumerate(self.steps):
@@ -105,8 +111,9 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """``flat``, or ``pipelined×4`` when there is more than one chunk."""
-        return self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
+        """``flat``; ``pipelined×4`` when there is more than one chunk; ``pipelined×4/bf16`` where the wire has another format."""
+        name = self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
+        return name if self.wire.is_native else f"{name}/{self.wire}"
 
     @property
     def slices(self) -> int:

@@ -103,6 +103,8 @@ def _curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:
         return None
     if step.op is Op.COPY:
         return profile.curve("copy", Resource.DEVICE, 1)
+    if step.op in (Op.ENCODE, Op.DECODE):
+        return profile.curve(f"{step.op.value}_{plan.wire}", Resource.DEVICE, 1)
     if plan.traffic.collective == "all_to_all":
         return _replicated_curve(step, plan, profile)
     op = step.op.value

@@ -19,6 +19,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_strategies import build_group, group_candidates
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import NATIVE, Wire
 
 __all__ = ["CHUNK_COUNTS", "build", "candidates", "flat", "hierarchical", "pipelined", "pipelined_copy"]
 
@@ -53,10 +54,14 @@ def pipelined_copy(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE
     )
 
 
-def build(traffic: Traffic, strategy: Strategy, chunks: int = 1, gather: Gather = Gather.REMOTE) -> Plan:
-    """The plan of that name. Raises PlanError where the strategy does not apply to the traffic."""
+def build(
+    traffic: Traffic, strategy: Strategy, chunks: int = 1, gather: Gather = Gather.REMOTE, wire: Wire = NATIVE
+) -> Plan:
+    """The plan of that name. Raises PlanError where the strategy or the wire format does not apply to the traffic."""
     if traffic.collective != "all_to_all":
-        return build_group(traffic, strategy, chunks)
+        return build_group(traffic, strategy, chunks, wire)
+    if not wire.is_native:
+        raise PlanError("tokens that are replicated inside nodes go in their own format")
     if strategy is Strategy.FLAT:
         return flat(traffic)
     if strategy is Strategy.DIRECT or not can_drop(traffic):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.wire import NATIVE, Wire
 
 __all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "moe_bytes"]
 
@@ -21,6 +22,8 @@ DTYPE_BYTES = {
 }
 """Bytes per element (MoNTA's BPE) of the dtypes that activations travel in; short names (bf16, fp8, …) are in ``moe_bytes``."""
 
+_LEAST_CUT = 64
+"""Bytes; a cache line, as where nothing is encoded."""
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3"}
 
 
@@ -40,6 +43,8 @@ class Traffic:
     ``group_size``). The other collectives are planned over ``nodes``: how many ranks of the group each node holds.
     ``is_ordered`` asks for sums in FP32 and in rank order (only all_reduce and reduce_scatter have any).
 
+    ``wires`` are the forms that its elements, of ``element_bytes`` each, may cross the links in.
+
     Raises PlanError for negative sizes, empty groups, nodes that do not add up to the group, an unknown collective, and
     an even all_to_all whose group does not divide the buffer.
     """
@@ -51,6 +56,8 @@ class Traffic:
     collective: str = "all_to_all"
     nodes: tuple[int, ...] = ()
     is_ordered: bool = False
+    wires: tuple[Wire, ...] = (NATIVE,)
+    element_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.logical_bytes < 0:
@@ -61,6 +68,8 @@ class Traffic:
             )
         if self.collective != "all_to_all":
             self._check_nodes()
+        elif self.wires != (NATIVE,):
+            raise PlanError("tokens that are replicated inside nodes go in their own format")
         elif self.logical_bytes % self.group_size:
             raise PlanError(
                 f"an even all_to_all over {self.group_size} ranks needs a multiple of {self.group_size} bytes, "
@@ -83,6 +92,15 @@ class Traffic:
             raise PlanError(
                 f"{self.collective} over {self.group_size} ranks needs the number of them on each node, got {self.nodes}"
             )
+
+    def row_bytes(self, wire: Wire) -> int:
+        """Bytes of what must not be cut when it is encoded: a row, or the rows that share scales."""
+        return self.element_bytes * wire.row_elements * wire.row_multiple
+
+    def cut_bytes(self, wire: Wire) -> int:
+        """Multiples of what encoded blocks are cut at, bytes: whole rows, and not too few of them."""
+        row = self.row_bytes(wire)
+        return -(-_LEAST_CUT // row) * row
 
     @property
     def is_uniform(self) -> bool:

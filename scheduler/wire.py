@@ -15,7 +15,7 @@ from enum import Enum
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["GROUP_SIZE", "Scaling", "Wire", "WireFormat", "WirePolicy", "parse_wire"]
+__all__ = ["GROUP_SIZE", "NATIVE", "Scaling", "Wire", "WireFormat", "WirePolicy", "parse_wire"]
 
 GROUP_SIZE = 128
 """Elements that share a scale: channels of one row (``block``), or rows of one channel (``channel``)."""
@@ -99,6 +99,23 @@ class Wire:
         """Bytes of ``rows`` encoded rows, scales included."""
         return self.num_scales(rows) * _SCALE_BYTES + rows * self.row_elements * self.format.element_bytes
 
+    @property
+    def is_native(self) -> bool:
+        return self.format is WireFormat.NATIVE
+
+    def ratio(self, element_bytes: int) -> float:
+        """Wire bytes for each byte of a tensor of many rows, whose elements have ``element_bytes``."""
+        if self.is_native:
+            return 1.0
+        return self.wire_bytes(GROUP_SIZE) / (GROUP_SIZE * self.row_elements * element_bytes)
+
+    def __str__(self) -> str:
+        return self.format.value
+
+
+NATIVE = Wire(WireFormat.NATIVE)
+"""Nothing is encoded."""
+
 
 @dataclass(frozen=True, slots=True)
 class WirePolicy:
@@ -114,8 +131,8 @@ class WirePolicy:
         error_budget: the largest relative error ‖decoded − x‖ / ‖x‖ of a call on any rank, as a fraction; where a sample
             exceeds it, its format is left for good on all ranks. None: none is measured.
         sample_every: of how many calls one is measured.
-        in_place: a reduce_scatter or all_reduce may use its input as its buffers, and leaves it undefined
-            (MegaScale-MoE, section 5): BF16 in one half, what arrives in the other.
+        in_place: a reduce_scatter of FP32 uses its input as its buffers, and leaves it undefined (MegaScale-MoE, section 5):
+            BF16 in one half, what arrives in the other. It takes no other memory, and always goes in BF16 and on one level.
 
     Raises UsageError for values out of range.
     """

@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
 from commlayer.backend.base import Destroyed
-from commlayer.backend.messages import Messages
+from commlayer.backend.encodings import Encodings
 from commlayer.backend.options import make
 from commlayer.endings import bury
 
@@ -57,7 +57,7 @@ class Together(Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-class CommlayerGroup(Messages):
+class CommlayerGroup(Encodings):
     """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
 
     CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.backend.cuda`).

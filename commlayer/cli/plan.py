@@ -144,7 +144,7 @@ def _candidate(timeline: Timeline) -> dict[str, Any]:
     return {
         "strategy": plan.strategy.value,
         "chunks": plan.chunks,
-        "wire": plan.wire,
+        "wire": str(plan.wire),
         "gather": plan.gather.value,
         "predicted_us": rounded(timeline.total_us),
         "bottleneck": timeline.bottleneck.value,
@@ -213,7 +213,7 @@ def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
     return [
         timeline.plan.strategy.value,
         str(timeline.plan.chunks),
-        timeline.plan.wire,
+        str(timeline.plan.wire),
         f"{timeline.total_us / 1e3:.3f}",
         f"{timeline.total_us / flat_us:.3f}" if flat_us else "–",
         timeline.bottleneck.value,

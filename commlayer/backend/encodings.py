@@ -1,0 +1,86 @@
+"""Collectives in a wire format, in a group's order, counted and compared like its others. For CPU tensors.
+
+c10d has no words for them; :mod:`commlayer.compressed` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions, Work
+
+from commlayer.backend.base import now
+from commlayer.backend.messages import Messages
+from commlayer.backend.signature import described
+from commlayer.codecs import Codec
+from commlayer.encoded import EncodedGroup, Sent
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.wire import Wire
+
+__all__ = ["Encodings"]
+
+
+class Encodings(Messages):
+    """Verbs of a plan that is known already. Contiguous tensors; each returns a Work of an asynchronous call."""
+
+    @cached_property
+    def _encoded(self) -> EncodedGroup:
+        return EncodedGroup(self._planned)
+
+    def encoded_plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
+        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
+        plan: Plan | None = self._planned.choices.plan(
+            collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes
+        )
+        return plan
+
+    def start_encoded(
+        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int], codec: Codec
+    ) -> Work:
+        """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns."""
+        return self._begin(plan, source, target, lambda: self._encoded.run(plan, source, target, blocks, codec))
+
+    def start_encoded_exchange(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        codec: Codec,
+    ) -> Work:
+        """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
+        return self._begin(
+            plan, source, target, lambda: self._encoded.run_exchange(plan, source, target, splits, codec)
+        )
+
+    def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
+        """A reduce_scatter in the memory of ``source``; see EncodedGroup.reduce_scatter_in_place."""
+        return self._begin(plan, source, target, lambda: self._encoded.reduce_scatter_in_place(plan, source, target))
+
+    def _begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, run: Callable[[], Sent]) -> Work:
+        options: Any = AllreduceOptions()
+        options.asyncOp = True
+        collective = plan.traffic.collective
+        return self._issue(options, collective, [target], self._run_encoded, plan, source, run)
+
+    def _run_encoded(self, plan: Plan, source: torch.Tensor, run: Callable[[], Sent]) -> None:
+        collective, size = plan.traffic.collective, source.nbytes
+        if self._signatures is not None:
+            # Of an all_to_all ranks have different sizes; of an all_gather each has its own part.
+            is_even = collective in ("all_reduce", "reduce_scatter")
+            call = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
+            self._signatures.compare(self._sequence + 1, call, self._timeout_s)
+        self._sequence += 1
+        started = now()
+        with torch._C._profiler._RecordFunctionFast(f"commlayer:{collective} {plan.name}"):
+            sent = run()
+        row = self.counters.planned[collective, plan.name]
+        row.add(
+            plan.traffic.logical_bytes if collective != "all_to_all_v" else size,
+            now() - started,
+            sent.inter,
+            sent.intra,
+        )

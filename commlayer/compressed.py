@@ -1,0 +1,236 @@
+"""Collectives of a process group whose elements may cross the links in a wire format.
+
+``CompressedGroup`` decides for each call, alike on all ranks: which formats its policy and its governor allow for the tensor,
+which of them the planner finds fastest, native among them; then it runs that. What is native goes the group's own way.
+
+On the CPU the plans encode, send and decode by chunks (:mod:`commlayer.encoded`); CUDA tensors go flat: encoded at once, moved by
+one call of the group, decoded at once (:mod:`commlayer.encoded_flat`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from commlayer.codecs import Codec
+from commlayer.encoded_flat import FlatEncoded
+from commlayer.governor import Governor
+from commlayer.profiles.errors import DisagreementError, GroupError, TensorError
+from commlayer.scheduler.group_moves import even_blocks
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, WirePolicy
+
+__all__ = ["CompressedGroup"]
+
+Rows = Sequence[int] | None
+_BF16 = (torch.float32,)
+_FP8 = (torch.float32, torch.bfloat16, torch.float16)
+# torch 2.13 has given them new names, and warns about the old ones.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class CompressedGroup:
+    """The collectives of ``group``, of backend ``commlayer``, under a policy. ``name`` is for messages, such as the lane.
+
+    Tensors are [rows, …], contiguous, on the CPU or a CUDA device. All verbs are asynchronous and return a Work; sums are FP32,
+    in an order that does not depend on the run, and all ranks hold the same bits. All ranks call alike, with one policy.
+
+    Raises GroupError for a group of another backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, policy: WirePolicy, name: str) -> None:
+        if dist.get_backend(group) != "commlayer":
+            raise GroupError(
+                f"rank {dist.get_rank()}: wire formats need a group of backend commlayer, this one has "
+                f"{dist.get_backend(group)}: make one with commlayer.integrations.planned_group(group)"
+            )
+        self.group, self.policy, self.name = cast("Any", group), policy, name
+        self.governor = Governor(group, policy, name)
+        self._agreed: set[tuple[object, ...]] = set()
+        self._codecs: dict[tuple[Wire, torch.dtype], Codec] = {}
+
+    # Verbs
+
+    def all_reduce(self, x: torch.Tensor) -> dist.Work:
+        """``x`` becomes the sum over ranks. One rounding of each rank's values (between nodes: of each node's sum), and one of
+        the result."""
+        plan = self._plan("all_reduce", x, x.nbytes, x)
+        if plan is None:
+            return cast("dist.Work", dist.all_reduce(x, group=self.group, async_op=True))
+        if x.is_cuda:
+            return self._flat(plan, x).all_reduce(x)
+        blocks = even_blocks(x.nbytes, self.group.size(), plan.traffic.cut_bytes(plan.wire))
+        return cast("dist.Work", self.group.start_encoded(plan, x, x, blocks, self._codec(plan.wire, x)))
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
+        """``out`` becomes this rank's rows of the sum of all ranks' ``x`` [Σ rows, …]; None: as many for each.
+
+        With the policy's ``in_place`` ``x`` is left undefined, and ``out`` may be this rank's rows of it.
+        Raises TensorError where ``in_place`` cannot be: uneven rows, or another dtype than FP32.
+        """
+        blocks = self._blocks(x, rows)
+        if self.policy.in_place:
+            return self._in_place(out, x, blocks)
+        plan = self._plan("reduce_scatter", x, x.nbytes, x, rows)
+        if plan is None:
+            if len(set(blocks)) == 1:
+                return cast("dist.Work", _REDUCE_SCATTER(out, x, group=self.group, async_op=True))
+            parts = list(x.split(list(rows or ())))
+            return cast("dist.Work", dist.reduce_scatter(out, parts, group=self.group, async_op=True))
+        if x.is_cuda:
+            return self._flat(plan, x).reduce_scatter(out, x, blocks)
+        return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec(plan.wire, x)))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
+        """``out`` [Σ rows, …] becomes all ranks' ``x`` [rows[rank], …], each rounded once, this rank's too."""
+        blocks = self._blocks(out, rows)
+        plan = self._plan("all_gather", x, out.nbytes, out, rows)
+        if plan is None:
+            if len(set(blocks)) == 1:
+                return cast("dist.Work", _ALL_GATHER(out, x, group=self.group, async_op=True))
+            parts = list(out.split(list(rows or ())))
+            return cast("dist.Work", dist.all_gather(parts, x, group=self.group, async_op=True))
+        if x.is_cuda:
+            return self._flat(plan, x).all_gather(out, x, blocks)
+        return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec(plan.wire, x)))
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        send_rows: Rows = None,
+        receive_rows: Rows = None,
+        *,
+        most_rows: int | None = None,
+    ) -> dist.Work:
+        """``send_rows[k]`` rows of ``x`` go to rank k, ``receive_rows[k]`` of ``out`` come from it; None: even.
+
+        To ranks of this rank's node they go as they are, where the group has other nodes. ``most_rows``: a number that all ranks
+        know, of the rows that any sends or receives; None: where rows are uneven, ranks agree on one first.
+        """
+        if most_rows is None:
+            most_rows = x.shape[0] if send_rows is None and receive_rows is None else self._agree(x, out)
+        plan = self._plan("all_to_all_v", x, most_rows * (x[:1].nbytes or out[:1].nbytes), x)
+        if plan is None:
+            outs = None if receive_rows is None else list(receive_rows)
+            ins = None if send_rows is None else list(send_rows)
+            work = dist.all_to_all_single(out, x, outs, ins, group=self.group, async_op=True)
+            return cast("dist.Work", work)
+        splits = self._blocks(x, send_rows), self._blocks(out, receive_rows)
+        if x.is_cuda:
+            return self._flat(plan, x).all_to_all(out, x, splits)
+        return cast("dist.Work", self.group.start_encoded_exchange(plan, x, out, splits, self._codec(plan.wire, x)))
+
+    # Deciding
+
+    def _plan(
+        self, collective: str, x: torch.Tensor, num_bytes: int, shaped: torch.Tensor, rows: Rows = None
+    ) -> Plan | None:
+        """``num_bytes``: what all ranks know; ``shaped``: of the rows to be encoded, ``x`` the values that this rank has."""
+        width = _width(shaped)
+        usable = self._usable(x)
+        self._agree_once(collective, x.dtype, width, tuple(rows or ()))
+        formats = self.governor.allowed(
+            usable, lambda each: self._codec(self._wire(each, width), x).error(x.view(-1, width))
+        )
+        if formats == (WireFormat.NATIVE,):
+            return None
+        wires = tuple(self._wire(each, width) for each in formats)
+        plan: Plan | None = self.group.encoded_plan(collective, num_bytes, wires, x.element_size())
+        return None if plan is None or plan.wire.is_native else plan
+
+    def _usable(self, x: torch.Tensor) -> tuple[WireFormat, ...]:
+        """What the policy allows for a tensor of this dtype. Raises TensorError where it allows nothing."""
+        found = []
+        for each in self.policy.formats:
+            if each is WireFormat.NATIVE or x.dtype in (_FP8 if each.is_scaled else _BF16):
+                found.append(each)
+            elif each is WireFormat.BF16 and x.dtype in _FP8:
+                found.append(WireFormat.NATIVE)  # as few bytes as they are
+        if not found:
+            names = " or ".join(map(str, self.policy.formats))
+            raise TensorError(
+                f"rank {dist.get_rank()}, {self.name}: {names} is for floating point of 32 bits or less, got {x.dtype}: allow "
+                "native too, or send another dtype"
+            )
+        return tuple(dict.fromkeys(found))
+
+    def _wire(self, wire_format: WireFormat, width: int) -> Wire:
+        if wire_format is WireFormat.NATIVE:
+            return NATIVE
+        if not wire_format.is_scaled:
+            return Wire(wire_format)
+        return Wire(wire_format, width, self.policy.scaling, self.policy.power_of_two)
+
+    def _codec(self, wire: Wire, x: torch.Tensor) -> Codec:
+        key = wire, x.dtype
+        if key not in self._codecs:
+            self._codecs[key] = Codec(wire, x.dtype, self.policy.non_finite)
+        return self._codecs[key]
+
+    def _flat(self, plan: Plan, x: torch.Tensor) -> FlatEncoded:
+        return FlatEncoded(self.group, self._codec(plan.wire, x))
+
+    def _in_place(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
+        if x.dtype is not torch.float32 or len(set(blocks)) > 1 or x.is_cuda or not x.is_contiguous():
+            raise TensorError(
+                f"rank {dist.get_rank()}, {self.name}: in_place is for contiguous FP32 tensors on the CPU, as many rows "
+                f"for each rank; got {x.dtype} on {x.device}, {list(blocks)} bytes: leave in_place out"
+            )
+        self._agree_once("reduce_scatter in place", x.dtype, x.numel(), ())
+        plan: Plan = self.group.encoded_plan("reduce_scatter", x.nbytes, (Wire(WireFormat.BF16),), 4)
+        return cast("dist.Work", self.group.start_in_place(plan, x, out))
+
+    def _blocks(self, whole: torch.Tensor, rows: Rows) -> tuple[int, ...]:
+        """Bytes of each rank's rows. Raises TensorError where they are not those of ``whole``."""
+        size, count = self.group.size(), whole.shape[0] if whole.dim() else 0
+        if rows is None:
+            if not whole.dim() or count % size:
+                raise TensorError(
+                    f"rank {dist.get_rank()}, {self.name}: {size} must divide the rows, got shape {list(whole.shape)}: name them"
+                )
+            rows = (count // size,) * size
+        if len(rows) != size or min(rows) < 0 or sum(rows) != count:
+            raise TensorError(
+                f"rank {dist.get_rank()}, {self.name}: expected {size} counts of rows, {count} together, got {list(rows)}"
+            )
+        row_bytes = _width(whole) * whole.element_size()
+        return tuple(each * row_bytes for each in rows)
+
+    # Agreeing
+
+    def _agree(self, x: torch.Tensor, out: torch.Tensor) -> int:
+        most = torch.tensor([max(x.shape[0], out.shape[0])], dtype=torch.int64)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return int(most)
+
+    def _agree_once(self, collective: str, dtype: torch.dtype, width: int, rows: tuple[int, ...]) -> None:
+        """At the first call of a kind: that all ranks make the same. Raises DisagreementError."""
+        key = collective, dtype, width, rows
+        if key in self._agreed:
+            return
+        mine = f"{collective} of {dtype}, rows of {width} elements{f', {list(rows)} of them' if rows else ''}; {self.policy}"
+        digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7])
+        both = torch.tensor([digest, -digest], dtype=torch.int64)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
+        if int(both[0]) != -int(both[1]):
+            raise DisagreementError(
+                f"rank {dist.get_rank()}, {self.name}: ranks differ in what they send, or in the policy. Here: {mine}. "
+                "Nothing was sent: make the same calls on all ranks, with one dtype and one policy"
+            )
+        if len(self._agreed) >= 4096:
+            self._agreed.clear()
+        self._agreed.add(key)
+
+
+def _width(x: torch.Tensor) -> int:
+    """Elements of a row."""
+    width = 1
+    for size in x.shape[1:]:
+        width *= size
+    return max(1, width)

@@ -1,0 +1,323 @@
+"""Compressed collectives on emulated clusters: values against FP64 and against the flat form, every plan, the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
+from commlayer.codecs import Codec
+from commlayer.compressed import CompressedGroup
+from commlayer.encoded_flat import FlatEncoded
+from commlayer.integrations import planned_group
+from commlayer.profiles.errors import DisagreementError, NonFiniteError, TensorError
+from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
+from commlayer.testing.plugin import ClusterFactory
+
+BF16, E4M3, E5M2, NATIVE = WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2, WireFormat.NATIVE
+PLANS = ("flat_direct", "flat_direct:3", "hierarchical", "pipelined:2")
+ROUNDING = {BF16: 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3}
+W = 160
+
+
+def start(plan: str | None = None, **policy: Any) -> CompressedGroup:
+    torch.set_num_threads(1)
+    if plan:
+        os.environ["COMMLAYER_PLAN"] = plan
+    dist.init_process_group("gloo")
+    return CompressedGroup(planned_group(dist.group.WORLD), WirePolicy(**policy), "dp")
+
+
+def everyones(x: torch.Tensor) -> list[torch.Tensor]:
+    """The same tensor of all ranks, natively."""
+    sizes = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, x)
+    return sizes  # type: ignore[return-value]
+
+
+def check_same_bits(x: torch.Tensor) -> None:
+    assert all(torch.equal(theirs, x) for theirs in everyones(x))
+
+
+def rows_of(n: int, *, is_even: bool) -> list[int]:
+    return [5] * n if is_even else [(0, 7, 1, 140, 3, 2, 9, 4)[k] for k in range(n)]
+
+
+def sums_are_right(plan: str, formats: tuple[WireFormat, ...]) -> None:
+    """reduce_scatter and all_reduce against FP64, in every dtype, even and uneven; twice for the same bits."""
+    group = start(plan, formats=formats)
+    n, rank = dist.get_world_size(), dist.get_rank()
+    dtypes = (torch.float32,) if formats == (BF16,) else (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, is_even in itertools.product(dtypes, (True, False)):
+        rows = rows_of(n, is_even=is_even)
+        x = torch.randn(sum(rows), W, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        whole = everyones(x)
+        expected = torch.stack(whole).double().sum(0)
+        bound = bound_of(whole, formats[0], dtype)
+        outs = [x.new_empty(rows[rank], W) for _ in range(2)]
+        for out in outs:
+            group.reduce_scatter(out, x, None if is_even else rows).wait()
+        assert torch.equal(*outs)
+        first = sum(rows[:rank])
+        mine = slice(first, first + rows[rank])
+        assert ((outs[0].double() - expected[mine]).abs() <= bound[mine]).all()
+        total = x.clone()
+        group.all_reduce(total).wait()
+        again = x.clone()
+        group.all_reduce(again).wait()
+        assert torch.equal(total, again)
+        check_same_bits(total)
+        result = bound + (expected.abs() + bound).amax(1, keepdim=True) * ROUNDING[formats[0]]
+        assert ((total.double() - expected).abs() <= result).all()
+
+
+def bound_of(whole: list[torch.Tensor], wire: WireFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Half a unit of the format for each input (FP8: of its row's largest), the sum's own rounding, and two of a node's sum in
+    the tensor's dtype."""
+    stacked = torch.stack(whole).double().abs()
+    each = stacked if wire is BF16 else stacked.amax(2, keepdim=True).expand_as(stacked)
+    own = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    return each.sum(0) * (ROUNDING[wire] * 1.01 + own) + 1e-6
+
+
+@pytest.mark.parametrize("formats", [(BF16,), (E4M3,), (E5M2,)], ids=str)
+@pytest.mark.parametrize("plan", PLANS)
+def test_sums(emulated_cluster: ClusterFactory, plan: str, formats: tuple[WireFormat, ...]) -> None:
+    emulated_cluster(2, 2).run(sums_are_right, plan, formats, timeout_s=60)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 3), (3, 1), (3, 2)])
+def test_sums_on_other_shapes(emulated_cluster: ClusterFactory, nodes: int, ranks: int) -> None:
+    cluster = emulated_cluster(nodes, ranks)
+    cluster.run(sums_are_right, "hierarchical", (BF16,), timeout_s=60)
+    cluster.run(sums_are_right, "flat_direct:2", (E4M3,), timeout_s=60)
+
+
+def sums_on_uneven_nodes() -> None:
+    os.environ["COMMLAYER_TOPOLOGY"] = "1+2"
+    sums_are_right("hierarchical", (E4M3,))
+
+
+def test_sums_where_nodes_hold_different_numbers_of_ranks(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 3).run(sums_on_uneven_nodes, timeout_s=60)
+
+
+def gathers_are_right(plan: str, scaling: Scaling) -> None:
+    """What every rank holds is what encoding and decoding makes of each block, the owner's copy too."""
+    n = 4
+    group = start(plan, formats=(E4M3,), scaling=scaling)
+    rank = dist.get_rank()
+    for dtype, is_even in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        rows = rows_of(n, is_even=is_even)
+        x = torch.randn(rows[rank], W, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        out = x.new_empty(sum(rows), W)
+        group.all_gather(out, x, None if is_even else rows).wait()
+        check_same_bits(out)
+        expected = torch.cat(everyones(x)).double()
+        assert ((out.double() - expected).abs() <= expected.abs().amax() * 2.0**-4).all()
+        if scaling is not Scaling.CHANNEL and rows[rank]:  # whose groups are cut with the chunks
+            mine, codec = out.split(rows)[rank], Codec(Wire(E4M3, W, scaling), dtype)
+            message = torch.empty(codec.wire_bytes(rows[rank]), dtype=torch.uint8)
+            codec.encode(x, message)
+            codec.decode(message, decoded := torch.empty_like(x))
+            assert torch.equal(mine, decoded)
+
+
+@pytest.mark.parametrize("scaling", list(Scaling), ids=str)
+@pytest.mark.parametrize("plan", PLANS)
+def test_gathers(emulated_cluster: ClusterFactory, plan: str, scaling: Scaling) -> None:
+    emulated_cluster(2, 2).run(gathers_are_right, plan, scaling, timeout_s=60)
+
+
+def exchanges_are_right(plan: str, wire: WireFormat) -> None:
+    """Native inside the node, encoded between nodes, uneven, with ranks that send nothing."""
+    group = start(plan, formats=(wire,))
+    n, rank = dist.get_world_size(), dist.get_rank()
+    nodes = group.group.shape
+    node = [i for i, count in enumerate(nodes) for _ in range(count)]
+    for dtype in (torch.float32, torch.bfloat16):
+        if wire is BF16 and dtype is torch.bfloat16:
+            continue
+        counts = [[(3 * i + 5 * j) % 4 * (i != 1) for j in range(n)] for i in range(n)]
+        counts[0][n - 1] = 150
+        send, receive = counts[rank], [row[rank] for row in counts]
+        x = torch.randn(sum(send), W, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        out = x.new_empty(sum(receive), W)
+        group.all_to_all(out, x, send, receive).wait()
+        sent = everyones(x)
+        for k, part in enumerate(out.split(receive)):
+            first = sum(counts[k][:rank])
+            expected = sent[k][first : first + receive[k]]
+            if k == rank or (node[k] == node[rank] and len(nodes) > 1):
+                assert torch.equal(part, expected)
+            elif len(part):
+                biggest = expected.double().abs().amax(1, keepdim=True)
+                assert ((part.double() - expected.double()).abs() <= biggest * ROUNDING[wire]).all()
+                assert not torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("wire", [BF16, E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("plan", ["flat_direct", "flat_direct:3"])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 3), (3, 1)])
+def test_exchanges(emulated_cluster: ClusterFactory, plan: str, wire: WireFormat, nodes: int, ranks: int) -> None:
+    emulated_cluster(nodes, ranks).run(exchanges_are_right, plan, wire, timeout_s=60)
+
+
+def flat_gives_the_same(scaling: Scaling) -> None:
+    """The plain form, which devices use, against the plans on one level, bit for bit."""
+    group = start("flat_direct", formats=(E4M3,), scaling=scaling)
+    n, rank = dist.get_world_size(), dist.get_rank()
+    flat = FlatEncoded(group.group, Codec(Wire(E4M3, W, scaling), torch.float32))
+    rows = rows_of(n, is_even=False)
+    x = torch.randn(sum(rows), W, generator=torch.Generator().manual_seed(rank))
+    blocks = [count * W * 4 for count in rows]
+    out, expected = x.new_empty(2, rows[rank], W)
+    group.reduce_scatter(out, x, rows).wait()
+    flat.reduce_scatter(expected, x, blocks).wait()
+    assert torch.equal(out, expected)
+    mine = x[: rows[rank]].contiguous()
+    whole, expected = torch.empty_like(x), torch.empty_like(x)
+    group.all_gather(whole, mine, rows).wait()
+    flat.all_gather(expected, mine, blocks).wait()
+    assert torch.equal(whole, expected)
+    received, expected = x.new_empty(2, rows[rank] * n, W)
+    group.all_to_all(received, x, rows, [rows[rank]] * n).wait()
+    flat.all_to_all(expected, x, (blocks, [blocks[rank]] * n)).wait()
+    for k, (theirs, plain) in enumerate(zip(received.split(rows[rank]), expected.split(rows[rank]), strict=True)):
+        assert k == rank or torch.equal(theirs, plain)
+    total, expected = x.clone(), x.clone()
+    group.all_reduce(total).wait()
+    flat.all_reduce(expected).wait()
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("scaling", list(Scaling), ids=str)
+def test_flat_form(emulated_cluster: ClusterFactory, scaling: Scaling) -> None:
+    emulated_cluster(1, 3).run(flat_gives_the_same, scaling, timeout_s=60)
+
+
+def in_place_is_right(count: int) -> None:
+    """Every rank's block, separate and within the input, against the rounded inputs summed in FP32 in rank order."""
+    group = start(formats=(BF16,), in_place=True)
+    n, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.randn(n * count, generator=torch.Generator().manual_seed(rank))
+    expected = torch.zeros(count)
+    for theirs in everyones(x):
+        expected += theirs[rank * count : (rank + 1) * count].bfloat16()
+    within, apart, out = x.clone(), x.clone(), torch.empty(count)
+    group.reduce_scatter(within[rank * count : (rank + 1) * count], within).wait()
+    group.reduce_scatter(out, apart).wait()
+    assert torch.equal(out, expected)
+    assert torch.equal(within[rank * count : (rank + 1) * count], expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40_001])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_in_place(emulated_cluster: ClusterFactory, ranks: int, count: int) -> None:
+    emulated_cluster(1, ranks).run(in_place_is_right, count, timeout_s=60)
+
+
+def refusals() -> None:
+    group = start(formats=(E4M3,))
+    rank = dist.get_rank()
+    for dtype in (torch.int32, torch.float64, torch.complex64):
+        with pytest.raises(TensorError, match="allow native too"):
+            group.all_reduce(torch.ones(8, 16, dtype=dtype))
+    with pytest.raises(TensorError, match="must divide the rows"):
+        group.reduce_scatter(torch.empty(1, 16), torch.ones(3, 16))
+    with pytest.raises(TensorError, match="counts of rows"):
+        group.reduce_scatter(torch.empty(1, 16), torch.ones(3, 16), [1, 1])
+    exact = CompressedGroup(group.group, WirePolicy((NATIVE, E4M3)), "dp")
+    whole = torch.full((8,), rank, dtype=torch.int64)
+    exact.all_reduce(whole).wait()  # integers go as they are
+    assert whole.tolist() == [1] * 8
+    uneven = CompressedGroup(group.group, WirePolicy((BF16,), in_place=True), "dp")
+    with pytest.raises(TensorError, match="in_place"):
+        uneven.reduce_scatter(torch.empty(1), torch.ones(3), [1, 2])
+
+
+def test_refusals(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(refusals, timeout_s=60)
+
+
+def one_dtype_is_different() -> str:
+    group = start(formats=(E4M3,))
+    x = torch.ones(8, 16, dtype=torch.bfloat16 if dist.get_rank() == 1 else torch.float32)
+    with pytest.raises(DisagreementError, match="Nothing was sent") as found:
+        group.all_reduce(x)
+    return str(found.value)
+
+
+def test_ranks_that_differ_in_dtype_hear_of_it(emulated_cluster: ClusterFactory) -> None:
+    texts = emulated_cluster(1, 3).run(one_dtype_is_different, timeout_s=60)
+    assert "bfloat16" in texts[1]
+    assert "float32" in texts[0]
+
+
+def one_rank_has_nan() -> str:
+    group = start(formats=(E4M3,))
+    x = torch.ones(8, 16)
+    if dist.get_rank() == 1:
+        x[3, 2] = float("nan")
+    with pytest.raises((NonFiniteError, RuntimeError)) as found:
+        group.all_reduce(x).wait()
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def test_nan_ends_the_call_on_all_ranks(emulated_cluster: ClusterFactory) -> None:
+    texts = emulated_cluster(1, 3).run(one_rank_has_nan, timeout_s=60)
+    assert texts[1].startswith("NonFiniteError")
+    assert all("NonFiniteError" in text for text in texts)  # the others read why
+
+
+def nan_passes() -> None:
+    group = start(formats=(E4M3,), non_finite="pass")
+    x = torch.ones(8, 16)
+    if dist.get_rank() == 1:
+        x[3, 2], x[4, 5], x[5, 5] = float("nan"), float("inf"), -float("inf")
+    group.all_reduce(x).wait()
+    assert x[3, 2].isnan()
+    assert x[4, 5] == float("inf")
+    assert x[5, 5] == -float("inf")
+    assert x.isfinite().sum() == x.numel() - 3
+    torch.testing.assert_close(x[0], torch.full((16,), 3.0))
+
+
+def test_nan_and_infinity_pass_where_the_policy_says_so(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 3).run(nan_passes, timeout_s=60)
+
+
+def budget_is_kept() -> tuple[list[str], int]:
+    group = start(formats=(NATIVE, E4M3, BF16), error_budget=0.01, sample_every=4)
+    native = CompressedGroup(group.group, WirePolicy((E4M3,), error_budget=0.2, sample_every=2), "ep")
+    with pytest.warns(UserWarning, match="more than the budget") if dist.get_rank() == 0 else _nothing():
+        group.all_reduce(torch.randn(8, 16)).wait()
+    native.all_reduce(torch.randn(8, 16)).wait()
+    assert native.governor.formats == (E4M3,)
+    assert 0 < native.governor.errors[E4M3] < 0.05
+    calls = 0
+    while native.governor.formats == (E4M3,) and calls < 9:
+        x = torch.ones(8, 16)
+        if calls > 4 and dist.get_rank() == 1:  # one rank's values alone change
+            x = torch.cat([torch.full((8, 1), 3e4), torch.full((8, 15), 1e-3)], 1)
+            x[:, 0] = 0.01
+            x[0] = 0
+        native.all_reduce(x).wait()
+        calls += 1
+    return [str(each) for each in group.governor.formats], calls
+
+
+class _nothing:  # noqa: N801  a context
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_format_beyond_its_budget_is_left_by_all_at_once(emulated_cluster: ClusterFactory) -> None:
+    found = emulated_cluster(1, 3).run(budget_is_kept, timeout_s=60)
+    assert all(each == found[0] for each in found)
+    assert found[0][0] == ["native", "bf16"]
