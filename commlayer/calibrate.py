@@ -51,7 +51,7 @@ a curve bends, not how wrong it is."""
 _PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
-_PROBE_VERSION = 2
+_PROBE_VERSION = 3
 """Of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
+from commlayer.codecs import Codec
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.links import Resource
@@ -22,6 +23,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.plan import Op, Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ _OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broad
 _STEPS = {"all_to_all": "reduce_scatter", "all_gather": "all_gather", "reduce": "reduce_scatter"}
 """Curve → the collective whose ``flat_direct`` plan has such a step."""
 _ITEM_BYTES = 4  # sums are of float32
+_CODED = tuple(f"{way}_{each}" for each in WireFormat if each is not WireFormat.NATIVE for way in ("encode", "decode"))
+_ROW_ELEMENTS = 1024
+"""Of the rows that FP8 is measured on: about a model's hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCur
     if m > 1 and width > 1:
         groups |= {("node", Resource.INTRA): width, ("rail", Resource.INTER): m}
     known = {("all_to_all", link, m if m > 1 else n), ("all_gather", Resource.INTRA, width if m > 1 else 1)}
-    curves = [GroupCurve("reduce", Resource.DEVICE, 1, "world")]
+    curves = [GroupCurve(name, Resource.DEVICE, 1, "world") for name in ("reduce", *_CODED)]
     for (where, on), size in groups.items():
         wanted = [GroupCurve(name, on, size, where) for name in ("all_to_all", "all_gather", *_OWN_CALLS)]
         curves += [curve for curve in wanted if (curve.collective, on, size) not in known]
@@ -111,8 +116,13 @@ class GroupProber:
         ``check``: run it on known values first. Raises ClusterError where values arrive wrong.
         """
         planned, own = self._groups[curve.where]
-        is_own = curve.collective in _OWN_CALLS
-        call = _OwnCall(planned, own, curve.collective, size) if is_own else _StepCall(planned, curve.collective, size)
+        call: _OwnCall | _StepCall | _CodedCall
+        if curve.collective in _CODED:
+            call = _CodedCall(curve.collective, size)
+        elif curve.collective in _OWN_CALLS:
+            call = _OwnCall(planned, own, curve.collective, size)
+        else:
+            call = _StepCall(planned, curve.collective, size)
         if check and self._prober.ranks.total(call.num_wrong()):
             raise ClusterError(
                 f"{curve.collective} of {size} bytes on {curve.link} delivered wrong values: do not trust this link. Look "
@@ -160,6 +170,38 @@ class _StepCall:
         self.whole.copy_(torch.arange(0.0, self.n).repeat_interleave(count) + rank)
         self._run(self.plan)
         return int((self.block != self.n * rank + self.n * (self.n - 1) / 2).sum())
+
+
+class _CodedCall:
+    """Encoding, or decoding, ``size`` bytes: FP32 into BF16, and back into the sum that gradients need; BF16 into FP8, with a
+    scale for each row, and back."""
+
+    def __init__(self, collective: str, size: int) -> None:
+        way, _, name = collective.partition("_")
+        self.is_encoding, wire_format = way == "encode", WireFormat(name)
+        dtype = torch.bfloat16 if wire_format.is_scaled else torch.float32
+        self.codec = Codec(Wire(wire_format, _ROW_ELEMENTS), dtype)
+        rows = max(1, size // (_ROW_ELEMENTS * dtype.itemsize))
+        self.rows = torch.arange(rows * _ROW_ELEMENTS).remainder_(15).view(rows, _ROW_ELEMENTS).to(dtype)
+        self.decoded = torch.zeros_like(self.rows)
+        self.message = torch.zeros(self.codec.wire_bytes(rows), dtype=torch.uint8)
+        self.codec.encode(self.rows, self.message)
+
+    def run(self) -> None:
+        if self.is_encoding:
+            self.codec.encode(self.rows, self.message)
+        elif self.codec.wire.format.is_scaled:
+            self.codec.decode(self.message, self.decoded)
+        else:
+            self.codec.add(self.message, self.decoded)
+
+    def num_wrong(self) -> int:
+        """Values beyond the format's rounding."""
+        self.codec.decode(self.message, self.decoded)
+        allowed = self.codec.wire.format.unit_roundoff * 15
+        wrong = int(((self.decoded.float() - self.rows.float()).abs() > allowed).sum())
+        self.decoded.zero_()
+        return wrong
 
 
 def _only(plan: Plan, op: Op) -> Plan:

@@ -82,7 +82,7 @@ _WHOLE = frozenset({"broadcast", "copy", "recv", "reduce", "send", "send_recv"})
 #: The operations that a curve can describe. ``all_to_all`` and ``all_gather`` are steps by messages, as most plans run
 #: them; ``…_single`` (torch's names), ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own;
 #: ``reduce`` on a device is the sum of blocks in memory, with S what is added to the first block; ``encode_bf16`` and so on
-#: turn a tensor of S bytes into a wire format, ``decode_bf16`` adds what comes of S bytes to a sum.
+#: turn a tensor of S bytes into a wire format, ``decode_bf16`` and so on what was S bytes back (BF16 into a sum of FP32).
 COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
 
 

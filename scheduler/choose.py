@@ -17,11 +17,13 @@ from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, curves_of, price
 from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import WireFormat
 
 __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
+_EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 
@@ -170,10 +172,10 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
     return tuple(found), unpriced
 
 
-def _simplicity(timeline: Timeline) -> tuple[bool, int, int]:
-    """What is exact before what is rounded, then fewer stages, then fewer chunks."""
+def _simplicity(timeline: Timeline) -> tuple[int, int, int]:
+    """What is exact before what is rounded, and that before what is rounded more; then fewer stages, then fewer chunks."""
     plan = timeline.plan
-    return not plan.wire.is_native, _SIMPLICITY[plan.strategy], plan.chunks
+    return _EXACTNESS[plan.wire.format], _SIMPLICITY[plan.strategy], plan.chunks
 
 
 def _error(plans: list[Plan], profile: Profile) -> float:

@@ -83,11 +83,19 @@ def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
             if curve is not None:
                 is_extrapolated = is_extrapolated or curve.is_extrapolated(size)
                 if plan.chunks > 1:
-                    factor = bus_factor(curve.collective, curve.group_size)
-                    time_us = max(time_us, size * factor / (profile.peaks.of(curve.link) * 1e3))
+                    share = _share_of_link(step, plan, curve)
+                    time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
             sizes[op], times[op] = size, time_us
         durations.append(times[op])
     return durations, is_extrapolated
+
+
+def _share_of_link(step: Step, plan: Plan, curve: Curve) -> float:
+    """How much of a step's bytes cross its link: by the bus factor, and of those of a whole group what leaves the node."""
+    factor, nodes = bus_factor(curve.collective, curve.group_size), plan.traffic.nodes
+    if step.resource is Resource.INTER and len(nodes) > 1 and step.group_size == plan.traffic.group_size:
+        factor *= (plan.traffic.group_size - max(nodes)) / (plan.traffic.group_size - 1)
+    return factor
 
 
 def curves_of(plan: Plan, profile: Profile) -> set[Curve]:

@@ -246,6 +246,7 @@ def test_interference_by_example() -> None:
 
 _STEPS = ("all_to_all", "all_to_all_single", "all_gather", "copy")
 _OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
+_CODED = {f"{way}_{wire}" for way in ("encode", "decode") for wire in ("bf16", "fp8_e4m3", "fp8_e5m2")}
 _QUICK = {"max_bytes": 1 << 20, "factor": 4.0, "interference_rounds": 1, "timeout_s": 20.0}
 
 
@@ -288,7 +289,7 @@ def test_messages_and_the_one_call_have_curves_of_their_own(emulated_cluster: Cl
             ("copy", Resource.DEVICE, 1): (4096, 16384, 65536, 262144),
         }
         assert len(profile.interference) == 6
-        assert {key[0] for key in own} == {*_STEPS, *_OWN_CALLS, "reduce"} - {"all_to_all_single", "copy"}
+        assert {key[0] for key in own} == {*_STEPS, *_OWN_CALLS, "reduce", *_CODED} - {"all_to_all_single", "copy"}
         assert {key[1:] for key in own if key[0] == "all_reduce"} == {
             (Resource.INTER, 4),  # the world
             (Resource.INTRA, 2),  # a node
@@ -326,14 +327,15 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
     ("shape", "changes", "expected"),
     [
         # The steps of replicated tokens, and those of whole groups: the sum in memory; on the world, a node and a rail five
-        # calls of the backend's own, and the exchange and the gather by messages that are not among the first.
-        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6)),
-        ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6)),
-        ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6)),
-        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6)),
-        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 20),  # too large for the one call
-        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 20),
-        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 20),  # rounded up to a multiple of 3
+        # calls of the backend's own, and the exchange and the gather by messages that are not among the first. Then encoding and
+        # decoding of three wire formats.
+        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6 + 6)),
+        ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6 + 6)),
+        ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6 + 6)),
+        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6 + 6)),
+        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 26),  # too large for the one call
+        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 26),
+        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 26),  # rounded up to a multiple of 3
     ],
 )
 def test_the_number_of_points_is_known_before(shape: str, changes: dict[str, int], expected: int) -> None:
