@@ -94,8 +94,16 @@ class Choices:
             return None
         return None if found.strategy is Strategy.FLAT else found
 
-    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
-        """What a call is predicted to take, moved as it would be; None where no profile says it. Sizes as in :meth:`plan`.
+    def predicted_us(
+        self,
+        collective: str,
+        num_bytes: int,
+        shape: tuple[int, ...] | None = None,
+        *,
+        wires: tuple[Wire, ...] = (NATIVE,),
+        element_bytes: int = 0,
+    ) -> float | None:
+        """What a call is predicted to take, moved as it would be; None where no profile says it. As in :meth:`plan`.
 
         ``shape``: of another group of the same job; a group of one rank takes no time.
         """
@@ -105,16 +113,18 @@ class Choices:
             other = self._others.get(shape)
             if other is None:
                 other = self._others[shape] = Choices(shape, self.planner, self._settings)
-            return other.predicted_us(collective, num_bytes)
+            return other.predicted_us(collective, num_bytes, wires=wires, element_bytes=element_bytes)
         if self.planner is None or num_bytes == 0:
             return None if self.planner is None else 0.0
         try:
-            decision = self.planner.decide(self._traffic(collective, num_bytes))
+            decision = self.planner.decide(self._traffic(collective, num_bytes, False, wires, element_bytes))
         except PlanError:
             return None
+        if not decision.plan.wire.is_native:
+            return decision.predicted_us
         if collective == "all_to_all_v" and not self.two_level_may_pay:  # then it is not asked for, and stays flat
-            flat = [t for t in decision.candidates if t.plan.strategy is Strategy.FLAT]
-            return flat[0].total_us
+            flat = [t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT]
+            return flat[0] if flat else decision.predicted_us
         return decision.predicted_us
 
     @cached_property

@@ -77,6 +77,10 @@ class GroupCommunicator:
         self._forth = self._compressed(wire, "")
         self._back = self._compressed(gradient_wire, ", gradients")
 
+    def with_wire(self, wire: WirePolicy | None, gradient_wire: WirePolicy | None) -> GroupCommunicator:
+        """The same group and lane under other policies. Its transfers keep one order with this one's."""
+        return GroupCommunicator(self.group, self.lane, wire=wire, gradient_wire=gradient_wire)
+
     def _compressed(self, policy: WirePolicy | None, suffix: str) -> CompressedGroup | None:
         if self.size == 1 or policy is None or not policy.allows_encoding:
             return None
@@ -194,17 +198,32 @@ class GroupCommunicator:
         shape: tuple[int, ...] = getattr(self.group, "shape", (self.size,))
         return shape
 
-    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+    def predicted_us(
+        self,
+        collective: str,
+        num_bytes: int,
+        shape: tuple[int, ...] | None = None,
+        *,
+        rows_of: tuple[int, torch.dtype] | None = None,
+    ) -> float | None:
         """What the profile predicts for a call, µs; None where there is none, or it knows no such group. Talks to nobody.
 
         ``collective``: all_to_all_v (``num_bytes``: the most that a rank sends or receives), all_gather (the gathered total)
         or reduce_scatter (a rank's whole input): numbers that all ranks know alike. ``shape``: of another group, where the
-        answer is to be the same on ranks of several. 0 for a group of one rank.
+        answer is to be the same on ranks of several. ``rows_of``: (elements, dtype) of a row, where it may go in a wire format. 0
+        for a group of one rank.
         """
         if self.size == 1:
             return 0.0
         predict = getattr(self.group, "predicted_us", None)
-        return None if predict is None else cast("float | None", predict(collective, num_bytes, shape))
+        if predict is None:
+            return None
+        if self._forth is None or rows_of is None:
+            return cast("float | None", predict(collective, num_bytes, shape))
+        wires = self._forth.wires(*rows_of)
+        return cast(
+            "float | None", predict(collective, num_bytes, shape, wires=wires, element_bytes=rows_of[1].itemsize)
+        )
 
     def _run(self, x: torch.Tensor, forward: Start, backward: Start) -> torch.Tensor:
         if self.size == 1:

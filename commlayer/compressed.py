@@ -133,7 +133,7 @@ class CompressedGroup:
     ) -> Plan | None:
         """``num_bytes``: what all ranks know; ``shaped``: of the rows to be encoded, ``x`` the values that this rank has."""
         width = _width(shaped)
-        usable = self._usable(x)
+        usable = self._usable(x.dtype)
         self._agree_once(collective, x.dtype, width, tuple(rows or ()))
         formats = self.governor.allowed(
             usable, lambda each: self._codec(self._wire(each, width), x).error(x.view(-1, width))
@@ -144,18 +144,24 @@ class CompressedGroup:
         plan: Plan | None = self.group.encoded_plan(collective, num_bytes, wires, x.element_size())
         return None if plan is None or plan.wire.is_native else plan
 
-    def _usable(self, x: torch.Tensor) -> tuple[WireFormat, ...]:
+    def wires(self, width: int, dtype: torch.dtype) -> tuple[Wire, ...]:
+        """The forms that rows of ``width`` elements may go in now."""
+        usable = self._usable(dtype)
+        formats = tuple(each for each in usable if each in self.governor.formats) or (WireFormat.NATIVE,)
+        return tuple(self._wire(each, width) for each in formats)
+
+    def _usable(self, dtype: torch.dtype) -> tuple[WireFormat, ...]:
         """What the policy allows for a tensor of this dtype. Raises TensorError where it allows nothing."""
         found = []
         for each in self.policy.formats:
-            if each is WireFormat.NATIVE or x.dtype in (_FP8 if each.is_scaled else _BF16):
+            if each is WireFormat.NATIVE or dtype in (_FP8 if each.is_scaled else _BF16):
                 found.append(each)
-            elif each is WireFormat.BF16 and x.dtype in _FP8:
+            elif each is WireFormat.BF16 and dtype in _FP8:
                 found.append(WireFormat.NATIVE)  # as few bytes as they are
         if not found:
             names = " or ".join(map(str, self.policy.formats))
             raise TensorError(
-                f"rank {dist.get_rank()}, {self.name}: {names} is for floating point of 32 bits or less, got {x.dtype}: allow "
+                f"rank {dist.get_rank()}, {self.name}: {names} is for floating point of 32 bits or less, got {dtype}: allow "
                 "native too, or send another dtype"
             )
         return tuple(dict.fromkeys(found))

@@ -111,9 +111,12 @@ class CommlayerGroup(Encodings):
         shape: tuple[int, ...] = self._planned.choices.shape
         return shape
 
-    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
-        """What the profile predicts for a call, µs: see :meth:`commlayer.choices.Choices.predicted_us`. Talks to nobody."""
-        predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes, shape)
+    def predicted_us(
+        self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **wire: Any
+    ) -> float | None:
+        """What the profile predicts for a call, µs, also in ``wire``: see :meth:`commlayer.choices.Choices.predicted_us`. Talks
+        to nobody."""
+        predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes, shape, **wire)
         return predicted
 
     def get_group_store(self) -> Store:

@@ -28,6 +28,7 @@ from commlayer.integrations.moe.planning import KINDS, DispatchDecision, Dispatc
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, returned, split
+from commlayer.integrations.moe.ways import DispatchWire, Ways, dispatch_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
@@ -48,6 +49,8 @@ class TokenDispatcher:
         chunks: in how many chunks tokens go through :meth:`run`: 1, 2, 4 or 8 equal ones; how many eighths of the tokens each
             has, such as (1, 3, 3, 1); or ``auto``: by the profile and the experts' measured times, one without a profile.
         weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
+        wire: formats that tokens may take between ranks, such as ``fp8_e4m3`` (see :class:`DispatchWire`); None: the setting
+            ``COMMLAYER_WIRE``. Inside a node, and where the profile finds it no faster, they go as they are.
 
     Attributes:
         decision: of the latest :meth:`prepare`.
@@ -67,6 +70,7 @@ class TokenDispatcher:
         kind: str = "auto",
         chunks: int | Sequence[int] | str = "auto",
         weights_travel: bool = False,
+        wire: DispatchWire | str | None = None,
     ) -> None:
         if not isinstance(ep, GroupCommunicator):
             raise UsageError(
@@ -94,8 +98,9 @@ class TokenDispatcher:
                 f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
             )
         self.grid = Grid(num_experts, ep, etp, both)
+        self.ways = Ways(ep, both, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
-        self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices).decide)
+        self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
         self._setup = (("auto", *KINDS).index(kind), weights_travel, *(slices or ()))
         self._weights_travel = weights_travel
         self.decision: DispatchDecision | None = None
@@ -177,8 +182,12 @@ class TokenDispatcher:
     def token_dispatch(self, rows: torch.Tensor | Held, chunk: Chunk) -> Pending:
         """Start the exchange: over EP; or (all_gather) to all ranks."""
         if chunk.is_gathered:
-            return self.grid.all.start_all_gather(rows, chunk.gather_rows)
-        return self.grid.ep.start_all_to_all(rows, chunk.send_rows, chunk.receive_rows)
+            return self.ways.all_out.start_all_gather(rows, chunk.gather_rows)
+        return self.ways.out.start_all_to_all(rows, chunk.send_rows, chunk.receive_rows, most_rows=chunk.most_rows)
+
+    def weights_dispatch(self, weights: torch.Tensor | Held, chunk: Chunk) -> Pending:
+        """Start the exchange of gating weights that travel with their rows: as they are."""
+        return self.grid.ep.start_all_to_all(weights, chunk.send_rows, chunk.receive_rows)
 
     def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """All ETP ranks' rows, sorted by expert: [R, H]."""
@@ -199,8 +208,8 @@ class TokenDispatcher:
     def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
         """Start the way back."""
         if chunk.is_gathered:
-            return self.grid.all.start_reduce_scatter(rows, chunk.gather_rows)
-        return self.grid.ep.start_all_to_all(rows, chunk.receive_rows, chunk.send_rows)
+            return self.ways.all_home.start_reduce_scatter(rows, chunk.gather_rows)
+        return self.ways.home.start_all_to_all(rows, chunk.receive_rows, chunk.send_rows, most_rows=chunk.most_rows)
 
     def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
         """``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""

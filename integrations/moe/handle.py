@@ -31,7 +31,8 @@ class Chunk:
     ``rows``: of the permute (``all_gather``: of all ranks' tokens, whose choices of local experts come first, in the order
     ``choices`` [ΣT, K']). ``send_rows``, ``receive_rows``: for each EP rank. ``gather_rows``: what each rank brings to the
     all_gather: rows for the ETP ranks, or, where all tokens are gathered, tokens. ``by_expert`` sorts what arrived by expert,
-    then ETP rank, then source. ``expert_rows``: rows of each local expert.
+    then ETP rank, then source. ``expert_rows``: rows of each local expert. ``most_rows``: that any rank sends or receives over
+    EP, which all ranks know.
     """
 
     num_tokens: int
@@ -42,6 +43,7 @@ class Chunk:
     by_expert: Permutation | None
     expert_rows: tuple[int, ...]
     choices: torch.Tensor | None = None
+    most_rows: int = 0
 
     @property
     def is_gathered(self) -> bool:
@@ -137,9 +139,12 @@ class Layout:
     @property
     def most_rows(self) -> int:
         """The most rows that any rank sends or receives over EP: what all ranks know alike."""
-        sent = self.counts.sum((2, 3))
-        received = _by_rank(self.counts.sum((0, 2)), self.grid.experts)
-        return int(torch.maximum(sent.max(), received.max()))
+        return self._most(self.counts.sum(2))
+
+    def _most(self, counts: torch.Tensor) -> int:
+        """Of ``counts`` [EP, ETP, E]."""
+        received = _by_rank(counts.sum(0), self.grid.experts)
+        return int(torch.maximum(counts.sum(2).max(), received.max()))
 
     @property
     def most_expert_rows(self) -> int:
@@ -180,6 +185,7 @@ class Layout:
             gather_rows=tuple(arriving.sum((0, 2)).tolist()),
             by_expert=by_expert,
             expert_rows=tuple(arriving.sum((0, 1)).tolist()),
+            most_rows=self._most(counts),
         )
 
     def gathered(self) -> tuple[Chunk, ...]:

@@ -20,6 +20,7 @@ from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
+from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]
@@ -64,6 +65,7 @@ class MoELayer(nn.Module):
         tokens: ``sharded``: every rank brings tokens of its own. ``replicated``: the ranks of tp all bring the same ones
             (tensor parallelism without sequence parallelism) and get the same outputs; see
             :mod:`commlayer.integrations.moe.replicated`.
+        wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see :class:`TokenDispatcher`.
         communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans. Without it
             each rank takes its share of them.
         sequence, balance: the ranks that share a sequence, and those whose tokens are balanced together, for the router.
@@ -88,6 +90,7 @@ class MoELayer(nn.Module):
         chunks: int | Sequence[int] | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
         tokens: Literal["sharded", "replicated"] = "sharded",
+        wire: DispatchWire | str | None = None,
         communicator: Communicator | None = None,
         sequence: GroupCommunicator | None = None,
         balance: GroupCommunicator | None = None,
@@ -99,7 +102,12 @@ class MoELayer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
         self.dispatcher = TokenDispatcher(
-            router.num_experts, **_groups(mesh), kind=dispatch, chunks=chunks, weights_travel=weights_at == "experts"
+            router.num_experts,
+            **_groups(mesh),
+            kind=dispatch,
+            chunks=chunks,
+            weights_travel=weights_at == "experts",
+            wire=wire,
         )
         grid = self.dispatcher.grid
         self.experts = GroupedExperts(

@@ -17,6 +17,7 @@ from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.handle import Experts, Grid, Layout
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
+from commlayer.integrations.moe.ways import DispatchWire, Ways
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import choose_slices
@@ -24,6 +25,7 @@ from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
 
+RowsOf = tuple[int, torch.dtype]
 KINDS = ("all_to_all", "all_gather")
 _WHOLE = (FINEST,)
 _MARGIN = 0.1
@@ -65,8 +67,9 @@ class DispatchDecision:
 class DispatchPlanner:
     """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto."""
 
-    def __init__(self, grid: Grid, kind: str, slices: tuple[int, ...] | None) -> None:
+    def __init__(self, grid: Grid, kind: str, slices: tuple[int, ...] | None, ways: Ways | None = None) -> None:
         self._grid, self._kind, self._slices = grid, kind, slices
+        self._ways = ways or Ways(grid.ep, grid.all, DispatchWire())
         self._measured = Measurements(grid)
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
         self._decided: dict[tuple[Any, ...], DispatchDecision] = {}
@@ -113,7 +116,7 @@ class DispatchPlanner:
             return "nothing to overlap"
         if is_sharded(experts):
             return "each would gather the experts' shards anew"
-        if self._exchange_us(layout.most_rows * like.shape[1] * like.element_size()) is None:
+        if self._exchange_us(layout.most_rows * like.shape[1] * like.element_size(), _rows_of(like)) is None:
             return "no profile of this group"
         if not like.is_cuda and not self._crosses_nodes():
             return "inside a node the cores that compute also copy"
@@ -128,10 +131,10 @@ class DispatchPlanner:
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
         # On a CPU what a call takes that sends next to nothing is mostly work of the cores that compute. Where the wire's own
         # latency is a large part of it, this errs towards fewer chunks.
-        posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1) or 0.0)
+        posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1, None) or 0.0)
         return choose_slices(
             traffic,
-            lambda part: self._exchange_us(part) or 0.0,
+            lambda part: self._exchange_us(part, _rows_of(like)) or 0.0,
             lambda part: times.at(part * rows_per_byte),
             posting_us=posting_us,
         )
@@ -169,9 +172,10 @@ class DispatchPlanner:
     def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int, like: torch.Tensor) -> dict[str, float] | None:
         """Out and back, with the rows that are moved in memory; where there is a gradient, its way too."""
         grid = self._grid
-        all_gather = grid.all.predicted_us("all_gather", tokens * row_bytes)
-        reduce_scatter = grid.all.predicted_us("reduce_scatter", tokens * row_bytes)
-        exchange = self._exchange_us(layout.most_rows * row_bytes)
+        rows_of = _rows_of(like)
+        all_gather = self._ways.all_out.predicted_us("all_gather", tokens * row_bytes, rows_of=rows_of)
+        reduce_scatter = self._ways.all_home.predicted_us("reduce_scatter", tokens * row_bytes, rows_of=rows_of)
+        exchange = self._exchange_us(layout.most_rows * row_bytes, rows_of)
         most = max(layout.gathered_rows) * row_bytes
         inside = [self._slowest_us(grid.etp, 1, collective, most) for collective in ("all_gather", "reduce_scatter")]
         if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
@@ -191,15 +195,22 @@ class DispatchPlanner:
         is_sorted, top_k = most * grid.etp.size > 1, layout.indices.shape[1]
         return MoveShape(grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient)
 
-    def _exchange_us(self, size: float) -> float | None:
-        return self._slowest_us(self._grid.ep, 0, "all_to_all_v", round(size))
+    def _exchange_us(self, size: float, rows_of: RowsOf | None) -> float | None:
+        """The mean of the ways out and home, which may differ in their wire formats."""
+        ways = dict.fromkeys((self._ways.out, self._ways.home))
+        times = [self._slowest_us(way, 0, "all_to_all_v", round(size), rows_of) for way in ways]
+        known = [time_us for time_us in times if time_us is not None]
+        return sum(known) / len(times) if len(known) == len(times) else None
 
-    def _slowest_us(self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int) -> float | None:
+    def _slowest_us(
+        self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None = None
+    ) -> float | None:
         """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently on the nodes, and all
         ranks must find the same."""
         if group.size == 1:
             return 0.0
-        times = [group.predicted_us(collective, num_bytes, shape) for shape in self._everyones_shapes()[axis]]
+        shapes = self._everyones_shapes()[axis]
+        times = [group.predicted_us(collective, num_bytes, shape, rows_of=rows_of) for shape in shapes]
         known = [time_us for time_us in times if time_us is not None]
         return max(known) if len(known) == len(times) else None
 
@@ -243,6 +254,11 @@ def _rounded(count: int) -> int:
 def is_sharded(experts: Experts | None) -> bool:
     """Whether FSDP2 shards them: then a call of them is a collective over EDP, whose ranks see other counts than these."""
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
+
+
+def _rows_of(like: torch.Tensor) -> RowsOf:
+    """Of tokens [T, H]: what decides how they may be encoded."""
+    return like.shape[1], like.dtype
 
 
 def _other(each: dict[str, float], kind: str) -> float:

@@ -42,7 +42,8 @@ class Stage:
         self._packed = [dispatcher.hold(each, chunk) for each in rows]
 
     def send(self) -> None:
-        self._going = [self.dispatcher.token_dispatch(held, self.chunk) for held in self._packed]
+        ways = (self.dispatcher.token_dispatch, self.dispatcher.weights_dispatch)
+        self._going = [way(held, self.chunk) for way, held in zip(ways, self._packed, strict=False)]
         self._packed = []
 
     def exchange(self, x: torch.Tensor) -> Pending:

@@ -104,7 +104,9 @@ class Predicted(GroupCommunicator):
         super().__init__(None, "ep")
         self.size, self._us_per_byte = size, us_per_byte
 
-    def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+    def predicted_us(
+        self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, *, rows_of: Any = None
+    ) -> float | None:
         assert shape is None or sum(shape) == self.size
         return None if self._us_per_byte is None else self._us_per_byte[collective] * num_bytes
 
@@ -320,7 +322,9 @@ def test_inside_a_node_tokens_go_in_one_chunk() -> None:
                 return torch.tensor([[4 // self.nodes] * self.nodes + [0] * (4 - self.nodes)] * 4)
             return super().all_gather(x)
 
-        def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+        def predicted_us(
+            self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, *, rows_of: Any = None
+        ) -> float | None:
             return 1e3 * num_bytes
 
     class AcrossNodes(Lying):
@@ -388,12 +392,14 @@ def test_groups_that_lie_differently_are_priced_alike() -> None:
                 return torch.tensor([[4, 0, 0, 0], [2, 2, 0, 0], [2, 2, 0, 0], [1, 2, 1, 0]])
             return super().all_gather(x)
 
-        def predicted_us(self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None) -> float | None:
+        def predicted_us(
+            self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, *, rows_of: Any = None
+        ) -> float | None:
             return float(len(shape or ()) * num_bytes)
 
     group = Uneven(4, {})
     found = layout(group, top_k=2)
-    exchange_us = DispatchPlanner(found.grid, "auto", WHOLE)._exchange_us(100)
+    exchange_us = DispatchPlanner(found.grid, "auto", WHOLE)._exchange_us(100, None)
     assert exchange_us == 300.0
 
 

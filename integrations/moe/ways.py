@@ -1,0 +1,70 @@
+"""The groups of a dispatch and a combine, each with the wire formats that its rows may take, there and back.
+
+Tokens on their way to the experts bear FP8 well, with a scale for each; what comes back is summed, and goes in BF16 or wider
+(DeepSeek-V3's choice, and MegaScale-MoE's warning about sums of FP8). Gradients go natively unless asked for otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.wire import WireFormat, WirePolicy, parse_wire
+from commlayer.settings import Settings
+
+__all__ = ["DispatchWire", "Ways", "dispatch_wire"]
+
+_NATIVE = WirePolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchWire:
+    """What the rows of a dispatcher may go in: to the experts and back, and their gradients in the backward pass.
+
+    ``dispatch_gradient`` is of the rows that ``dispatch`` sent, and travels as the combine does; ``combine_gradient`` the other
+    way round.
+    """
+
+    dispatch: WirePolicy = _NATIVE
+    combine: WirePolicy = _NATIVE
+    dispatch_gradient: WirePolicy = _NATIVE
+    combine_gradient: WirePolicy = _NATIVE
+
+    @property
+    def is_native(self) -> bool:
+        policies = (self.dispatch, self.combine, self.dispatch_gradient, self.combine_gradient)
+        return not any(policy.allows_encoding for policy in policies)
+
+
+def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
+    """What a user gives: a name such as ``fp8_e4m3`` is for the dispatch, and the combine may then go in BF16; None takes the
+    setting ``COMMLAYER_WIRE`` of lane ep, and without it all is native. Raises UsageError."""
+    if isinstance(wire, DispatchWire):
+        return wire
+    if wire is None:
+        formats = Settings.from_environment().wires().get("ep", _NATIVE.formats)
+    elif isinstance(wire, str):
+        formats = parse_wire(wire)
+    else:
+        raise UsageError(f"wire must be a DispatchWire, or a name such as fp8_e4m3, got {wire!r}")
+    combine = tuple(WireFormat.BF16 if each.is_scaled else each for each in formats)
+    return DispatchWire(WirePolicy(formats), WirePolicy(tuple(dict.fromkeys(combine))))
+
+
+class Ways:
+    """``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are gathered."""
+
+    def __init__(self, ep: GroupCommunicator, both: GroupCommunicator, wire: DispatchWire) -> None:
+        self.wire = wire
+        self.out, self.home = _pair(ep, wire)
+        self.all_out, self.all_home = (self.out, self.home) if both is ep else _pair(both, wire)
+
+
+def _pair(group: GroupCommunicator, wire: DispatchWire) -> tuple[GroupCommunicator, GroupCommunicator]:
+    if wire.is_native:
+        return group, group
+    return (
+        group.with_wire(wire.dispatch, wire.dispatch_gradient),
+        group.with_wire(wire.combine, wire.combine_gradient),
+    )
