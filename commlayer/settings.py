@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
-from commlayer.profiles.errors import SettingsError
+from commlayer.profiles.errors import SettingsError, UsageError
+from commlayer.scheduler.wire import WireFormat, parse_wire
 
 __all__ = ["Settings"]
 
@@ -19,6 +20,8 @@ _EMULATED = ("EMULATED", "EMULATED_LINKS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
+_LANES = ("ep", "pp", "cp", "dp", "tp")
+"""As commlayer.collectives.LANES, which cannot be had without torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Settings:
     sums in rank order. intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or
     ``auto``: shared memory where they have it, except on an emulated cluster whose inside is shaped. stats: ``1`` prints
     :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or ``nccl``, the name under which trainers get
-    this backend that accept only names they know. cache: folder of measured profiles.
+    this backend that accept only names they know. cache: folder of measured profiles. wire: formats in which a lane's tensors
+    may cross the links where the program does not say it, such as ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md).
     """
 
     profile: str | None = None
@@ -48,6 +52,7 @@ class Settings:
     stats: str = "0"
     as_backend: str | None = None
     cache: str | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
@@ -57,6 +62,25 @@ class Settings:
             if value not in allowed:
                 words = ", ".join(str(choice) for choice in allowed if choice is not None)
                 raise SettingsError(f"{_variable(name)} must be one of {words}, got {value!r}")
+        self.wires()
+
+    def wires(self) -> dict[str, tuple[WireFormat, ...]]:
+        """The formats that ``wire`` allows each lane that it names. Raises SettingsError for what names none."""
+        found: dict[str, tuple[WireFormat, ...]] = {}
+        for entry in (self.wire or "").split(","):
+            lane, sign, text = (word.strip() for word in entry.partition("="))
+            if not lane and not sign:
+                continue
+            if lane not in _LANES or not sign or lane in found:
+                raise SettingsError(
+                    "COMMLAYER_WIRE must be lane=format, several separated by commas, each lane once, such as "
+                    f"dp=bf16,ep=fp8_e4m3; lanes: {', '.join(_LANES)}; got {entry.strip()!r}"
+                )
+            try:
+                found[lane] = parse_wire(text)
+            except UsageError as error:
+                raise SettingsError(f"COMMLAYER_WIRE, lane {lane}: {error}") from error
+        return found
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -1,9 +1,10 @@
 """DistributedDataParallel with planned gradients, for users who keep their backend (gloo, nccl) for all the rest.
 
     model = DistributedDataParallel(model)
-    plan_ddp(model)
+    plan_ddp(model)                 # or plan_ddp(model, wire="bf16"): FP32 gradients may travel in BF16
 
-or, with a group at hand, ``model.register_comm_hook(planned_group(), all_reduce_hook)``.
+or, with a group at hand, ``model.register_comm_hook(planned_group(), all_reduce_hook)``; with a wire format
+``model.register_comm_hook(CompressedGroup(planned_group(), policy, "dp"), all_reduce_hook)``.
 """
 
 # Without `from __future__ import annotations`: register_comm_hook compares the hook's annotations with torch's classes.
@@ -14,12 +15,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but not for type checkers
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.compressed import CompressedGroup
 from commlayer.integrations.groups import check_same_ranks, planned_group
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
 
 __all__ = ["all_reduce_hook", "plan_ddp"]
 
 
-def plan_ddp(model: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def plan_ddp(
+    model: DistributedDataParallel, group: dist.ProcessGroup | None = None, wire: WireChoice = None
+) -> dist.ProcessGroup:
     """Let the gradients of ``model`` be averaged on a planned group. Collective over all ranks of the job.
 
     What DDP sends besides (parameters at construction, buffers, the map of unused parameters, ``join``'s own messages)
@@ -28,34 +33,44 @@ def plan_ddp(model: DistributedDataParallel, group: dist.ProcessGroup | None = N
     Args:
         model: one without a communication hook.
         group: a group of the same ranks, such as another model's; None: make one.
+        wire: formats in which gradients may travel, such as ``bf16`` (docs/compression.md); None: what COMMLAYER_WIRE says of
+            dp, else their own.
 
     Returns:
         The group that the gradients use.
 
     Raises:
-        GroupError: ``group`` does not have the ranks of the model's group.
+        GroupError: ``group`` does not have the ranks of the model's group; or it is not of backend commlayer, with a format.
+        UsageError: no such format.
         RuntimeError: torch's own; the model already has a hook.
     """
     own = model.process_group
     if group is None:
         group = planned_group(own)
     check_same_ranks(own, group, "DistributedDataParallel")
-    model.register_comm_hook(group, all_reduce_hook)
+    compressed = compressed_group(group, wire, "dp", "gradients of DistributedDataParallel")
+    model.register_comm_hook(group if compressed is None else compressed, all_reduce_hook)
     return group
 
 
-def all_reduce_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def all_reduce_hook(
+    group: dist.ProcessGroup | CompressedGroup, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the mean of ``bucket``'s gradients over ``group``, for ``register_comm_hook(group, …)``.
 
-    Where the plan is flat, gradients have the bits that DDP gives them without a hook.
+    Where the plan is flat and native, gradients have the bits that DDP gives them without a hook. All ranks hold the same ones.
     """
-    # Multiplied by 1/n before the sum, as DDP's reducer does. Rejected: dividing by n, as torch's own allreduce_hook does:
-    # it differs in the last bit where n is no power of two.
-    buffer = bucket.buffer().mul_(1.0 / group.size())
-    work = cast(dist.Work, dist.all_reduce(buffer, group=group, async_op=True))
+    if isinstance(group, CompressedGroup):
+        buffer = bucket.buffer().mul_(1.0 / group.group.size())
+        work = group.all_reduce(flat_rows(buffer, group.policy))
+    else:
+        # Multiplied by 1/n before the sum, as DDP's reducer does. Rejected: dividing by n, as torch's own allreduce_hook
+        # does: it differs in the last bit where n is no power of two.
+        buffer = bucket.buffer().mul_(1.0 / group.size())
+        work = cast(dist.Work, dist.all_reduce(buffer, group=group, async_op=True))
     return work.get_future().then(_reduced)
 
 
 def _reduced(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     """The bucket out of a finished all_reduce; raises what the all_reduce raised."""
-    return future.value()[0]
+    return future.value()[0].view(-1)

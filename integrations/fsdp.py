@@ -3,17 +3,24 @@
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    plan_fsdp(model)
+    plan_fsdp(model)                # or plan_fsdp(model, wire="bf16"): FP32 gradients may travel in BF16
 
 or per module, with a group at hand: ``module.set_custom_all_gather(PlannedAllGather(group))`` and
 ``module.set_custom_reduce_scatter(PlannedReduceScatter(group))``.
 
 The classes are torch's protocol for replaced communication, which torch keeps in a private module for now.
+
+What FSDP2 does with them (torch 2.13), on which the wire formats rest: it allocates both tensors of a call by
+:meth:`allocate`, flat, and of one dtype: parameters in ``param_dtype`` (uint8 where a module mixes dtypes), gradients in
+``reduce_dtype``. The input of an all_gather is this rank's slice of its output, a copy of the sharded parameters. The input
+of a reduce_scatter is a buffer that nobody reads again, so that the policy's ``in_place`` may destroy it; torch only holds it
+until the gradients are used. A reduce_scatter is synchronous; an all_gather is, unless ``unshard(async_op=True)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from commlayer.integrations.groups import check_same_ranks, planned_group
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter", "plan_fsdp"]
@@ -47,8 +55,18 @@ class _Planned:
 class PlannedAllGather(_Planned, AllGather):
     """FSDP2's all_gather of parameters on a planned group; for ``FSDPModule.set_custom_all_gather``.
 
-    ``group`` has the ranks over which the module is sharded: all ranks of a 1-D mesh, the shard dimension of HSDP's.
+    Args:
+        group: has the ranks over which the module is sharded: all ranks of a 1-D mesh, the shard dimension of HSDP's.
+        wire: formats in which parameters may travel. All ranks compute with the same rounded ones; the sharded parameters, which
+            the optimizer steps, are never rounded. None: their own, whatever COMMLAYER_WIRE says.
+
+    Raises GroupError for a group of another backend with a format, UsageError for no such format.
     """
+
+    def __init__(self, group: dist.ProcessGroup, wire: WireChoice = None) -> None:
+        super().__init__(group)
+        wire = "native" if wire is None else wire  # it changes what is computed: only where the program asks for it
+        self.compressed = compressed_group(group, wire, "dp", "parameters of FSDP2")
 
     def __call__(
         self,
@@ -62,17 +80,30 @@ class PlannedAllGather(_Planned, AllGather):
         Raises GroupError where ``group``, FSDP's own, has other ranks than the planned one.
         """
         self.check(group)
-        work: dist.Work | None = dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=self.group, async_op=async_op
-        )
-        return work
+        if self.compressed is None:
+            work: dist.Work | None = dist.all_gather_into_tensor(
+                output_tensor, input_tensor, group=self.group, async_op=async_op
+            )
+            return work
+        policy, size = self.compressed.policy, self.group.size()
+        rows = flat_rows(output_tensor, policy, size), flat_rows(input_tensor, policy)
+        return _waited(self.compressed.all_gather(*rows), async_op)
 
 
 class PlannedReduceScatter(_Planned, ReduceScatter):
     """FSDP2's reduce_scatter of gradients on a planned group; for ``FSDPModule.set_custom_reduce_scatter``.
 
-    ``group``: as for :class:`PlannedAllGather`.
+    Args:
+        group: as for :class:`PlannedAllGather`.
+        wire: formats in which gradients may travel, such as ``bf16`` where they are FP32; the sum is FP32, divided after it.
+            None: what COMMLAYER_WIRE says of dp, else their own. ``in_place`` is allowed.
+
+    Raises GroupError for a group of another backend with a format, UsageError for no such format.
     """
+
+    def __init__(self, group: dist.ProcessGroup, wire: WireChoice = None) -> None:
+        super().__init__(group)
+        self.compressed = compressed_group(group, wire, "dp", "gradients of FSDP2")
 
     def __call__(
         self,
@@ -84,16 +115,55 @@ class PlannedReduceScatter(_Planned, ReduceScatter):
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` [n·s] over ranks with ``op`` (FSDP asks for AVG, or SUM); slice r [s] goes to rank r.
 
-        Raises GroupError where ``group``, FSDP's own, has other ranks than the planned one.
+        Raises GroupError where ``group``, FSDP's own, has other ranks than the planned one; UsageError with a format for an
+        ``op`` that is neither SUM nor AVG, such as ``set_gradient_divide_factor`` makes FSDP ask for.
         """
         self.check(group)
-        work: dist.Work | None = dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=self.group, async_op=async_op
-        )
+        if self.compressed is None:
+            work: dist.Work | None = dist.reduce_scatter_tensor(
+                output_tensor, input_tensor, op=op, group=self.group, async_op=async_op
+            )
+            return work
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise UsageError(
+                f"rank {dist.get_rank()}: with a wire format gradients are summed or averaged, got {op}: leave the factor of "
+                "set_gradient_divide_factor out, or wire"
+            )
+        policy, size = self.compressed.policy, self.group.size()
+        rows = flat_rows(output_tensor, policy), flat_rows(input_tensor, policy, size)
+        started = self.compressed.reduce_scatter(*rows)
+        return _waited(_Divided(started, output_tensor, size) if op == dist.ReduceOp.AVG else started, async_op)
+
+
+class _Divided(dist.Work):
+    """A sum under way, of which whoever waits makes the mean."""
+
+    def __init__(self, work: dist.Work, total: torch.Tensor, count: int) -> None:
+        super().__init__()
+        self._work: dist.Work | None = work
+        self._total, self._count = total, count
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._work is not None:
+            self._work.wait(timeout)
+            self._work = None
+            self._total.div_(self._count)
+        return True
+
+
+def _waited(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
         return work
+    work.wait()
+    return None
 
 
-def plan_fsdp(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+def plan_fsdp(
+    model: torch.nn.Module,
+    group: dist.ProcessGroup | None = None,
+    wire: WireChoice = None,
+    parameter_wire: WireChoice = None,
+) -> dist.ProcessGroup:
     """Let all FSDP2 modules in ``model`` move parameters and gradients on a planned group. Call it after ``fully_shard``.
 
     Collective over all ranks of the job where ``group`` is None. All modules must be sharded over the same ranks; where
@@ -103,13 +173,16 @@ def plan_fsdp(model: torch.nn.Module, group: dist.ProcessGroup | None = None) ->
     Args:
         model: contains at least one module that went through ``fully_shard``.
         group: a planned group of the ranks over which the modules are sharded; None: make one of all ranks.
+        wire: of gradients, see :class:`PlannedReduceScatter`.
+        parameter_wire: of parameters, see :class:`PlannedAllGather`.
 
     Returns:
         The group that parameters and gradients use.
 
     Raises:
-        UsageError: no module of ``model`` went through ``fully_shard``.
-        GroupError: at the first forward; a module is sharded over other ranks than ``group``'s.
+        UsageError: no module of ``model`` went through ``fully_shard``; no such format.
+        GroupError: ``group`` is not of backend commlayer, with a format. At the first forward: a module is sharded over other
+            ranks than ``group``'s.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
@@ -119,7 +192,7 @@ def plan_fsdp(model: torch.nn.Module, group: dist.ProcessGroup | None = None) ->
         )
     if group is None:
         group = planned_group()
-    all_gather, reduce_scatter = PlannedAllGather(group), PlannedReduceScatter(group)
+    all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
     for module in modules:
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)

@@ -8,15 +8,23 @@ numbers of tokens.
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.compressed import CompressedGroup
 from commlayer.integrations.linear import replicated_parameters
 from commlayer.integrations.mesh import FoldedMesh, holds_experts
 from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, wire_policy
+from commlayer.scheduler.wire import Scaling, WirePolicy
 
 __all__ = ["gradient_axes", "synchronise_gradients"]
+
+_COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy], CompressedGroup | None]] = WeakKeyDictionary()
+"""By mesh, then axis and policy: what a governor has found out in one step holds in the next."""
 
 
 def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -42,15 +50,21 @@ def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 @torch.no_grad()
-def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None) -> None:
+def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: WireChoice = None) -> None:
     """Sum every gradient over the ranks that share its parameter, in place: one all_reduce for each axis and dtype.
 
     Once a step, when all gradients are there, by all ranks of a pipeline stage. A parameter without a gradient counts as zero
     and has one afterwards, also where there is nobody to sum with: an optimizer then treats it alike under every mapping.
-    ``mesh`` None: the model is whole on this rank.
 
-    Raises PeerError and CollectiveTimeoutError as collectives do.
+    Args:
+        module: what this rank holds of the model.
+        mesh: the groups; None: the model is whole on this rank.
+        wire: formats in which gradients may travel, such as ``bf16`` (docs/compression.md): sums are FP32. None: what
+            COMMLAYER_WIRE says of dp, else their own.
+
+    Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for no such format.
     """
+    policy = wire_policy(wire, "dp", scaling=Scaling.BLOCK)
     for axis, parameters in gradient_axes(module).items():
         by_dtype: dict[str, list[torch.Tensor]] = {}
         for parameter in parameters:
@@ -59,12 +73,23 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None) -> None:
             by_dtype.setdefault(str(parameter.grad.dtype), []).append(parameter.grad)
         if mesh is None or mesh.size(axis) == 1:
             continue
-        group = GroupCommunicator(mesh.group(axis), "dp")
         for _, gradients in sorted(by_dtype.items()):
-            _sum_together(gradients, group)
+            _sum_together(gradients, mesh, axis, policy)
 
 
-def _sum_together(gradients: list[torch.Tensor], group: GroupCommunicator) -> None:
-    total = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
-    for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    compressed = None if policy is None else _compressed(mesh, axis, policy)
+    if compressed is None:
+        flat = GroupCommunicator(mesh.group(axis), "dp").all_reduce(flat)
+    else:
+        compressed.all_reduce(flat_rows(flat, compressed.policy)).wait()
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
+
+
+def _compressed(mesh: FoldedMesh, axis: str, policy: WirePolicy) -> CompressedGroup | None:
+    kept = _COMPRESSED.setdefault(mesh, {})
+    if (axis, policy) not in kept:
+        kept[axis, policy] = compressed_group(mesh.group(axis), policy, "dp", f"gradients over {axis}")
+    return kept[axis, policy]

@@ -1,0 +1,107 @@
+"""Wire formats as users of the integrations write them: a word, a policy, or nothing.
+
+    plan_ddp(model, wire="bf16")      native or BF16, whichever the profile predicts to be faster
+    plan_ddp(model, wire="bf16!")     always BF16
+    plan_ddp(model, wire=WirePolicy((WireFormat.NATIVE, WireFormat.BF16), error_budget=0.01))
+    COMMLAYER_WIRE=dp=bf16            for programs that say nothing; "native" in the program overrides it
+
+Nothing is encoded that neither the program nor that variable allows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.compressed import CompressedGroup
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WirePolicy, parse_wire
+from commlayer.settings import Settings
+
+__all__ = ["WireChoice", "compressed_group", "flat_rows", "tensor_parallel_wire", "wire_policy", "wired"]
+
+WireChoice = WirePolicy | str | None
+"""A policy; formats as :func:`commlayer.scheduler.wire.parse_wire` reads them; None: what COMMLAYER_WIRE says."""
+_WIDEST = 8 * GROUP_SIZE
+
+
+def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN) -> WirePolicy | None:
+    """The policy that ``wire`` means for a lane, None where it allows native alone. ``scaling``: where it is no policy itself.
+
+    Raises UsageError for formats that are none, SettingsError for a malformed COMMLAYER_WIRE.
+    """
+    if wire is None:
+        formats = Settings.from_environment().wires().get(lane)
+        policy = WirePolicy() if formats is None else WirePolicy(formats, scaling)
+    elif isinstance(wire, str):
+        policy = WirePolicy(parse_wire(wire), scaling)
+    elif isinstance(wire, WirePolicy):
+        policy = wire
+    else:
+        raise UsageError(f"wire must be a WirePolicy, a text such as 'bf16' or 'fp8_e4m3+bf16', or None; got {wire!r}")
+    return policy if policy.allows_encoding or policy.in_place else None
+
+
+def compressed_group(
+    group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str, *, scaling: Scaling = Scaling.BLOCK
+) -> CompressedGroup | None:
+    """``group`` under what ``wire`` means for a lane; None where that is native. ``what``: travels, for messages.
+
+    Raises GroupError for a group of another backend, where a format is allowed; as :func:`wire_policy`.
+    """
+    policy = wire_policy(wire, lane, scaling=scaling)
+    if policy is None or group.size() == 1:
+        return None
+    return CompressedGroup(group, policy, f"lane {lane}, {what}")
+
+
+def tensor_parallel_wire(wire: str = "fp8_e4m3") -> tuple[WirePolicy, WirePolicy]:
+    """The policies of activations and of their gradients, ``wire`` and ``gradient_wire`` of the parallel layers
+    (MegaScale-MoE, section 5): a scale for each token forward, and for each channel of 128 tokens backward.
+
+    Raises UsageError for formats that are none.
+    """
+    formats = parse_wire(wire)
+    return WirePolicy(formats, Scaling.TOKEN), WirePolicy(formats, Scaling.CHANNEL)
+
+
+def wired(
+    communicator: GroupCommunicator, wire: WireChoice = None, gradient_wire: WireChoice = None
+) -> GroupCommunicator:
+    """A communicator of the same group and lane under these policies; FP8 of tp with the scales of :func:`tensor_parallel_wire`,
+    of other lanes with one for 128 elements of a row.
+
+    Without either it is ``communicator`` itself, where that has policies of its own, or COMMLAYER_WIRE says nothing of its lane.
+    Raises as :func:`wire_policy`.
+    """
+    has_its_own = communicator._forth is not None or communicator._back is not None
+    if communicator.size == 1 or communicator.group is None or (wire is None and gradient_wire is None and has_its_own):
+        return communicator
+    scalings = (Scaling.TOKEN, Scaling.CHANNEL) if communicator.lane == "tp" else (Scaling.BLOCK, Scaling.BLOCK)
+    forth = wire_policy(wire, communicator.lane, scaling=scalings[0])
+    back = wire_policy(gradient_wire, communicator.lane, scaling=scalings[1])
+    if forth is None and back is None and not has_its_own:
+        return communicator
+    return GroupCommunicator(communicator.group, communicator.lane, wire=forth, gradient_wire=back)
+
+
+def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1) -> torch.Tensor:
+    """``flat`` [parts · s] as the rows [parts · s / W, W] that share scales, of which each part has whole ones; a view.
+
+    Itself where no format of ``policy`` has scales.
+    """
+    if not flat.numel() or not any(each.is_scaled for each in policy.formats):
+        return flat
+    return flat.view(-1, _row_width(flat.numel() // parts))
+
+
+@lru_cache(maxsize=1024)
+def _row_width(elements: int) -> int:
+    """The widest of 1024 elements or less that divides ``elements``, whole groups of 128 first. All where only small ones do:
+    a single row, whose blocks of 128 have scales of their own, but which is not cut."""
+    groups = range(_WIDEST, 0, -GROUP_SIZE)
+    others = range(_WIDEST, GROUP_SIZE - 1, -1)
+    return next((width for each in (groups, others) for width in each if elements % width == 0), elements)

@@ -1,0 +1,395 @@
+"""Wire formats in what trainers call: DDP, FSDP2, gradients on a mesh, parallel layers; against the same in FP32."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
+from commlayer.collectives import LANES
+from commlayer.compressed import CompressedGroup
+from commlayer.integrations import (
+    FoldedMesh,
+    PlannedAllGather,
+    PlannedReduceScatter,
+    all_reduce_hook,
+    plan_ddp,
+    plan_fsdp,
+    planned_group,
+    synchronise_gradients,
+)
+from commlayer.integrations.wire import flat_rows, wire_policy
+from commlayer.profiles.errors import GroupError, SettingsError, UsageError
+from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
+from commlayer.settings import Settings
+from commlayer.statistics import reset_stats, stats
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+BF16, E4M3, E5M2, NATIVE = WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2, WireFormat.NATIVE
+ALWAYS = WirePolicy((BF16,))
+
+
+def start() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)  # the same model everywhere
+    dist.init_process_group("gloo")
+
+
+def small_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+
+
+def gradients(model: torch.nn.Module, seed: int = 0) -> list[torch.Tensor]:
+    """Of one batch, which differs between ranks; whole."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    model.zero_grad()
+    model(torch.randn(6, 8, generator=generator)).square().mean().backward()
+    return [whole(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    gather = getattr(x, "full_tensor", None)  # a DTensor after fully_shard
+    return gather().detach() if gather else x.detach()
+
+
+def each_ranks(model: torch.nn.Module, seed: int = 0) -> list[list[torch.Tensor]]:
+    """The gradients of every rank, before they meet."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, gradients(model, seed))
+    return [list(of_one) for of_one in zip(*everyones, strict=True)]
+
+
+def check_rounded_once(got: list[torch.Tensor], of_ranks: list[list[torch.Tensor]], unit: float, n: int) -> None:
+    """The mean within one rounding of each rank's value, and one of the result; and not the exact one. Same bits on all ranks."""
+    assert len(got) == len(of_ranks)
+    is_exact = True
+    for mean, values in zip(got, of_ranks, strict=True):
+        stacked = torch.stack(values).double()
+        exact = stacked.mean(0)
+        bound = 2.01 * unit * stacked.abs().mean(0) + 1e-7
+        assert ((mean.double() - exact).abs() <= bound).all()
+        is_exact &= bool(((mean.double() - exact).abs() <= 1e-6 * exact.abs()).all())
+    assert not is_exact
+    everyones: list[Any] = [None] * n
+    dist.all_gather_object(everyones, got)
+    assert all(torch.equal(one, other) for theirs in everyones for one, other in zip(got, theirs, strict=True))
+
+
+def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def calls(plan: str) -> dict[str, int]:
+    """Of planned groups, by collective: how often a plan with ``plan`` in its name ran."""
+    found: dict[str, int] = {}
+    for group in stats()["groups"]:
+        for call in group["calls"]:
+            if plan in call["plan"]:
+                found[call["collective"]] = found.get(call["collective"], 0) + call["calls"]
+    return found
+
+
+# What a user writes
+
+
+def test_a_word_a_policy_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wire_policy("bf16", "dp") == WirePolicy((NATIVE, BF16))
+    assert wire_policy("bf16!", "dp") == WirePolicy((BF16,))
+    assert wire_policy("fp8_e4m3+bf16", "ep", scaling=Scaling.BLOCK) == WirePolicy((NATIVE, E4M3, BF16), Scaling.BLOCK)
+    assert wire_policy(ALWAYS, "dp") is ALWAYS
+    assert wire_policy(WirePolicy(), "dp") is wire_policy("native", "dp") is wire_policy(None, "dp") is None
+    monkeypatch.setenv("COMMLAYER_WIRE", "dp=bf16!, tp = fp8_e4m3")
+    assert wire_policy(None, "dp") == ALWAYS
+    assert wire_policy(None, "tp", scaling=Scaling.CHANNEL) == WirePolicy((NATIVE, E4M3), Scaling.CHANNEL)
+    assert wire_policy(None, "ep") is wire_policy("native", "dp") is None
+    for wrong in ("int4", "bf16,fp8_e4m3", ""):
+        with pytest.raises(UsageError, match="a wire format must be one of native, bf16"):
+            wire_policy(wrong, "dp")
+    with pytest.raises(UsageError, match="wire must be a WirePolicy, a text"):
+        wire_policy(16, "dp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("dp=int4", r"COMMLAYER_WIRE, lane dp: a wire format must be one of .* got 'int4'"),
+        ("bf16", r"must be lane=format, .* lanes: ep, pp, cp, dp, tp; got 'bf16'"),
+        ("xp=bf16", r"lanes: ep, pp, cp, dp, tp; got 'xp=bf16'"),
+        ("dp=bf16,dp=native", r"each lane once, .* got 'dp=native'"),
+        ("dp=", r"lane dp: a wire format must be one of"),
+    ],
+)
+def test_a_malformed_variable(value: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Settings.from_environment({"COMMLAYER_WIRE": value})
+
+
+def test_the_variable_knows_every_lane() -> None:
+    text = ",".join(f"{lane}=bf16" for lane in LANES)
+    assert set(Settings(wire=text).wires()) == set(LANES)
+    assert Settings(wire="").wires() == Settings().wires() == {}
+
+
+@pytest.mark.parametrize(("elements", "width"), [(4096, 1024), (384, 384), (1280, 640), (128 * 11, 128), (300, 300)])
+def test_flat_tensors_as_rows(elements: int, width: int) -> None:
+    x = torch.arange(float(3 * elements))
+    rows = flat_rows(x, WirePolicy((E4M3,)), 3)
+    assert rows.shape == (3 * elements // width, width)
+    assert rows.data_ptr() == x.data_ptr()
+    assert flat_rows(x, ALWAYS, 3) is x
+    assert flat_rows(x[:127], WirePolicy((E4M3,))).shape == (1, 127)
+    assert flat_rows(x[:0], WirePolicy((E4M3,))).shape == (0,)
+
+
+# DistributedDataParallel
+
+
+def ddp_rounds_once(wire: Any, unit: float) -> dict[str, int]:
+    start()
+    model, n = small_model(), dist.get_world_size()
+    of_ranks = each_ranks(copy.deepcopy(model))
+    hooked = DistributedDataParallel(model, bucket_cap_mb=1e-4)  # several buckets, in flight together
+    plan_ddp(hooked, wire=wire)
+    gradients(hooked)  # the second step has other buckets than the first
+    reset_stats()
+    check_rounded_once(gradients(hooked), of_ranks, unit, n)
+    return calls("bf16")
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2)])
+def test_ddp_in_bf16(emulated_cluster: ClusterFactory, nodes: int, ranks: int) -> None:
+    for found in emulated_cluster(nodes, ranks).run(ddp_rounds_once, "bf16!", 2.0**-8, timeout_s=60):
+        assert found["all_reduce"] > 1, "one bucket a step would not test buckets"
+
+
+def ddp_in_fp8() -> None:
+    start()
+    model = small_model()
+    of_ranks = each_ranks(copy.deepcopy(model))
+    hooked = DistributedDataParallel(model)
+    plan_ddp(hooked, wire="fp8_e5m2!")
+    for mean, values in zip(gradients(hooked), of_ranks, strict=True):
+        exact, largest = torch.stack(values).double().mean(0), torch.stack(of_ranks[0]).abs().max()
+        assert (mean.double() - exact).abs().max() <= 2.0**-2 * max(largest, torch.stack(values).abs().max())
+
+
+def test_ddp_in_fp8(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 3).run(ddp_in_fp8, timeout_s=60)
+
+
+def ddp_by_environment(value: str | None) -> dict[str, int]:
+    if value:
+        os.environ["COMMLAYER_WIRE"] = value
+    start()
+    model = small_model()
+    expected = gradients(DistributedDataParallel(copy.deepcopy(model)))
+    hooked = DistributedDataParallel(copy.deepcopy(model))
+    plan_ddp(hooked)
+    got = gradients(hooked)
+    overridden = DistributedDataParallel(model)
+    plan_ddp(overridden, wire="native")
+    assert_same(gradients(overridden), expected)
+    if not value:
+        assert_same(got, expected)
+    return calls("bf16")
+
+
+def test_ddp_by_the_environment(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(1, 2)
+    assert cluster.run(ddp_by_environment, "dp=bf16!", timeout_s=60) == [{"all_reduce": 1}] * 2
+    assert cluster.run(ddp_by_environment, None, timeout_s=60) == [{}] * 2
+
+
+def without_a_profile() -> list[str]:
+    start()
+    model = small_model()
+    expected = gradients(DistributedDataParallel(copy.deepcopy(model)))
+    hooked = DistributedDataParallel(model)
+    plan_ddp(hooked, wire="bf16")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert_same(gradients(hooked), expected)
+    assert calls("bf16") == {}
+    return [str(each.message) for each in caught if "commlayer" in str(each.message)]
+
+
+def test_without_a_profile_bf16_stays_native_and_says_so_once(emulated_cluster: ClusterFactory) -> None:
+    for texts in emulated_cluster(1, 2).run(without_a_profile, timeout_s=60):
+        assert len(texts) == 1
+        assert "bf16 is allowed, but there is no profile" in texts[0]
+
+
+def training_goes_on() -> tuple[list[str], float]:
+    """The gradients of one rank become such that FP8 leaves the budget: all ranks step back, and go on."""
+    start()
+    model = small_model()
+    group = CompressedGroup(
+        planned_group(), WirePolicy((E4M3, BF16), Scaling.BLOCK, error_budget=0.01, sample_every=2), "dp"
+    )
+    hooked = DistributedDataParallel(model)
+    hooked.register_comm_hook(group, all_reduce_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(6):
+            loss = hooked(torch.ones(4, 8) * (1 + dist.get_rank())).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, [p.detach() for p in model.parameters()])
+    for theirs in everyones:
+        assert_same(theirs, [p.detach() for p in model.parameters()])
+    return [str(each) for each in group.governor.formats], group.governor.errors[BF16]
+
+
+def test_training_goes_on_after_the_governor_stepped_back(emulated_cluster: ClusterFactory) -> None:
+    for formats, error in emulated_cluster(1, 3).run(training_goes_on, timeout_s=60):
+        assert formats == ["bf16"]
+        assert 0 < error < 2.0**-8
+
+
+# FSDP2
+
+
+def shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def fsdp_rounds_once(wire: Any) -> dict[str, int]:
+    start()
+    model, n = small_model(), dist.get_world_size()
+    of_ranks = each_ranks(copy.deepcopy(model))
+    planned = shard(model, mesh=init_device_mesh("cpu", (n,)))
+    plan_fsdp(planned, wire=wire)
+    reset_stats()
+    check_rounded_once(gradients(planned), of_ranks, 2.0**-8, n)
+    return calls("bf16")
+
+
+@pytest.mark.parametrize("wire", ["bf16!", WirePolicy((BF16,), in_place=True)], ids=["bf16", "in place"])
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 2), (2, 2)])
+def test_fsdp_in_bf16(emulated_cluster: ClusterFactory, wire: Any, nodes: int, ranks: int) -> None:
+    for found in emulated_cluster(nodes, ranks).run(fsdp_rounds_once, wire, timeout_s=60):
+        assert found["reduce_scatter"] > 1
+        assert "all_gather" not in found
+
+
+def hsdp_rounds_once() -> None:
+    start()
+    model = small_model()
+    of_ranks = each_ranks(copy.deepcopy(model))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    planned = shard(model, mesh=mesh)
+    plan_fsdp(planned, planned_group(mesh.get_group("shard")), wire="bf16!")
+    check_rounded_once(gradients(planned), of_ranks, 2.0**-8, 4)
+
+
+def test_hsdp_in_bf16(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(2, 2).run(hsdp_rounds_once, timeout_s=60)
+
+
+def parameters_in(wire: str, dtype: torch.dtype) -> dict[str, int]:
+    """All ranks compute with the same rounded parameters; the sharded ones keep their bits."""
+    start()
+    n = dist.get_world_size()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 40, bias=False))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    planned = shard(model, mesh=init_device_mesh("cpu", (n,)), mp_policy=policy)
+    plan_fsdp(planned, parameter_wire=wire)
+    seen: dict[str, torch.Tensor] = {}
+    first: Any = planned.get_submodule("0")
+    first.register_forward_pre_hook(lambda m, _: seen.update(weight=m.weight.detach().clone()))
+    reset_stats()
+    planned(torch.ones(2, 64)).square().mean().backward()
+    error = ((seen["weight"].float() - before[0]).abs() / before[0].abs().max()).max()
+    assert 0 < error <= (2.0**-4 if wire.startswith("fp8") else 2.0**-8)
+    everyones: list[Any] = [None] * n
+    dist.all_gather_object(everyones, seen["weight"])
+    assert all(torch.equal(theirs, seen["weight"]) for theirs in everyones)
+    assert_same([whole(parameter) for parameter in planned.parameters()], before)
+    return calls(wire.rstrip("!"))
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("fp8_e4m3!", torch.bfloat16), ("fp8_e4m3!", torch.float32), ("bf16!", torch.float32)]
+)
+def test_fsdp_parameters(emulated_cluster: ClusterFactory, wire: str, dtype: torch.dtype) -> None:
+    for found in emulated_cluster(2, 2).run(parameters_in, wire, dtype, timeout_s=60):
+        assert found["all_gather"] >= 3
+        assert "reduce_scatter" not in found
+
+
+def fsdp_refusals() -> None:
+    start()
+    with pytest.raises(GroupError, match="wire formats need a group of backend commlayer"):
+        plan_ddp(DistributedDataParallel(small_model()), dist.new_group(), wire="bf16")
+    planned = planned_group()
+    with pytest.raises(UsageError, match="a wire format must be one of"):
+        PlannedAllGather(planned, "fp4")
+    scatter = PlannedReduceScatter(planned, "bf16!")
+    out, x = torch.empty(3), torch.arange(6.0)
+    for op in (dist.ReduceOp.MAX, cast("Any", dist)._make_nccl_premul_sum(0.5)):
+        with pytest.raises(UsageError, match="summed or averaged"):
+            scatter(out, x, planned, op)
+    work = scatter(out, x, planned, dist.ReduceOp.AVG, async_op=True)
+    assert work is not None
+    assert work.wait()
+    assert work.wait()  # once is enough, and twice changes nothing
+    assert out.tolist() == x[3 * dist.get_rank() :][:3].tolist()
+    assert scatter(out, x, planned, dist.ReduceOp.SUM) is None
+    assert out.tolist() == (2 * x[3 * dist.get_rank() :][:3]).tolist()
+    os.environ["COMMLAYER_WIRE"] = "dp=bf16!"
+    assert PlannedAllGather(planned).compressed is None  # parameters: only where the program asks for it
+    assert PlannedReduceScatter(planned).compressed is not None
+    assert PlannedReduceScatter(planned, "native").compressed is None
+
+
+def test_refusals(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(fsdp_refusals, timeout_s=60)
+
+
+# Gradients on a mesh
+
+
+def mesh_gradients() -> None:
+    start()
+    mesh = FoldedMesh({"tp": 2}, backend="commlayer")
+    model = small_model()
+    of_ranks = each_ranks(model)
+    for wire, unit in (("native", 2.0**-23), ("bf16!", 2.0**-8), ("bf16!", 2.0**-8)):
+        for parameter, values in zip(model.parameters(), of_ranks, strict=True):
+            parameter.grad = values[dist.get_rank()].clone()
+        synchronise_gradients(model, mesh, wire)
+        for parameter, values in zip(model.parameters(), of_ranks, strict=True):
+            mine = torch.stack([values[rank] for rank in mesh.ranks("dp_cp")]).double()
+            assert parameter.grad is not None
+            error = (parameter.grad.double() - mine.sum(0)).abs()
+            assert (error <= 2.01 * unit * mine.abs().sum(0) + 1e-7).all()
+            assert wire == "native" or error.max() > 0
+    from commlayer.integrations.gradients import _COMPRESSED
+
+    (kept,) = _COMPRESSED.values()
+    assert list(kept) == [("dp_cp", WirePolicy((BF16,), Scaling.BLOCK))]  # one for both steps
+
+
+def test_gradients_on_a_mesh(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(2, 2).run(mesh_gradients, timeout_s=60)
