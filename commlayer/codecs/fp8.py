@@ -78,10 +78,11 @@ def grid_shape(wire: Wire, rows: int) -> tuple[int, int]:
 def make_scales(amax: torch.Tensor, wire: Wire, is_marked: torch.Tensor | None = None) -> torch.Tensor:
     """Scales of groups with these ``amax`` (FP32, of finite elements); those of marked groups are negative."""
     kind = FORMATS[wire.format]
-    largest = torch.full_like(amax, kind.largest)
-    if is_marked is not None:
-        largest.masked_fill_(is_marked, kind.largest_marked)
-    scales = torch.div(amax.clamp_min(LEAST_AMAX), largest)
+    scales = amax.clamp_min(LEAST_AMAX)
+    if is_marked is None:
+        scales.div_(kind.largest)
+    else:
+        scales.div_(torch.where(is_marked, kind.largest_marked, kind.largest))
     if wire.power_of_two:  # up to the next exponent, unless the mantissa is zero already; scales are normal numbers
         bits = scales.view(torch.int32)
         bits.add_(0x7FFFFF).bitwise_and_(-0x800000)

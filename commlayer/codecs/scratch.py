@@ -11,53 +11,55 @@ import threading
 
 import torch
 
-__all__ = ["TILE_ELEMENTS", "constant", "scratch"]
+__all__ = ["TILE_ELEMENTS", "constant", "pieces", "scratch"]
 
 TILE_ELEMENTS = 32768
-"""Elements worked on at a time: 128 KiB in FP32, of which two fit into a usual second-level cache. At half of it the calls of
-torch (1 to 2 µs each) weigh as much as their work."""
+"""Elements worked on at a time: 128 KiB in FP32, which fits into a second-level cache with what is made of it. At half of it
+the calls of torch (1 to 2 µs each) weigh as much as their work."""
+_MAX_VIEWS = 256
 
 
 class _Memory(threading.local):
     def __init__(self) -> None:
         self.buffers: dict[object, torch.Tensor] = {}
+        self.views: dict[object, torch.Tensor] = {}
 
 
 _MEMORY = _Memory()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory of this thread, the same at each call with these arguments."""
+    """Memory of this thread with any content: the same for all shapes of one name and dtype."""
     key = (name, shape, dtype)
-    found = _MEMORY.buffers.get(key)
-    if found is None:
-        found = _MEMORY.buffers[key] = _carve(name, shape, dtype)
-    return found
+    view = _MEMORY.views.get(key)
+    return _make_view(key, name, dtype, shape, None) if view is None else view
 
 
 def constant(value: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor full of ``value``: operations of integers with one are twice as fast as with a scalar."""
+    """A tensor full of ``value``, for integer operations: they are twice as fast with a tensor as with a scalar."""
     key = (value, shape, dtype)
-    found = _MEMORY.buffers.get(key)
-    if found is None:
-        _forget_some()
-        with torch.inference_mode(False):
-            found = _MEMORY.buffers[key] = torch.full(shape, value, dtype=dtype)
-    return found
+    view = _MEMORY.views.get(key)
+    return _make_view(key, value, dtype, shape, value) if view is None else view
 
 
-def _carve(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A view of the one buffer that all shapes of this name and dtype share."""
-    _forget_some()
+def pieces(x: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    """``x.split(size)``, without the 5 µs that it takes where there is nothing to split."""
+    return (x,) if x.shape[0] <= size else x.split(size)
+
+
+def _make_view(
+    key: object, name: object, dtype: torch.dtype, shape: tuple[int, ...], value: int | None
+) -> torch.Tensor:
+    if len(_MEMORY.views) >= _MAX_VIEWS:  # shapes come and go with the numbers of tokens
+        _MEMORY.views.clear()
     size = torch.Size(shape).numel()
-    base = _MEMORY.buffers.get((name, dtype))
     with torch.inference_mode(False):
-        if base is None or base.numel() < size:
-            base = _MEMORY.buffers[name, dtype] = torch.empty(max(size, TILE_ELEMENTS), dtype=dtype)
-        return base[:size].view(shape)
-
-
-def _forget_some() -> None:
-    """Shapes come and go with the numbers of tokens: do not keep views of all of them."""
-    if len(_MEMORY.buffers) > 256:
-        _MEMORY.buffers.clear()
+        buffer = _MEMORY.buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = torch.empty(max(size, TILE_ELEMENTS), dtype=dtype)
+            _MEMORY.buffers[name, dtype] = buffer if value is None else buffer.fill_(value)
+            stale = [key for key in _MEMORY.views if isinstance(key, tuple) and (key[0], key[2]) == (name, dtype)]
+            for old in stale:  # they would keep the smaller buffer alive
+                del _MEMORY.views[old]
+        view = _MEMORY.views[key] = buffer[:size].view(shape)
+    return view
