@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
     from commlayer.integrations.remat import recomputable as recomputable
+    from commlayer.integrations.wire import LaneWires as LaneWires
+    from commlayer.integrations.wire import tensor_parallel_wire as tensor_parallel_wire
 
 _HOME = {
     "ColumnParallelLinear": "linear",
     "FoldedMapping": "mesh_ranks",
     "FoldedMesh": "mesh",
     "GroupedExperts": "moe.experts",
+    "LaneWires": "wire",
     "MoELanguageModel": "model",
     "MoELayer": "moe.layer",
     "MoETransformerLayer": "block",
@@ -70,6 +73,7 @@ _HOME = {
     "run_pipeline": "pipeline",
     "split_sequence": "context_parallel",
     "synchronise_gradients": "gradients",
+    "tensor_parallel_wire": "wire",
 }
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "FoldedMapping",
     "FoldedMesh",
     "GroupedExperts",
+    "LaneWires",
     "MoELanguageModel",
     "MoELayer",
     "MoETransformerLayer",
@@ -104,6 +109,7 @@ __all__ = [
     "run_pipeline",
     "split_sequence",
     "synchronise_gradients",
+    "tensor_parallel_wire",
 ]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -31,6 +32,7 @@ from commlayer.integrations.linear import (
     gather_sequence,
 )
 from commlayer.integrations.remat import Promise, promise_of, recomputable, start_before
+from commlayer.integrations.wire import WireChoice, wired
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
@@ -75,6 +77,9 @@ class ParallelAttention(nn.Module):
         generator: in the same state on all ranks, see :mod:`commlayer.integrations.linear`.
         dtype: of the weights; None: torch's default.
         device: of the weights; None: torch's default.
+        wire: formats in which what is sent over ``tp`` may travel in the forward pass; None: those of ``tp``, else what
+            COMMLAYER_WIRE says of its lane, else its own. Of ``cp`` the last two hold.
+        gradient_wire: the same for gradients. See :func:`~commlayer.integrations.wire.tensor_parallel_wire`.
 
     Raises:
         UsageError: heads that cannot be shared so.
@@ -98,6 +103,8 @@ class ParallelAttention(nn.Module):
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        wire: WireChoice = None,
+        gradient_wire: WireChoice = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -109,7 +116,8 @@ class ParallelAttention(nn.Module):
                 f"num_heads={num_heads} cannot be split over tp={tp.size} with kind='tensor': take kind='ulysses', or a tp that "
                 "divides it"
             )
-        self.tp, self.cp = tp, GroupCommunicator(None, "cp") if cp is None else cp
+        self.tp = wired(tp, wire, gradient_wire)
+        self.cp = GroupCommunicator(None, "cp") if cp is None else wired(cp)
         self.kind, self.causal, self.rope_base = kind, causal, rope_base
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.shares = head_shares(num_heads, num_kv_heads, tp.size)
@@ -121,7 +129,11 @@ class ParallelAttention(nn.Module):
         whole_kv = kind == "ulysses" or num_kv_heads % tp.size != 0
         self.q = column(num_heads, kind == "ulysses")
         self.k, self.v = column(num_kv_heads, whole_kv), column(num_kv_heads, whole_kv)
-        row = ReplicatedLinear if kind == "ulysses" else RowParallelLinear
+        row = (
+            ReplicatedLinear
+            if kind == "ulysses"
+            else partial(RowParallelLinear, wire=wire, gradient_wire=gradient_wire)
+        )
         self.out = row(num_heads * head_dim, hidden, tp=tp, generator=generator, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
+from commlayer.integrations.wire import LaneWires
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
 
@@ -49,6 +50,7 @@ class MoETransformerLayer(nn.Module):
         shared_width, dispatch, chunks, weights_at: see :class:`~commlayer.integrations.moe.layer.MoELayer`.
         rope_base: base of rotary position embeddings; None: no rotation.
         seed: of all weights.
+        wires: formats in which tokens and activations may travel; ``dp`` is not the layer's.
 
     Raises:
         UsageError: sizes that do not go together, or with the mesh.
@@ -70,8 +72,10 @@ class MoETransformerLayer(nn.Module):
         weights_at: Literal["combine", "experts"] = "combine",
         rope_base: float | None = 10_000.0,
         seed: int = 0,
+        wires: LaneWires | None = None,
     ) -> None:
         super().__init__()
+        wires = LaneWires() if wires is None else wires
         self.tp, self.cp = sequence_groups(mesh)
         self.norm_1 = RMSNorm(hidden)
         self.attention = ParallelAttention(
@@ -83,6 +87,8 @@ class MoETransformerLayer(nn.Module):
             kind=attention,
             rope_base=rope_base,
             generator=torch.Generator().manual_seed(4 * seed),
+            wire=wires.tp,
+            gradient_wire=wires.tp_gradient,
         )
         self.norm_2 = RMSNorm(hidden)
         self._places = mesh is not None and router.drop_scope == "sequence" and not router.is_dropless
@@ -98,6 +104,7 @@ class MoETransformerLayer(nn.Module):
             sequence=None if mesh is None else GroupCommunicator(mesh.group("tp_cp"), "ep"),
             balance=None if mesh is None else GroupCommunicator(mesh.group("stage"), "ep"),
             seed=4 * seed + 1,  # and the shared experts the one after
+            wire=wires.ep,
         )
         # Every tp rank has these whole, and uses them on its own rows.
         for part in (self.norm_1, self.norm_2, self.moe.router, self.moe.shared):

@@ -11,7 +11,7 @@ much, make the layer on ``device="meta"``, then ``to_empty()`` and ``load_full()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.wire import WireChoice, wired
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.transfers import differentiable_once
 
@@ -47,7 +48,18 @@ def gather_sequence(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | No
     nobody checks: where the group does not divide them, give it.
     Raises TensorError where ``x`` does not have its share.
     """
-    return tp.all_gather(x, None if total_rows is None else even_rows(total_rows, tp.size))
+    return _by_token(tp.all_gather, x, None if total_rows is None else even_rows(total_rows, tp.size))
+
+
+def _by_token(
+    move: Callable[[torch.Tensor, Sequence[int] | None], torch.Tensor], x: torch.Tensor, rows: Sequence[int] | None
+) -> torch.Tensor:
+    """``move(x, rows)`` of [S, B, H] as one of [S · B, H]: the same bytes, and what shares a scale on the wire is a token."""
+    tokens = x.shape[1:-1].numel()
+    if x.dim() < 3 or tokens == 0:
+        return move(x, rows)
+    y = move(x.flatten(0, -2), None if rows is None else [count * tokens for count in rows])
+    return y.view(y.shape[0] // tokens, *x.shape[1:])
 
 
 class _Linear(nn.Module):
@@ -64,9 +76,12 @@ class _Linear(nn.Module):
         generator: torch.Generator | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
+        wire: WireChoice = "native",
+        gradient_wire: WireChoice = "native",
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.tp, self.dim = in_features, out_features, tp, dim
+        self.tp = tp if dim is None else wired(tp, wire, gradient_wire)
+        self.in_features, self.out_features, self.dim = in_features, out_features, dim
         if dim is not None:
             _check_divides(("out_features", "in_features")[dim], (out_features, in_features)[dim], tp.size)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -111,7 +126,7 @@ class _Linear(nn.Module):
         weight = self.weight.detach()
         if self.dim is None:
             return weight.clone()
-        return self.tp.all_gather(weight.movedim(self.dim, 0)).movedim(0, self.dim).contiguous()
+        return self._exact.all_gather(weight.movedim(self.dim, 0)).movedim(0, self.dim).contiguous()
 
     @torch.no_grad()
     def full_bias(self) -> torch.Tensor | None:
@@ -119,7 +134,12 @@ class _Linear(nn.Module):
         if self.bias is None:
             return None
         bias = self.bias.detach()
-        return self.tp.all_gather(bias) if self.dim == 0 else bias.clone()
+        return self._exact.all_gather(bias) if self.dim == 0 else bias.clone()
+
+    @property
+    def _exact(self) -> GroupCommunicator:
+        """For what is not to be rounded, whatever wire formats the activations take."""
+        return self.tp.with_wire(None, None)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.tp.lane}={self.tp.size}"
@@ -139,9 +159,12 @@ class ColumnParallelLinear(_Linear):
         generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
         dtype: of the weight; None: torch's default.
         device: of the weight; None: torch's default.
+        wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
+            else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
+        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire.tensor_parallel_wire` has both.
 
     Raises:
-        UsageError: ``tp.size`` does not divide ``out_features``.
+        UsageError: ``tp.size`` does not divide ``out_features``; no such format.
     """
 
     def __init__(
@@ -156,9 +179,20 @@ class ColumnParallelLinear(_Linear):
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        wire: WireChoice = None,
+        gradient_wire: WireChoice = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, tp=tp, dim=0, bias=bias, generator=generator, dtype=dtype, device=device
+            in_features,
+            out_features,
+            tp=tp,
+            dim=0,
+            bias=bias,
+            generator=generator,
+            dtype=dtype,
+            device=device,
+            wire=wire,
+            gradient_wire=gradient_wire,
         )
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
 
@@ -166,7 +200,7 @@ class ColumnParallelLinear(_Linear):
         """[S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
         gathered = gather_sequence(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
         y = F.linear(gathered, self.weight, self.bias)
-        return _gather_features(y, self.tp) if self.gather_output else y
+        return _gather_features(y, self._exact) if self.gather_output else y
 
 
 class RowParallelLinear(_Linear):
@@ -181,9 +215,12 @@ class RowParallelLinear(_Linear):
         generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
         dtype: of the weight; None: torch's default.
         device: of the weight; None: torch's default.
+        wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
+            else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
+        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire.tensor_parallel_wire` has both.
 
     Raises:
-        UsageError: ``tp.size`` does not divide ``in_features``.
+        UsageError: ``tp.size`` does not divide ``in_features``; no such format.
     """
 
     def __init__(
@@ -197,9 +234,20 @@ class RowParallelLinear(_Linear):
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        wire: WireChoice = None,
+        gradient_wire: WireChoice = None,
     ) -> None:
         super().__init__(
-            in_features, out_features, tp=tp, dim=1, bias=bias, generator=generator, dtype=dtype, device=device
+            in_features,
+            out_features,
+            tp=tp,
+            dim=1,
+            bias=bias,
+            generator=generator,
+            dtype=dtype,
+            device=device,
+            wire=wire,
+            gradient_wire=gradient_wire,
         )
         self.sequence_parallel = sequence_parallel
         if bias and sequence_parallel:
@@ -209,7 +257,7 @@ class RowParallelLinear(_Linear):
         """[S/tp, B, out_features] of ``x`` [S, B, in_features / tp.size]; without sequence parallelism [S, B, out_features]."""
         partial = F.linear(x, self.weight)
         if self.sequence_parallel:
-            y = self.tp.reduce_scatter(partial, even_rows(partial.shape[0], self.tp.size))
+            y = _by_token(self.tp.reduce_scatter, partial, even_rows(partial.shape[0], self.tp.size))
         else:
             y = self.tp.reduce_from_group(partial)
         return y if self.bias is None else y + self.bias

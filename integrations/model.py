@@ -21,6 +21,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.pipeline import run_pipeline
+from commlayer.integrations.wire import LaneWires
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
@@ -37,6 +38,7 @@ class ModelConfig:
         vocabulary: how many tokens there are; 256: bytes.
         num_layers: in the whole model.
         seed: of all weights.
+        wires: formats in which tokens, activations and gradients may travel.
     """
 
     router: RouterConfig
@@ -52,6 +54,7 @@ class ModelConfig:
     chunks: int | Literal["auto"] = "auto"
     rope_base: float | None = 10_000.0
     seed: int = 0
+    wires: LaneWires | None = None
 
     def layer(self, index: int, mesh: FoldedMesh | None) -> MoETransformerLayer:
         """The layer of this index, from 0."""
@@ -68,6 +71,7 @@ class ModelConfig:
             chunks=self.chunks,
             rope_base=self.rope_base,
             seed=self.seed * _SEEDS + index + 1,
+            wires=self.wires,
         )
 
 
@@ -163,7 +167,7 @@ class MoELanguageModel(nn.Module):
 
         shapes = [(mine.shape[0], size, self.config.hidden) for size in sizes]
         losses = run_pipeline(stage, self.pp, shapes, device=tokens.device)
-        synchronise_gradients(self, self.mesh)
+        synchronise_gradients(self, self.mesh, None if self.config.wires is None else self.config.wires.dp)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=tokens.device)
         return loss if self.mesh is None else GroupCommunicator(self.mesh.group("world"), "dp").all_reduce(loss)
 

@@ -10,6 +10,7 @@ Nothing is encoded that neither the program nor that variable allows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,15 +18,33 @@ import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
+from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
-__all__ = ["WireChoice", "compressed_group", "flat_rows", "tensor_parallel_wire", "wire_policy", "wired"]
+__all__ = ["LaneWires", "WireChoice", "compressed_group", "flat_rows", "tensor_parallel_wire", "wire_policy", "wired"]
 
 WireChoice = WirePolicy | str | None
 """A policy; formats as :func:`commlayer.scheduler.wire.parse_wire` reads them; None: what COMMLAYER_WIRE says."""
 _WIDEST = 8 * GROUP_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaneWires:
+    """The formats of a whole model's traffic, by lane; each None: what COMMLAYER_WIRE says of the lane, else native.
+
+    Attributes:
+        ep: tokens on their way to experts, and home.
+        tp: what parallel layers send in the forward pass.
+        tp_gradient: what they send in the backward pass.
+        dp: gradients of parameters.
+    """
+
+    ep: DispatchWire | str | None = None
+    tp: WireChoice = None
+    tp_gradient: WireChoice = None
+    dp: WireChoice = None
 
 
 def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN) -> WirePolicy | None:
@@ -85,7 +104,7 @@ def wired(
     back = wire_policy(gradient_wire, communicator.lane, scaling=scalings[1])
     if forth is None and back is None and not has_its_own:
         return communicator
-    return GroupCommunicator(communicator.group, communicator.lane, wire=forth, gradient_wire=back)
+    return communicator.with_wire(forth, back)
 
 
 def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1) -> torch.Tensor:

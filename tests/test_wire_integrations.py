@@ -15,18 +15,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer.collectives import LANES
+from commlayer.collectives import LANES, GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations import (
+    ColumnParallelLinear,
     FoldedMesh,
+    LaneWires,
+    ModelConfig,
+    MoELanguageModel,
+    ParallelAttention,
     PlannedAllGather,
     PlannedReduceScatter,
+    RouterConfig,
+    RowParallelLinear,
     all_reduce_hook,
     plan_ddp,
     plan_fsdp,
     planned_group,
+    split_sequence,
     synchronise_gradients,
+    tensor_parallel_wire,
 )
+from commlayer.integrations.linear import even_rows
 from commlayer.integrations.wire import flat_rows, wire_policy
 from commlayer.profiles.errors import GroupError, SettingsError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
@@ -393,3 +403,144 @@ def mesh_gradients() -> None:
 
 def test_gradients_on_a_mesh(emulated_cluster: ClusterFactory) -> None:
     emulated_cluster(2, 2).run(mesh_gradients, timeout_s=60)
+
+
+# Parallel layers
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def close_to(got: torch.Tensor, expected: torch.Tensor, unit: float, what: str) -> None:
+    """``unit``: of the largest expected value; and not the same, which would mean that nothing was encoded."""
+    assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
+    if expected.numel():
+        error = float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+        assert 0 < error <= unit, f"{what}: off by {error:.2g}"
+
+
+def linear_layers(dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, int]:
+    """up and down, as a dense layer has them, in FP8 against natively: outputs, and gradients of input and weights."""
+    start()
+    n, rank = dist.get_world_size(), dist.get_rank()
+    tp = GroupCommunicator(planned_group(), "tp")
+    wire, gradient_wire = tensor_parallel_wire("fp8_e4m3!")
+    results = []
+    rows = even_rows(shape[0], n)
+    whole_x = torch.randn(*shape, 48, generator=seeded(1)).to(dtype)
+    for options in ({}, {"wire": wire, "gradient_wire": gradient_wire}):
+        common: dict[str, Any] = {"tp": tp, "dtype": dtype, **options}
+        up = ColumnParallelLinear(48, 96, generator=seeded(2), **common)
+        down = RowParallelLinear(96, 48, generator=seeded(3), **common)
+        x = whole_x.split(rows)[rank].clone().requires_grad_()
+        reset_stats()
+        y = down(torch.tanh(up(x, shape[0])))
+        y.backward(torch.randn(y.shape, generator=seeded(4 + rank)).to(dtype))
+        found = calls("fp8_e4m3")
+        assert x.grad is not None
+        results.append([y.detach(), x.grad, up.weight.grad, down.weight.grad])
+        exact = up.full_weight(), down.full_weight()  # parameters are never rounded
+        assert torch.equal(up.shard(exact[0]), up.weight)
+        assert torch.equal(down.shard(exact[1]), down.weight)
+        assert calls("fp8_e4m3") == found
+    for what, native, coded in zip(("y", "x", "up", "down"), *results, strict=True):
+        close_to(coded, native, 2.0**-4 * 1.5, what)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(256,), (131, 3), (2, 2)], ids=str)
+def test_linear_layers(emulated_cluster: ClusterFactory, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    for found in emulated_cluster(1, 3).run(linear_layers, dtype, shape, timeout_s=60):
+        # forward: gathered, and scattered; backward: the other way round
+        assert found == {"all_gather": 2, "reduce_scatter": 2}
+
+
+def scales_are_per_token() -> None:
+    """One huge token does not take the others' precision, also not those of its position in the batch."""
+    start()
+    tp = GroupCommunicator(planned_group(), "tp")
+    wire, _ = tensor_parallel_wire("fp8_e4m3!")
+    layer = RowParallelLinear(8, 4, tp=tp, wire=wire, generator=seeded())
+    x = torch.randn(6, 5, 4, generator=seeded(dist.get_rank()))
+    x[2, 3] *= 1e6
+    native = RowParallelLinear(8, 4, tp=tp, wire="native", generator=seeded())
+    got, expected = layer(x).detach(), native(x).detach()
+    error = (got - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert float(error.max()) < 0.2  # of each token's own largest
+    empty = layer(x[:, :0])
+    assert empty.shape == (3, 0, 4)
+    assert layer(x[:0]).shape == (0, 5, 4)
+
+
+def test_scales_are_per_token(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(scales_are_per_token, timeout_s=60)
+
+
+def attention_in_fp8(kind: Any, is_by_environment: bool) -> dict[str, int]:
+    if is_by_environment:
+        os.environ["COMMLAYER_WIRE"] = "tp=fp8_e4m3!,cp=fp8_e4m3!"
+    start()
+    mesh = FoldedMesh({"tp": 2, "cp": 2}, backend="commlayer")
+    tp, cp = GroupCommunicator(mesh.group("tp"), "tp"), GroupCommunicator(mesh.group("cp"), "cp")
+    whole_x = torch.randn(20, 2, 32, generator=seeded(1))
+    results = []
+    wire, gradient_wire = (None, None) if is_by_environment else tensor_parallel_wire("fp8_e4m3!")
+    for options in ({"wire": "native", "gradient_wire": "native"}, {"wire": wire, "gradient_wire": gradient_wire}):
+        common: dict[str, Any] = {"tp": tp, "cp": cp, "kind": kind, "generator": seeded(2), **options}
+        layer = ParallelAttention(32, 4, 2, **common)
+        x = split_sequence(whole_x, tp=tp, cp=cp).clone().requires_grad_()
+        reset_stats()
+        y = layer(x)
+        y.square().sum().backward()
+        found = calls("fp8_e4m3")
+        assert x.grad is not None
+        results.append([y.detach(), x.grad, layer.q.weight.grad])
+    for what, native, coded in zip(("y", "x", "q"), *results, strict=True):
+        close_to(coded, native, 0.3, what)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "tensor"])
+def test_attention(emulated_cluster: ClusterFactory, kind: str) -> None:
+    for found in emulated_cluster(1, 4).run(attention_in_fp8, kind, False, timeout_s=60):
+        expected = {"all_to_all_v": 4} if kind == "ulysses" else {"all_gather": 2, "reduce_scatter": 2}
+        assert found == expected
+
+
+def test_attention_by_the_environment(emulated_cluster: ClusterFactory) -> None:
+    for found in emulated_cluster(1, 4).run(attention_in_fp8, "ulysses", True, timeout_s=60):
+        assert found == {"all_to_all_v": 4, "all_gather": 1, "reduce_scatter": 1}
+
+
+def a_model_trains(wires: LaneWires | None) -> tuple[list[float], dict[str, int]]:
+    start()
+    mesh = FoldedMesh({"tp": 2, "ep": 2}, backend="commlayer")
+    router = RouterConfig(num_experts=4, top_k=2)
+    config = ModelConfig(
+        router=router, vocabulary=32, hidden=32, width=32, attention="tensor", dispatch="all_to_all", wires=wires
+    )
+    model = MoELanguageModel(config, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(32, (17, 4), generator=seeded(5))
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        losses.append(float(model.train_step(tokens[:-1], tokens[1:])))
+        optimizer.step()
+    coded = {**calls("fp8_e4m3"), **{f"{name} bf16": count for name, count in calls("bf16").items()}}
+    return losses, coded
+
+
+def test_a_model_trains(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(2, 2)
+    wire, gradient_wire = tensor_parallel_wire("fp8_e4m3!")
+    wires = LaneWires(ep="fp8_e4m3!", tp=wire, tp_gradient=gradient_wire, dp="bf16!")
+    native = cluster.run(a_model_trains, None, timeout_s=90)
+    for (losses, found), (expected, none) in zip(cluster.run(a_model_trains, wires, timeout_s=90), native, strict=True):
+        assert none == {}
+        assert {"all_gather", "reduce_scatter", "all_to_all_v", "all_reduce bf16"} <= set(found)
+        assert losses != expected
+        assert losses == pytest.approx(expected, rel=0.05)
+        assert losses[-1] < losses[0]
