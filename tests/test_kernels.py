@@ -1,0 +1,226 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, against the slow reference: bit for bit.
+
+Triton decides when it is loaded whether it interprets, so every check runs in a process of its own, all of them in one: this
+file, run as a program, which reports what failed. That shows what the kernels compute. Whether a GPU's compiler accepts
+them, and how fast they are, is for tests/gpu/test_kernels_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from commlayer.codecs import reference
+from commlayer.scheduler.wire import Scaling, Wire, WireFormat
+
+FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTH = 130  # a whole block and a short one
+CHANNELS = 34  # more than a program's 32: the reference takes a loop for each
+LIMIT_S = 100.0
+
+
+def draw(rows: int, dtype: torch.dtype, width: int = WIDTH) -> torch.Tensor:
+    """[rows, width] of many magnitudes, with zeros of both signs, subnormals, and the first row all zeros."""
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randn(rows, width, generator=generator) * torch.exp(
+        5 * torch.randn(rows, width, generator=generator)
+    )
+    x = spread.clamp(-6e4, 6e4).to(dtype)
+    x[:, ::5], x[:, 1::17], x[:, 2::19] = 0.0, -0.0, torch.finfo(dtype).smallest_normal / 4
+    x[0] = 0
+    return x
+
+
+def with_specials(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[1, ::3], x[1, 1::7], x[-1, -1:] = math.inf, -math.inf, math.nan
+    return x
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal bits; any NaN is as good as another."""
+    bits = torch.int32 if found.dtype is torch.float32 else torch.int16
+    of_nan = found.isnan() & expected.isnan()
+    return bool(((found.view(bits) == expected.view(bits)) | of_nan).all())
+
+
+def cases() -> list[tuple[Wire, torch.dtype]]:
+    """Every format and scaling with every dtype; powers of two with one of them."""
+    every = [
+        (Wire(wire_format, CHANNELS if scaling is Scaling.CHANNEL else WIDTH, scaling, power_of_two), dtype)
+        for wire_format, scaling, power_of_two, dtype in itertools.product(FP8, Scaling, (False, True), DTYPES)
+    ]
+    return [(wire, dtype) for wire, dtype in every if not wire.power_of_two or dtype is torch.float16]
+
+
+def num_rows(wire: Wire) -> int:
+    is_long = wire.scaling is Scaling.CHANNEL and wire.power_of_two and wire.format is WireFormat.FP8_E4M3
+    return 131 if is_long else 4
+
+
+# Checks: run by the interpreting process
+
+
+def check_encoding() -> None:
+    from commlayer.kernels.rows import RowKernels
+
+    for wire, dtype in cases():
+        x, count = with_specials(draw(6, dtype, wire.row_elements)), num_rows(wire)
+        message = torch.empty(wire.wire_bytes(6), dtype=torch.uint8)
+        RowKernels.encode(x, wire, message, None)
+        assert torch.equal(message, reference.encode(x, wire)), (wire, dtype)
+        index = torch.arange(count) * 5 % 6
+        message = torch.empty(wire.wire_bytes(count), dtype=torch.uint8)
+        RowKernels.encode(x, wire, message, index)
+        assert torch.equal(message, reference.encode(x[index], wire)), (wire, dtype, "by a map")
+
+
+def check_rounding() -> None:
+    """Every value of FP16 that FP8 has room for: all ties, all subnormals."""
+    from commlayer.kernels.rows import RowKernels
+
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    for wire_format, largest in ((WireFormat.FP8_E4M3, 448.0), (WireFormat.FP8_E5M2, 57344.0)):
+        row = torch.cat([every[every.abs() <= largest], torch.tensor([largest]).half()]).unsqueeze(0)
+        wire = Wire(wire_format, row.shape[1])
+        message = torch.empty(wire.wire_bytes(1), dtype=torch.uint8)
+        RowKernels.encode(row, wire, message, None)
+        assert torch.equal(message, reference.encode(row, wire)), wire
+
+
+def check_decoding() -> None:
+    from commlayer.kernels.rows import RowKernels
+
+    for wire, dtype in cases():
+        count = num_rows(wire)
+        message = reference.encode(with_specials(draw(6, dtype, wire.row_elements))[torch.arange(count) % 6], wire)
+        expected = reference.decode(message, count, wire, dtype)
+        out = torch.empty(count, wire.row_elements, dtype=dtype)
+        RowKernels.decode(message, wire, dtype, out, None)
+        assert same(out, expected), (wire, dtype)
+        out, places = torch.empty(count + 1, wire.row_elements, dtype=dtype), torch.arange(count, 0, -1)
+        RowKernels.decode(message, wire, dtype, out, places)
+        assert same(out[places], expected), (wire, dtype, "by a map")
+
+
+def check_every_code() -> None:
+    """Each of the 256 codes, in a plain group and in a marked one."""
+    from commlayer.kernels.rows import RowKernels
+
+    for wire_format, scale in itertools.product(FP8, (0.37, -0.37)):
+        codes = torch.arange(256, dtype=torch.uint8)
+        if scale > 0:  # where codes of NaN and infinity do not occur
+            largest = 0x7E if wire_format is WireFormat.FP8_E4M3 else 0x7B
+            codes = codes[(codes & 0x7F) <= largest]
+        wire = Wire(wire_format, len(codes))
+        message = torch.cat([torch.tensor([scale]).view(torch.uint8), codes])
+        out = torch.empty(1, len(codes))
+        RowKernels.decode(message, wire, torch.float32, out, None)
+        expected = reference.decode(message, 1, wire, torch.float32)
+        if scale < 0 and wire_format is WireFormat.FP8_E5M2:  # 0x7D and 0x7E are not written, and mean nothing
+            out, expected = (x[:, (codes & 0x7F <= 0x7C) | (codes & 0x7F == 0x7F)] for x in (out, expected))
+        assert same(out, expected), (wire, scale)
+
+
+def check_sums() -> None:
+    from commlayer.kernels.rows import RowKernels
+
+    index = torch.tensor([3, 1, 3, 5, 3, 1])
+    for wire, dtype in cases():
+        message = reference.encode(with_specials(draw(6, dtype, wire.row_elements)), wire)
+        weights = torch.rand(6, generator=torch.Generator().manual_seed(2))
+        for into_dtype in {torch.float32, dtype}:
+            before = torch.randn(7, wire.row_elements, generator=torch.Generator().manual_seed(1)).to(into_dtype)
+            into = before.clone()
+            RowKernels.add(message, wire, dtype, into, weights, index)
+            assert same(into, reference.add(message, before, wire, dtype, weights, index)), (wire, dtype, into_dtype)
+        into, plainly = torch.ones(6, wire.row_elements), torch.ones(6, wire.row_elements)
+        RowKernels.add(message, wire, dtype, into, None, None)
+        expected = reference.add(message, plainly, wire, dtype, torch.ones(6), torch.arange(6))
+        assert same(into, expected), (wire, dtype, "row by row")
+
+
+def check_bf16() -> None:
+    from commlayer.kernels.rows import RowKernels
+
+    wire, x = Wire(WireFormat.BF16, WIDTH), with_specials(draw(6, torch.float32))
+    x[2, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38])  # two ties, and one that rounds to infinity
+    index, rows = torch.tensor([5, 0, 0, 2, 1]), x.bfloat16()
+    message = torch.empty(wire.wire_bytes(5), dtype=torch.uint8)
+    RowKernels.encode(x, wire, message, index)
+    assert same(message.view(torch.bfloat16).view(5, WIDTH), rows[index])
+    out = torch.empty(6, WIDTH)
+    RowKernels.decode(message, wire, torch.float32, out, torch.arange(5))
+    assert same(out[:5], rows[index].float())
+    into, weights = torch.ones(6, WIDTH), torch.rand(5)
+    RowKernels.add(message, wire, torch.float32, into, weights, torch.tensor([2, 2, 0, 5, 2]))
+    expected = torch.ones(WIDTH)
+    for row in (0, 1, 4):
+        expected = expected + weights[row] * rows[index[row]].float()
+    assert same(into[2], expected)
+
+
+def check_interleaving() -> None:
+    from commlayer.kernels.interleave import interleave
+    from commlayer.profiles.errors import TensorError
+
+    for bounds in ([0, 4096], [0, 1024, 2048, 4096], [0, 16, 16, 40], [0, 3, 10], [0, 6, 20]):
+        blocks = [torch.randint(0, 256, (bounds[-1],), dtype=torch.uint8) for _ in range(3)]
+        staged = torch.cat([block[begin:end] for begin, end in pairwise(bounds) for block in blocks])
+        out = torch.zeros_like(staged)
+        interleave(staged, out, bounds)
+        assert torch.equal(out, torch.cat(blocks)), bounds
+        out.zero_()
+        for chunk in range(len(bounds) - 1):
+            interleave(staged, out, bounds, chunk)
+        assert torch.equal(out, torch.cat(blocks)), (bounds, "chunk by chunk")
+    interleave(staged[:0], out[:0], [0, 0])
+    for wrong in ([0], [1, 2], [0, 5, 3], [0, 7]):
+        with pytest.raises(TensorError):
+            interleave(staged, out, wrong)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str | None]:
+    """What went wrong in each check, or None."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, str | None] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[check] is None, outcomes[check]
+
+
+def outcome(check: Callable[[], None]) -> str | None:
+    try:
+        check()
+    except Exception:  # noqa: BLE001  # the test shows it
+        return traceback.format_exc()
+    return None
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: outcome(check) for name, check in CHECKS.items()}))
