@@ -9,11 +9,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils.dlpack import from_dlpack
 
 from commlayer.connect import connect, device_type
 from commlayer.debug import check_signatures, signature
@@ -46,6 +47,12 @@ _MAX_PLANS = 1024
 """Sizes whose plan is kept at hand."""
 Futures = list[Future[Join]]
 """Where an asynchronous call leaves its future: what :class:`Work` waits for."""
+
+
+class SupportsDLPack(Protocol):
+    """An array that can lend its memory: CuPy's, NumPy's, JAX's, …, and torch's own tensors."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class State(Enum):
@@ -108,16 +115,16 @@ class Communicator:
 
     @overload
     def all_to_all(
-        self, x: torch.Tensor, *, replicated: bool = ..., async_op: Literal[False] = ..., plan: Plan | None = ...
+        self, x: SupportsDLPack, *, replicated: bool = ..., async_op: Literal[False] = ..., plan: Plan | None = ...
     ) -> torch.Tensor: ...
 
     @overload
     def all_to_all(
-        self, x: torch.Tensor, *, replicated: bool = ..., async_op: Literal[True], plan: Plan | None = ...
+        self, x: SupportsDLPack, *, replicated: bool = ..., async_op: Literal[True], plan: Plan | None = ...
     ) -> Work[torch.Tensor]: ...
 
     def all_to_all(
-        self, x: torch.Tensor, *, replicated: bool = True, async_op: bool = False, plan: Plan | None = None
+        self, x: SupportsDLPack, *, replicated: bool = True, async_op: bool = False, plan: Plan | None = None
     ) -> torch.Tensor | Work[torch.Tensor]:
         """Block k of ``x`` goes to rank k of the ep group; the result holds block by block what the ranks sent here.
 
@@ -127,9 +134,14 @@ class Communicator:
         them too (as behind Megatron's f/g pair); declare False otherwise, and the call is flat. ``async_op`` returns a
         Work whose ``wait()`` gives the result; do not change ``x`` before. ``plan`` overrides the choice (benchmarks).
 
+        ``x`` is a tensor, or any array with ``__dlpack__`` (CuPy's, NumPy's, …): its memory is read where it is, without a
+        copy, and the result is a torch.Tensor on the same device (``cupy.from_dlpack`` takes it back).
+
         Differentiable: the backward pass is the same exchange of the gradient. All ranks of the grid call in the same
-        order. Raises TensorError for a size that does not divide, PeerError and CollectiveTimeoutError for a broken wait.
+        order. Raises TensorError for a size that does not divide or an array that lends no memory, PeerError and
+        CollectiveTimeoutError for a broken wait.
         """
+        x = _as_tensor(x)
         self._check_tensor(x)
         needs_grad = x.requires_grad and torch.is_grad_enabled()
         if not async_op:
@@ -314,6 +326,19 @@ class _AllToAll(torch.autograd.Function):
 
 _move: Callable[..., torch.Tensor] = _AllToAll.apply
 """Typed here, because torch does not annotate it."""
+
+
+def _as_tensor(x: SupportsDLPack) -> torch.Tensor:
+    """``x``, or a tensor in the memory of an array. Raises TensorError for what lends none."""
+    if isinstance(x, torch.Tensor):
+        return x
+    try:
+        return from_dlpack(x)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TensorError(
+            f"rank {dist.get_rank()}: expected a tensor, or an array that lends its memory by __dlpack__, got a "
+            f"{type(x).__name__} that does not: {error}"
+        ) from error
 
 
 def _nothing(*_: object) -> None:
