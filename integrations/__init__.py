@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.router import RouterConfig as RouterConfig
     from commlayer.integrations.moe.routing import Routing as Routing
     from commlayer.integrations.norm import RMSNorm as RMSNorm
+    from commlayer.integrations.parameters import ShardedOptimizer as ShardedOptimizer
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
     from commlayer.integrations.remat import recomputable as recomputable
@@ -60,6 +61,7 @@ _HOME = {
     "RouterConfig": "moe.router",
     "Routing": "moe.routing",
     "RowParallelLinear": "linear",
+    "ShardedOptimizer": "parameters",
     "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
     "mark_experts": "mesh",
@@ -96,6 +98,7 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "RowParallelLinear",
+    "ShardedOptimizer",
     "TokenDispatcher",
     "all_reduce_hook",
     "mark_experts",

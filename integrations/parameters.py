@@ -1,0 +1,242 @@
+"""An optimizer whose work and state are shared out over data-parallel ranks, with parameters that travel in a wire format.
+
+Megatron's distributed optimizer, ZeRO's first stage: each rank keeps the *main parameters* (FP32) of its shard and the state of
+the user's optimizer for it, and steps them alone. One step is::
+
+    gradients of the model ──reduce_scatter──► of this rank's shard ──► optimizer ──► main shard ──all_gather──► model
+
+Parameters may be gathered in FP8 (MegaScale-MoE, section 7): half of BF16's bytes. The main shard is never rounded: what one
+step loses on the wire the next does not inherit. All ranks, the owner too, compute with the same decoded bits.
+
+The parameters become views of one flat buffer for each group and dtype, into which they are gathered: no copy of the model
+is made on the way. Rejected: a whole parameter for each rank, as torch's ZeroRedundancyOptimizer has it, which cannot be even,
+and sends each parameter by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
+from commlayer.profiles.errors import GroupError, TensorError, UsageError
+
+__all__ = ["ShardedOptimizer"]
+
+_ROW = 1024
+"""Shards are whole rows of so many elements: blocks that share a scale never cross from one rank's to the next's."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# torch 2.13 has given them new names, and warns about the old ones.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """Parameters of one group and dtype, flat. n ranks, s elements each, zeros behind the last parameter."""
+
+    parameters: tuple[nn.Parameter, ...]
+    model: torch.Tensor  # [n·s], of which they are views
+    gradients: torch.Tensor  # [n·s], FP32
+    main: nn.Parameter  # [s], FP32
+
+
+class ShardedOptimizer:
+    """Steps ``parameters`` with the user's optimizer, each rank a shard of them.
+
+        optimizer = ShardedOptimizer(model.parameters(), partial(torch.optim.AdamW, lr=1e-3), group, wire="bf16")
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Without wire formats the parameters are those of the unsharded optimizer, up to the order of sums; after construction and
+    every step all ranks hold the same bits. For elementwise optimizers (SGD, Adam, AdamW, …): a shard knows nothing of the
+    parameters' shapes. Construction, :meth:`step` and :meth:`load_state_dict` are collective.
+
+    Args:
+        parameters: of the model, or dicts of them with options, as torch's optimizers take them; float32, bfloat16 or float16.
+            Those that need no gradient are left out. Their memory moves: make the optimizer after ``model.to(…)``.
+        optimizer: makes the inner optimizer of the main shards, from dicts of parameters with options.
+        group: the data-parallel ranks, with one model; None: all ranks.
+        wire: formats in which gradients, FP32 here, may travel; None: what COMMLAYER_WIRE says of dp, else their own.
+            ``in_place`` is allowed.
+        parameter_wire: formats in which parameters may travel, from the model's dtype. None: their own, whatever COMMLAYER_WIRE
+            says. A group of one rank sends, and rounds, nothing.
+        average: gradients are the mean over ranks, as in DDP; False: the sum.
+
+    Attributes:
+        optimizer: the inner one, for learning rate schedules.
+
+    Raises:
+        TensorError: parameters of another dtype. UsageError: no parameters, one in two groups, or no such format.
+        GroupError: this rank is not in ``group``, or the group is not of backend commlayer, with a format.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        *,
+        wire: WireChoice = None,
+        parameter_wire: WireChoice = None,
+        average: bool = True,
+    ) -> None:
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):  # None before init_process_group, or GroupMember.NON_GROUP_MEMBER
+            raise GroupError("ShardedOptimizer needs a process group of which this rank is a member")
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+        self._average = average
+        self._reducing = compressed_group(group, wire, "dp", "gradients of ShardedOptimizer")
+        chosen = "native" if parameter_wire is None else parameter_wire
+        self._gathering = compressed_group(group, chosen, "dp", "parameters of ShardedOptimizer")
+        self._buffers: list[_Buffer] = []
+        inner: list[dict[str, Any]] = []
+        for options in _as_groups(parameters):
+            made = [self._make_buffer(of_dtype) for of_dtype in _by_dtype(options.pop("params"))]
+            self._buffers += made
+            inner.append({"params": [buffer.main for buffer in made], **options})
+        self.optimizer = optimizer(inner)
+        self.gather_parameters()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's, of main shards: for learning rates."""
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    def step(self) -> None:
+        """Reduce gradients, step the main shard, gather parameters. Raises as collectives do; NonFiniteError for FP8."""
+        self.reduce_gradients()
+        self.optimizer.step()
+        self.gather_parameters()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the model."""
+        for buffer in self._buffers:
+            for parameter in buffer.parameters:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """The gradients of this rank's main shards, ``grad`` of the inner optimizer's parameters, from those of all models,
+        which stay as they are; one that is missing counts as zero. A part of :meth:`step`, for what comes between."""
+        scale = 1.0 / self._size if self._average else 1.0
+        pending = []
+        for buffer in self._buffers:
+            for parameter, place in zip(buffer.parameters, _views(buffer.gradients, buffer.parameters), strict=True):
+                if parameter.grad is None:
+                    place.zero_()
+                else:
+                    place.copy_(parameter.grad).mul_(scale)
+            if buffer.main.grad is None:
+                buffer.main.grad = torch.empty_like(buffer.main)
+            pending.append(self._start_reduce(buffer.main.grad, buffer.gradients))
+        for work in pending:
+            work.wait()
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """The model's parameters from all ranks' main shards. A part of :meth:`step`."""
+        pending = [
+            self._start_gather(buffer.model, buffer.main.detach().to(buffer.model.dtype)) for buffer in self._buffers
+        ]
+        for work in pending:
+            work.wait()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each rank saves its own."""
+        return {
+            "main": [buffer.main.detach().clone() for buffer in self._buffers],
+            "optimizer": self.optimizer.state_dict(),
+            "shard": self._shard(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a shard that :meth:`state_dict` gave, and gather the model's parameters.
+
+        Raises UsageError for the shard of another rank, size of group, or model.
+        """
+        if state["shard"] != self._shard():
+            raise UsageError(
+                f"rank {dist.get_rank()}: the state is of shard {state['shard']}, here it is {self._shard()} (rank and size of "
+                "the group, elements of its buffers): each rank loads what it saved, with the same model and group"
+            )
+        for buffer, main in zip(self._buffers, state["main"], strict=True):
+            buffer.main.copy_(main)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.gather_parameters()
+
+    def _shard(self) -> tuple[int, int, list[int]]:
+        return self._rank, self._size, [buffer.model.numel() for buffer in self._buffers]
+
+    def _make_buffer(self, parameters: list[nn.Parameter]) -> _Buffer:
+        """Moves the parameters into a new buffer."""
+        first = parameters[0]
+        total = sum(parameter.numel() for parameter in parameters)
+        share = -(-total // (self._size * _ROW)) * _ROW
+        model = torch.zeros(self._size * share, dtype=first.dtype, device=first.device)
+        for parameter, place in zip(parameters, _views(model, parameters), strict=True):
+            place.copy_(parameter.detach())
+            parameter.data = place
+        main = model.view(self._size, share)[self._rank].to(torch.float32, copy=True)
+        return _Buffer(tuple(parameters), model, torch.zeros_like(model, dtype=torch.float32), nn.Parameter(main))
+
+    def _start_reduce(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
+        if self._reducing is None:
+            work: dist.Work = _REDUCE_SCATTER(out, x, group=self._group, async_op=True)
+            return work
+        policy = self._reducing.policy
+        return self._reducing.reduce_scatter(flat_rows(out, policy), flat_rows(x, policy, self._size))
+
+    def _start_gather(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
+        if self._gathering is None:
+            work: dist.Work = _ALL_GATHER(out, x, group=self._group, async_op=True)
+            return work
+        policy = self._gathering.policy
+        return self._gathering.all_gather(flat_rows(out, policy, self._size), flat_rows(x, policy))
+
+
+def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Dicts with "params", a list of those that need gradients. Raises UsageError for none, or one that comes twice."""
+    given: list[Any] = list(parameters)
+    if not given or not isinstance(given[0], dict):
+        given = [{"params": given}]
+    groups = []
+    seen: set[int] = set()
+    for options in given:
+        mine = [parameter for parameter in options["params"] if parameter.requires_grad]
+        ids = {id(parameter) for parameter in mine}
+        if ids & seen or len(ids) < len(mine):
+            raise UsageError("a parameter comes twice: name each once, in one group")
+        seen |= ids
+        if mine:
+            groups.append({**options, "params": mine})
+    if not groups:
+        raise UsageError("ShardedOptimizer has nothing to step: no parameter needs a gradient")
+    return groups
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """In the order of their first. Raises TensorError for a dtype that no FP32 main parameter stands for."""
+    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.dtype not in _DTYPES:
+            raise TensorError(f"expected parameters of float32, bfloat16 or float16, got {parameter.dtype}")
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())
+
+
+def _views(flat: torch.Tensor, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Where each parameter lies in ``flat``, in its shape."""
+    places, start = [], 0
+    for parameter in parameters:
+        places.append(flat[start : start + parameter.numel()].view(parameter.shape))
+        start += parameter.numel()
+    return places
