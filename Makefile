@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ bench-collectives: $(READY)  ## the backend's collectives against torch's on Glo
 
 bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; writes a dated result document
 	$(RUN) benchmarks/moe.py $(ARGS)
+
+bench-compressed: $(READY)  ## collectives in BF16 and FP8 against native ones; writes a dated result document
+	$(RUN) benchmarks/compressed.py $(ARGS)
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)
