@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.codecs import Codec, reference
+from commlayer.codecs import Codec, host, reference, tiles
 from commlayer.kernels import row_kernels
 from commlayer.profiles.errors import NonFiniteError, TensorError, UsageError
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
@@ -84,8 +84,9 @@ def test_rows_are_encoded_and_decoded_as_the_reference_does(
 
 @pytest.mark.parametrize("scaling", Scaling)
 @pytest.mark.parametrize("wire_format", FP8)
-def test_rows_that_fill_many_tiles(wire_format: WireFormat, scaling: Scaling) -> None:
-    for shape in ((300, 130), (140, 520)) if scaling is Scaling.CHANNEL else ((2, 40_000), (60, 700), (150, 256)):
+def test_rows_that_fill_many_tiles(monkeypatch: pytest.MonkeyPatch, wire_format: WireFormat, scaling: Scaling) -> None:
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2048)
+    for shape in ((300, 10), (140, 260)) if scaling is Scaling.CHANNEL else ((3, 2500), (20, 700), (50, 256)):
         wire = Wire(wire_format, shape[1], scaling)
         x = with_specials(draw(shape, torch.bfloat16))
         codec, out = Codec(wire, torch.bfloat16, "pass"), torch.empty_like(x)
@@ -107,10 +108,11 @@ def test_rows_are_gathered_and_placed_by_a_map(scaling: Scaling) -> None:
     assert bool((out[[3, 5, 6, 7]] == 7.0).all())
 
 
-def test_repeated_rows_that_fill_many_tiles_are_added_in_order() -> None:
+def test_repeated_rows_that_fill_many_tiles_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", 2048)
     wire, generator = Wire(WireFormat.FP8_E4M3, 256), torch.Generator().manual_seed(0)
-    x, index = draw((400, 256), torch.bfloat16), torch.randint(0, 50, (400,), generator=generator)
-    codec, into, weights = Codec(wire, torch.bfloat16), torch.randn(50, 256), torch.rand(400)
+    x, index = draw((100, 256), torch.bfloat16), torch.randint(0, 20, (100,), generator=generator)
+    codec, into, weights = Codec(wire, torch.bfloat16), torch.randn(20, 256), torch.rand(100)
     message = encoded(codec, x)
     expected = reference.add(message, into, wire, torch.bfloat16, weights, index)
     codec.add(message, into, weights=weights, index=index)
@@ -234,8 +236,9 @@ def assert_close_enough(
     assert bool(((found - x).abs() <= bound)[is_finite].all())
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 70_001)])
-def test_bf16_is_one_rounding_to_nearest_even(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 7001)])
+def test_bf16_is_one_rounding_to_nearest_even(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+    monkeypatch.setattr(host, "_SUM_ELEMENTS", 4096)
     x = with_specials(draw(shape, torch.float32))
     codec, out = Codec(BF16, torch.float32), torch.empty(shape)
     message = encoded(codec, x)
@@ -250,7 +253,8 @@ def test_bf16_is_one_rounding_to_nearest_even(shape: tuple[int, int]) -> None:
     assert_same(into, expected)
 
 
-def test_bf16_by_a_map_and_of_any_shape() -> None:
+def test_bf16_by_a_map_and_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "TILE_ELEMENTS", 64)
     codec, x = Codec(BF16, torch.float32), draw((9, 33), torch.float32)
     index, weights = torch.tensor([8, 0, 0, 3]), torch.tensor([1.0, 0.5, 2.0, -1.0])
     message = encoded(codec, x, index)

@@ -55,7 +55,7 @@ class HostRows:
                 target.copy_(wide)
         else:
             for places, wide in zip(pieces(index, height), tiles, strict=True):
-                out.index_copy_(0, places, wide.to(dtype))
+                out.index_copy_(0, places, _narrow(wide, dtype))
 
     @staticmethod
     def add(
@@ -112,6 +112,10 @@ def _add_to(
         if of_weights is not None:
             wide.mul_(of_weights[turn])
         into.index_add_(0, places, wide)
+
+
+def _narrow(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return wide if dtype is torch.float32 else scratch("gathered", tuple(wide.shape), dtype).copy_(wide)
 
 
 def _tiles(message: torch.Tensor, wire: Wire, dtype: torch.dtype, rows: int) -> tuple[int, Iterator[torch.Tensor]]:
