@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # optimizers load it: once, before ranks are forked
 import torch.distributed as dist
 from torch import nn
 

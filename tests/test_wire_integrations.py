@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
+import re
+import runpy
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch._dynamo  # optimizers load it: once, before ranks are forked
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -191,6 +197,11 @@ def ddp_in_fp8() -> None:
     for mean, values in zip(gradients(hooked), of_ranks, strict=True):
         exact, largest = torch.stack(values).double().mean(0), torch.stack(of_ranks[0]).abs().max()
         assert (mean.double() - exact).abs().max() <= 2.0**-2 * max(largest, torch.stack(values).abs().max())
+    everyones: list[Any] = [None] * dist.get_world_size()
+    got = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    dist.all_gather_object(everyones, got)
+    for theirs in everyones:
+        assert_same(theirs, got)
 
 
 def test_ddp_in_fp8(emulated_cluster: ClusterFactory) -> None:
@@ -346,6 +357,33 @@ def test_fsdp_parameters(emulated_cluster: ClusterFactory, wire: str, dtype: tor
     for found in emulated_cluster(2, 2).run(parameters_in, wire, dtype, timeout_s=60):
         assert found["all_gather"] >= 3
         assert "reduce_scatter" not in found
+
+
+def gathers_where_input_and_output_share_memory(plan: str, elements: int) -> None:
+    """As FSDP2 calls: the input is this rank's slice of the output."""
+    os.environ["COMMLAYER_PLAN"] = plan
+    start()
+    n, rank = dist.get_world_size(), dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16):
+        gather = PlannedAllGather(planned_group(), "fp8_e4m3!")
+        x = torch.randn(elements, generator=seeded(rank)).to(dtype)
+        apart, within = torch.empty(n * elements, dtype=dtype), torch.empty(n * elements, dtype=dtype)
+        gather(apart, x, gather.group)
+        mine = within[rank * elements :][:elements]
+        mine.copy_(x)
+        work = gather(within, mine, gather.group, async_op=True)
+        assert work is not None
+        work.wait()
+        assert torch.equal(within, apart)
+        assert not torch.equal(mine, x)
+        assert (mine - x).abs().max() <= 2.0**-4 * x.abs().max()
+
+
+@pytest.mark.parametrize("plan", ["flat_direct:3", "hierarchical", "pipelined:2"])
+def test_parameters_are_gathered_in_place(emulated_cluster: ClusterFactory, plan: str) -> None:
+    cluster = emulated_cluster(2, 2)
+    for elements in (64 * 1024, 3001):
+        cluster.run(gathers_where_input_and_output_share_memory, plan, elements, timeout_s=60)
 
 
 def fsdp_refusals() -> None:
@@ -544,3 +582,28 @@ def test_a_model_trains(emulated_cluster: ClusterFactory) -> None:
         assert losses != expected
         assert losses == pytest.approx(expected, rel=0.05)
         assert losses[-1] < losses[0]
+
+
+# The documentation
+
+
+def the_program_of_the_page(path: Path) -> tuple[str, dict[str, int]]:
+    printed = io.StringIO()
+    reset_stats()
+    with contextlib.redirect_stdout(printed):
+        KEPT.append(runpy.run_path(str(path), run_name="__main__"))
+    return printed.getvalue(), calls("bf16")
+
+
+KEPT: list[object] = []
+"""Freed in a rank after its groups, DDP's reducer may hang in the destructor of a Gloo group (docs/trainers/torch.md)."""
+
+
+def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "compression.md"
+    (program,) = re.findall(r"^```python\n(# train_compressed.py\n.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+    path = tmp_path / "train_compressed.py"
+    path.write_text(program, "utf-8")
+    printed, found = emulated_cluster(2, 2).run(the_program_of_the_page, path, timeout_s=60)[0]
+    assert len(re.findall(r"loss \d", printed)) == 3
+    assert found["all_reduce"] >= 3
