@@ -8,7 +8,7 @@ from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "moe_bytes"]
+__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "dtype_bytes", "moe_bytes"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -113,15 +113,21 @@ class Traffic:
         return self.logical_bytes // self.group_size
 
 
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of an element of ``dtype``, short names (bf16, fp8, …) too. Raises PlanError for an unknown one."""
+    name = _SHORT.get(dtype, dtype)
+    if name not in DTYPE_BYTES:
+        raise PlanError(f"unknown dtype {dtype!r}: use one of {', '.join([*DTYPE_BYTES, *_SHORT])}")
+    return DTYPE_BYTES[name]
+
+
 def moe_bytes(*, batch: int, sequence: int, hidden: int, dtype: str = "bf16", top_k: int = 1) -> int:
     """Bytes that an MoE layer's all_to_all carries: b·s·h·BPE (MoNTA eq. 3), times the choices per token.
 
     Raises PlanError for an unknown dtype or a size below 1.
     """
-    name = _SHORT.get(dtype, dtype)
-    if name not in DTYPE_BYTES:
-        raise PlanError(f"unknown dtype {dtype!r}: use one of {', '.join([*DTYPE_BYTES, *_SHORT])}")
+    element_bytes = dtype_bytes(dtype)
     for label, value in (("batch", batch), ("sequence", sequence), ("hidden", hidden), ("top_k", top_k)):
         if value < 1:
             raise PlanError(f"{label} must be 1 or more, got {value}")
-    return batch * sequence * hidden * top_k * DTYPE_BYTES[name]
+    return batch * sequence * hidden * top_k * element_bytes

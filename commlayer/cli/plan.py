@@ -10,13 +10,15 @@ import click
 
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, PROFILE, json_option
 from commlayer.cli.tables import print_json, print_table, rounded
-from commlayer.cli.traffic import GROUPS, group_traffic, size_of, traffic_for, words
+from commlayer.cli.traffic import GROUPS, group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.choose import Decision, Policy, choose
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
+from commlayer.scheduler.wire import Wire
 from commlayer.units import format_bytes
 
 __all__ = ["as_dict", "best_of_each", "plan"]
@@ -50,6 +52,7 @@ _STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
     type=click.Choice([gather.value for gather in Gather]),
     help="What the all_gather moves.  [the profile's]",
 )
+@click.option("--wire", help="Also allow this format between ranks: bf16, fp8_e4m3, bf16+fp8_e4m3; bf16!: no other.")
 @click.option("--no-interference", is_flag=True, help="Price resources as if they did not slow each other down.")
 @click.option(
     "--tolerance", type=click.FloatRange(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
@@ -68,6 +71,7 @@ def plan(
     strategies: tuple[str, ...],
     max_chunks: int,
     gather: str | None,
+    wire: str | None,
     no_interference: bool,
     tolerance: float | None,
     show_all: bool,
@@ -86,13 +90,21 @@ def plan(
       commlayer plan --profile monta-a800-2x8 --bytes 256e6
       commlayer plan --profile h100-eos-2x8 --batch 4 --sequence 4096 --hidden 7168 --top-k 8 --json
       commlayer plan --profile cluster.json --collective all_reduce --bytes 32MiB
+      commlayer plan --profile cluster.json --collective reduce_scatter --bytes 32MiB --dtype fp32 --wire bf16
     """
     profile = catalog.resolve(profile_name)
     nbytes = size_of(**size)
     if collective == "all_to_all":
+        if wire is not None:
+            raise UsageError(
+                "--wire is for tokens that every rank has of its own, got it with --collective all_to_all, whose tokens are "
+                "replicated inside nodes: use --collective all_to_all_v"
+            )
         traffic = traffic_for(profile, nbytes, tp, ep, link)
     else:
-        traffic = group_traffic(profile, collective, nbytes, group, {"--tp": tp, "--ep": ep, "--link": link})
+        others = {"--tp": tp, "--ep": ep, "--link": link}
+        wires = wires_for(wire, size["dtype"], size["hidden"])
+        traffic = group_traffic(profile, collective, nbytes, group, others, wires)
     policy = Policy(
         strategies=tuple(Strategy(name) for name in strategies) or tuple(Strategy),
         max_chunks=max_chunks,
@@ -134,6 +146,7 @@ def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
             "margin": rounded(decision.margin, 6),
             "tolerance": rounded(decision.tolerance, 6),
             "reason": decision.reason(),
+            "unpriced": decision.unpriced,
         },
         "candidates": [{**_candidate(timeline), "stages": _stages(timeline)} for timeline in decision.candidates],
     }
@@ -172,16 +185,20 @@ def _stages(timeline: Timeline) -> list[dict[str, Any]]:
 
 def best_of_each(decision: Decision) -> dict[str, Timeline]:
     """The fastest plan of each strategy by its name, and the chosen one, from simple to elaborate."""
-    groups = groupby(decision.candidates, key=lambda timeline: timeline.plan.strategy)
+    groups = groupby(decision.candidates, key=_kind)
     best = [min(group, key=lambda timeline: timeline.total_us) for _, group in groups]
-    chosen = decision.plan.strategy
-    best = [decision.timeline if timeline.plan.strategy is chosen else timeline for timeline in best]
+    chosen = _kind(decision.timeline)
+    best = [decision.timeline if _kind(timeline) == chosen else timeline for timeline in best]
     return {timeline.plan.name: timeline for timeline in best}
+
+
+def _kind(timeline: Timeline) -> tuple[Strategy, Wire]:
+    return timeline.plan.strategy, timeline.plan.wire
 
 
 def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
     kept: list[Timeline] = []
-    for _, group in groupby(decision.candidates, key=lambda timeline: timeline.plan.strategy):
+    for _, group in groupby(decision.candidates, key=_kind):
         members = list(group)
         ranked = sorted(members, key=lambda timeline: timeline.total_us)[: None if show_all else _BEST_COUNTS]
         kept += [member for member in members if member in ranked or member is decision.timeline]
@@ -205,6 +222,8 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
         click.echo(
             "extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted"
         )
+    if decision.unpriced:
+        click.echo(decision.unpriced)
     click.echo(decision.reason())
 
 

@@ -8,11 +8,14 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.traffic import Traffic, moe_bytes
+from commlayer.scheduler.traffic import Traffic, dtype_bytes, moe_bytes
+from commlayer.scheduler.wire import NATIVE, Wire, parse_wire
 from commlayer.units import format_bytes
 
-__all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "words"]
+__all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "wires_for", "words"]
 
+_ROW_ELEMENTS = 1024
+"""Of rows that share scales, where --hidden says nothing."""
 GROUPS = ("world", "node", "rail")
 """All ranks, those of a node, one on each node."""
 
@@ -71,10 +74,32 @@ def traffic_for(
     return Traffic(nbytes, ep, tp, crossed)
 
 
+def wires_for(text: str | None, dtype: str, row_elements: int | None) -> tuple[tuple[Wire, ...], int]:
+    """What ``--wire`` allows for elements of ``dtype``, and their bytes. Raises UsageError for formats that are none, or that
+    have no fewer bytes."""
+    if text is None:
+        return (NATIVE,), 0
+    element_bytes = dtype_bytes(dtype)
+    wires = []
+    for each in parse_wire(text):
+        if each.element_bytes >= element_bytes:
+            raise UsageError(
+                f"--wire {each} of --dtype {dtype} has no fewer bytes: name the tensor's dtype, such as fp32"
+            )
+        wires.append(Wire(each, row_elements or _ROW_ELEMENTS) if each.is_scaled else Wire(each))
+    return tuple(wires), element_bytes
+
+
 def group_traffic(
-    profile: Profile, collective: str, nbytes: int, group: str | None, others: Mapping[str, object]
+    profile: Profile,
+    collective: str,
+    nbytes: int,
+    group: str | None,
+    others: Mapping[str, object],
+    wires: tuple[tuple[Wire, ...], int] = ((NATIVE,), 0),
 ) -> Traffic:
-    """The traffic of a collective of the backend. ``others``: options that are for the all_to_all only.
+    """The traffic of a collective of the backend. ``others``: options that are for the all_to_all only. ``wires``: see
+    :func:`wires_for`.
 
     Raises:
         UsageError: one of those was given; a group that the cluster does not have.
@@ -91,7 +116,7 @@ def group_traffic(
             raise UsageError(f"--group rail: {profile.name} has one node ({profile.topology}): use --group node")
         sizes = (1,) * len(sizes)
     link = Resource.INTER if len(sizes) > 1 else Resource.INTRA
-    return Traffic(nbytes, sum(sizes), 1, link, collective, sizes)
+    return Traffic(nbytes, sum(sizes), 1, link, collective, sizes, wires=wires[0], element_bytes=wires[1])
 
 
 def words(traffic: Traffic) -> str:

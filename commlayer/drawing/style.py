@@ -43,7 +43,20 @@ PAPER = "#fefefe"
 ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
 # BLUE too: on dark paper it must be lighter
 _VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", PAPER: "--paper", BLUE: "--blue"}
-OPS = {Op.ALL_TO_ALL: VERMILLION, Op.ALL_GATHER: BLUE, Op.COPY: GREEN}
+OPS = {
+    Op.ALL_TO_ALL: VERMILLION,
+    Op.ALL_GATHER: BLUE,
+    Op.COPY: GREEN,
+    Op.REDUCE: ORANGE,
+    Op.ENCODE: PURPLE,
+    Op.DECODE: SKY,
+    # The backend's own calls, of which a plan is one and no more.
+    Op.REDUCE_SCATTER: ORANGE,
+    Op.ALL_REDUCE: ORANGE,
+    Op.BROADCAST: BLUE,
+    Op.SCATTER: VERMILLION,
+    Op.COMPUTE: FAINT,
+}
 COLOURS = (VERMILLION, BLUE, GREEN, PURPLE, ORANGE, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 
