@@ -11,6 +11,7 @@ from commlayer.drawing.style import COLOURS, FAINT, MARKERS, OPS, new_figure, st
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.plan import Op
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -101,7 +102,7 @@ def _looked_up(looks: Mapping[str, tuple[str, str]]) -> list[Artist]:
 
 def _curve_colours(curves: Sequence[Curve]) -> list[str]:
     """The first curve of an operation has its colour in the timelines; the others take what is left."""
-    own = {op.value: colour for op, colour in OPS.items()}
+    own = {op.value: OPS[op] for op in (Op.ALL_TO_ALL, Op.ALL_GATHER, Op.COPY)}
     left = [colour for colour in COLOURS if colour not in own.values()] * len(curves)
     return [own.pop(curve.collective, "") or left.pop(0) for curve in curves]
 
