@@ -259,8 +259,8 @@ def test_ranks_that_differ_in_dtype_hear_of_it(emulated_cluster: ClusterFactory)
     assert "float32" in texts[0]
 
 
-def one_rank_has_nan() -> str:
-    group = start(formats=(E4M3,))
+def one_rank_has_nan(policy: dict[str, Any]) -> str:
+    group = start(formats=(E4M3,), **policy)
     x = torch.ones(8, 16)
     if dist.get_rank() == 1:
         x[3, 2] = float("nan")
@@ -269,8 +269,9 @@ def one_rank_has_nan() -> str:
     return f"{type(found.value).__name__}: {found.value}"
 
 
-def test_nan_ends_the_call_on_all_ranks(emulated_cluster: ClusterFactory) -> None:
-    texts = emulated_cluster(1, 3).run(one_rank_has_nan, timeout_s=60)
+@pytest.mark.parametrize("policy", [{}, {"error_budget": 0.5, "sample_every": 1}], ids=["plain", "sampled"])
+def test_nan_ends_the_call_on_all_ranks(emulated_cluster: ClusterFactory, policy: dict[str, Any]) -> None:
+    texts = emulated_cluster(1, 3).run(one_rank_has_nan, policy, timeout_s=60)
     assert texts[1].startswith("NonFiniteError")
     assert all("NonFiniteError" in text for text in texts)  # the others read why
 
