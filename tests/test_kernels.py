@@ -1,8 +1,9 @@
 """The Triton kernels in Triton's interpreter, on the CPU, against the slow reference: bit for bit.
 
 Triton decides when it is loaded whether it interprets, so every check runs in a process of its own, all of them in one: this
-file, run as a program, which reports what failed. That shows what the kernels compute. Whether a GPU's compiler accepts
-them, and how fast they are, is for tests/gpu/test_kernels_gpu.py.
+file, run as a program, which reports what failed. That shows what the kernels mean. Another process compiles them for GPUs,
+which needs none: it shows that the compiler accepts them and fuses nothing. What they do on a GPU, and how fast, is for
+tests/gpu/test_kernels_gpu.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +59,17 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def cases() -> list[tuple[Wire, torch.dtype]]:
-    """Every format and scaling with every dtype; powers of two with one of them."""
-    every = [
-        (Wire(wire_format, CHANNELS if scaling is Scaling.CHANNEL else WIDTH, scaling, power_of_two), dtype)
-        for wire_format, scaling, power_of_two, dtype in itertools.product(FP8, Scaling, (False, True), DTYPES)
+    """E4M3 in every scaling and dtype, E5M2 in every scaling; powers of two with one dtype of each."""
+    kinds = [(WireFormat.FP8_E4M3, False, dtype) for dtype in DTYPES]
+    kinds += [
+        (WireFormat.FP8_E4M3, True, torch.float16),
+        (WireFormat.FP8_E5M2, False, torch.bfloat16),
+        (WireFormat.FP8_E5M2, True, torch.float32),
     ]
-    return [(wire, dtype) for wire, dtype in every if not wire.power_of_two or dtype is torch.float16]
+    return [
+        (Wire(wire_format, CHANNELS if scaling is Scaling.CHANNEL else WIDTH, scaling, power_of_two), dtype)
+        for (wire_format, power_of_two, dtype), scaling in itertools.product(kinds, Scaling)
+    ]
 
 
 def num_rows(wire: Wire) -> int:
@@ -192,26 +199,128 @@ def check_interleaving() -> None:
             interleave(staged, out, wrong)
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+# Compiled for a GPU that need not be there
+
+TYPES = {
+    "index": "*i64",
+    "scales": "*fp32",
+    "payload": "*u8",
+    "order": "*i64",
+    "starts": "*i64",
+    "weights": "*fp32",
+    "num_rows": "i32",
+    "width": "i32",
+    "limit": "fp32",
+    "bounds": "*i64",
+    "first_chunk": "i32",
+    "num_blocks": "i32",
+    "block_words": "i32",
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str | None]:
-    """What went wrong in each check, or None."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False)
+def assembly(kernel: Any, capability: int, types: dict[str, str], **constants: object) -> str:
+    """The PTX of a kernel; ptxas has accepted it too."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: "constexpr" if name in constants else {**TYPES, **types}[name] for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    assert len(compiled.asm["cubin"]) > 0
+    return str(compiled.asm["ptx"])
+
+
+def assert_exact(assembled: str) -> None:
+    """No product is fused with a sum, no division is approximate, no subnormal number is flushed."""
+    assert "fma." not in assembled
+    assert ".ftz" not in assembled
+    assert "div." not in assembled.replace("div.rn.", "").replace("div.s", "").replace("div.u", "")
+
+
+def compile_encoding() -> None:
+    from commlayer.kernels import encode
+
+    for kind, dtype, power_of_two in ((4, "*bf16", False), (5, "*fp32", True)):
+        options = {"kind": kind, "power_of_two": power_of_two, "has_index": power_of_two}
+        capability = 90 if power_of_two else 80
+        assert_exact(assembly(encode.encode_tokens, capability, {"rows": dtype}, tile=1024, **options))
+        for by_channel in (False, True):
+            more = {"by_channel": by_channel, "tile": 32 if by_channel else 8, **options}
+            assert_exact(assembly(encode.encode_tiles, capability, {"rows": dtype}, **more))
+    assembly(encode.encode_tiles, 80, {"rows": "*fp16"}, width=1, **more)  # as Triton specialises it
+    assert_exact(assembly(encode.encode_bf16, 80, {"rows": "*fp32", "payload": "*i16"}, tile=1024))
+
+
+def compile_decoding() -> None:
+    from commlayer.kernels import decode
+
+    for (kind, dtype), scaling in itertools.product(((4, "*bf16"), (5, "*fp32"), (8, "*fp32")), (0, 1, 2)):
+        if kind == 8 and scaling:
+            continue
+        types = {"out": dtype, "into": dtype} | ({"payload": "*i16", "scales": "*u8"} if kind == 8 else {})
+        options = {"kind": kind, "scaling": scaling, "tile": 1024}
+        capability, has_map = (80, False) if scaling == 0 else (90, True)
+        assert_exact(assembly(decode.decode_rows, capability, types, has_index=has_map, **options))
+        assert_exact(assembly(decode.add_rows, capability, types, has_index=has_map, has_weights=has_map, **options))
+    types = {"payload": "*i16", "scales": "*u8", "into": "*fp32"}
+    options = {"has_index": True, "has_weights": True, "kind": 8, "scaling": 0, "tile": 1024}
+    assert_exact(assembly(decode.add_rows, 80, types, **options))
+
+
+def compile_interleaving() -> None:
+    from commlayer.kernels.interleave import interleave_chunks
+
+    for word in ("*u8", "*i64"):
+        assembly(interleave_chunks, 80, {"staged": word, "out": word}, tile=1024)
+
+
+def named(prefix: str) -> dict[str, Callable[[], None]]:
+    return {name.removeprefix(prefix): check for name, check in list(globals().items()) if name.startswith(prefix)}
+
+
+CHECKS, COMPILED = named("check_"), named("compile_")
+
+
+def outcomes(checks: str, environment: dict[str, str]) -> dict[str, str | None]:
+    """What went wrong in each check of a process of its own, or None."""
+    ended = subprocess.run(
+        [sys.executable, __file__, checks],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        timeout=LIMIT_S,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, str | None] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    return outcomes("interpreted", {"TRITON_INTERPRET": "1"})
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    cache = tmp_path_factory.mktemp("triton")
+    return outcomes("compiled", {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)})
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@needs_triton
 @pytest.mark.parametrize("check", CHECKS)
-def test_in_the_interpreter(check: str, outcomes: dict[str, str | None]) -> None:
-    assert outcomes[check] is None, outcomes[check]
+def test_in_the_interpreter(check: str, interpreted: dict[str, str | None]) -> None:
+    assert interpreted[check] is None, interpreted[check]
+
+
+@needs_triton
+@pytest.mark.parametrize("check", COMPILED)
+def test_compiled_for_gpus(check: str, compiled: dict[str, str | None]) -> None:
+    assert compiled[check] is None, compiled[check]
 
 
 def outcome(check: Callable[[], None]) -> str | None:
@@ -223,4 +332,5 @@ def outcome(check: Callable[[], None]) -> str | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: outcome(check) for name, check in CHECKS.items()}))
+    of_mode = {"interpreted": CHECKS, "compiled": COMPILED}[sys.argv[1]]
+    print(json.dumps({name: outcome(check) for name, check in of_mode.items()}))

@@ -19,14 +19,16 @@ def _row_values(payload, scales, row, column, inside, width, limit, kind: tl.con
     """A piece of one row of the message, in FP32. ``scaling``: 0 for tokens, 1 for blocks, 2 for channels."""
     code = tl.load(payload + row * width + column, mask=inside, other=0)
     if kind == 8:
-        scale = 1.0
-    elif scaling == 0:
-        scale = tl.load(scales + row + column * 0)  # the interpreter has no comparison of a scalar with a tensor
-    elif scaling == 1:
-        scale = tl.load(scales + row * tl.cdiv(width, 128) + column // 128, mask=inside, other=1)
+        value = (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        scale = tl.load(scales + (row // 128) * width + column, mask=inside, other=1)
-    return to_value(code, scale, limit, kind)
+        if scaling == 0:
+            place = row + column * 0  # the interpreter has no comparison of a scalar with a tensor
+        elif scaling == 1:
+            place = row * tl.cdiv(width, 128) + column // 128
+        else:
+            place = (row // 128) * width + column
+        value = to_value(code, tl.load(scales + place, mask=inside, other=1), limit, kind)
+    return value
 
 
 @triton.jit

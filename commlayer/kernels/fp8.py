@@ -1,7 +1,7 @@
 """What happens to one element, inside kernels: the rule of :mod:`commlayer.codecs.fp8` in integer arithmetic.
 
 No cast to FP8 is used: GPUs before compute capability 8.9 have none, and neither has Triton's interpreter one that rounds
-rightly. ``kind`` is 4 for E4M3 and 5 for E5M2 (bits of the exponent), 8 for BF16.
+rightly. ``kind`` is 4 for E4M3 and 5 for E5M2: the bits of the exponent. 8 is BF16, which has no scales.
 
 Kernels must be launched with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the rule rounds twice.
 """
@@ -58,9 +58,7 @@ def to_code(x, inverse, kind: tl.constexpr):
 
 @triton.jit
 def to_value(code, scale, limit, kind: tl.constexpr):
-    """The FP32 value of a code and its group's (signed) scale, cut at ``limit``; BF16 (as int16) has no scale."""
-    if kind == 8:
-        return (code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    """The FP32 value of an FP8 code and its group's (signed) scale, cut at ``limit``."""
     mantissa_bits: tl.constexpr = 7 - kind
     bias: tl.constexpr = 7 if kind == 4 else 15
     infinity: tl.constexpr = 0x7E if kind == 4 else 0x7C
@@ -86,6 +84,4 @@ def round_bf16(x):
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """x (FP32) in ``dtype``, to nearest even. The interpreter's own cast to BF16 cuts off."""
-    if dtype == tl.bfloat16:
-        return round_bf16(x).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+    return round_bf16(x).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else x.to(dtype)

@@ -11,14 +11,14 @@ import triton.language as tl
 
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["interleave"]
+__all__ = ["interleave", "interleave_chunks"]
 
 _TILE = 1024
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit
-def _interleave(staged, out, bounds, first_chunk, num_blocks, block_words, tile: tl.constexpr):
+def interleave_chunks(staged, out, bounds, first_chunk, num_blocks, block_words, tile: tl.constexpr):
     """One program for a piece of one block's slice of one chunk."""
     chunk, block = first_chunk + tl.program_id(0), tl.program_id(1).to(tl.int64)
     begin, end = tl.load(bounds + chunk), tl.load(bounds + chunk + 1)
@@ -52,4 +52,4 @@ def interleave(staged: torch.Tensor, out: torch.Tensor, bounds: Sequence[int], c
     chunks = (0, len(bounds) - 1) if chunk is None else (chunk, 1)
     grid = (chunks[1], num_blocks, triton.cdiv(longest, _TILE))
     buffers = staged.view(_WORDS[word]), out.view(_WORDS[word])
-    _interleave[grid](*buffers, in_words, chunks[0], num_blocks, bounds[-1] // word, tile=_TILE)
+    interleave_chunks[grid](*buffers, in_words, chunks[0], num_blocks, bounds[-1] // word, tile=_TILE)
