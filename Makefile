@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -70,6 +70,9 @@ bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; write
 
 bench-compressed: $(READY)  ## collectives in BF16 and FP8 against native ones; writes a dated result document
 	$(RUN) benchmarks/compressed.py $(ARGS)
+
+bench-codecs: $(READY)  ## encoding and decoding on one core against plain torch expressions; writes a dated result document
+	$(RUN) benchmarks/codecs.py $(ARGS)
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)

@@ -1,7 +1,7 @@
 """commlayer: a communication runtime for Mixture-of-Experts training.
 
-It measures a cluster's links, chooses from the curves how to move the bytes of a collective (so far: the all_to_all of
-tokens that are replicated inside nodes), and runs that choice.
+It measures a cluster's links, chooses from the curves how to move the bytes of a collective, and in which
+format they cross the wire, and runs that choice.
 Names are loaded on first use (PEP 562), so that planning offline never imports torch.
 """
 
@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commlayer.communicator import Communicator as Communicator
+    from commlayer.compressed import CompressedGroup as CompressedGroup
     from commlayer.groups import discover_topology as discover_topology
     from commlayer.profiles.catalog import resolve as load_profile
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
     from commlayer.scheduler.choose import Policy as Policy
+    from commlayer.scheduler.wire import Scaling as Scaling
+    from commlayer.scheduler.wire import WireFormat as WireFormat
+    from commlayer.scheduler.wire import WirePolicy as WirePolicy
     from commlayer.statistics import reset_stats as reset_stats
     from commlayer.statistics import stats as stats
     from commlayer.work import Work as Work
@@ -26,8 +30,12 @@ __version__ = "0.1.0"
 _HOME = {
     "CommlayerError": "commlayer.profiles.errors:CommlayerError",
     "Communicator": "commlayer.communicator:Communicator",
+    "CompressedGroup": "commlayer.compressed:CompressedGroup",
     "Policy": "commlayer.scheduler.choose:Policy",
     "Profile": "commlayer.profiles.profile:Profile",
+    "Scaling": "commlayer.scheduler.wire:Scaling",
+    "WireFormat": "commlayer.scheduler.wire:WireFormat",
+    "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
     "Work": "commlayer.work:Work",
     "discover_topology": "commlayer.groups:discover_topology",
     "load_profile": "commlayer.profiles.catalog:resolve",
@@ -38,8 +46,12 @@ _HOME = {
 __all__ = [
     "CommlayerError",
     "Communicator",
+    "CompressedGroup",
     "Policy",
     "Profile",
+    "Scaling",
+    "WireFormat",
+    "WirePolicy",
     "Work",
     "__version__",
     "discover_topology",

@@ -186,6 +186,11 @@ class GroupCommunicator:
         )
 
     @property
+    def has_wire(self) -> bool:
+        """Whether a policy of its own allows formats other than native."""
+        return self._forth is not None or self._back is not None
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the group, in its order."""
         if self.group is None:

@@ -1,13 +1,15 @@
 """Watches what a wire format does to the values, and leaves it where the error exceeds its budget.
 
-Every ``sample_every``-th call measures the relative error ‖decoded − x‖ / ‖x‖ of its own tensor on each rank; the largest
+One call in ``sample_every``, on average, measures the relative error ‖decoded − x‖ / ‖x‖ of its own tensor on each rank; the largest
 over ranks decides, so that all ranks leave a format at the same call. Rejected: each rank by itself, which would be a
-deadlock, and every call, which would cost as much as encoding once more.
+deadlock; every call, which would cost as much as encoding once more; and every n-th call, which would look at the same bucket of
+a model's gradients for ever where their number divides n. So chance decides, of a generator that all ranks have alike.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -35,13 +37,15 @@ class Governor:
         self.formats = policy.formats
         self.errors: dict[WireFormat, float] = {}
         self._calls = 0
+        self._chance = random.Random(0)
 
     def allowed(self, usable: Sequence[WireFormat], measure: Measure) -> tuple[WireFormat, ...]:
         """Of ``usable``, what this call may take. Collective where a sample is due. Samples every format that may be chosen,
         the coarsest first: each that stays within the budget says so, and each that does not is left for good."""
         policy = self._policy
         self._calls += 1
-        if policy.error_budget is not None and (self._calls - 1) % policy.sample_every == 0:
+        is_due = self._calls == 1 or self._chance.random() * policy.sample_every < 1
+        if policy.error_budget is not None and is_due:
             for wire_format in sorted(usable, key=list(WireFormat).index, reverse=True):
                 if wire_format is not WireFormat.NATIVE and wire_format in self.formats:
                     self._judge(wire_format, measure, policy.error_budget)

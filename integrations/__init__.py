@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.router import Router as Router
     from commlayer.integrations.moe.router import RouterConfig as RouterConfig
     from commlayer.integrations.moe.routing import Routing as Routing
+    from commlayer.integrations.moe.ways import DispatchWire as DispatchWire
     from commlayer.integrations.norm import RMSNorm as RMSNorm
     from commlayer.integrations.parameters import ShardedOptimizer as ShardedOptimizer
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ColumnParallelLinear": "linear",
+    "DispatchWire": "moe.ways",
     "FoldedMapping": "mesh_ranks",
     "FoldedMesh": "mesh",
     "GroupedExperts": "moe.experts",
@@ -80,6 +82,7 @@ _HOME = {
 
 __all__ = [
     "ColumnParallelLinear",
+    "DispatchWire",
     "FoldedMapping",
     "FoldedMesh",
     "GroupedExperts",

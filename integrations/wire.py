@@ -96,7 +96,7 @@ def wired(
     Without either it is ``communicator`` itself, where that has policies of its own, or COMMLAYER_WIRE says nothing of its lane.
     Raises as :func:`wire_policy`.
     """
-    has_its_own = communicator._forth is not None or communicator._back is not None
+    has_its_own = communicator.has_wire
     if communicator.size == 1 or communicator.group is None or (wire is None and gradient_wire is None and has_its_own):
         return communicator
     scalings = (Scaling.TOKEN, Scaling.CHANNEL) if communicator.lane == "tp" else (Scaling.BLOCK, Scaling.BLOCK)

@@ -130,7 +130,7 @@ class WirePolicy:
             both values, and always passes them.
         error_budget: the largest relative error ‖decoded − x‖ / ‖x‖ of a call on any rank, as a fraction; where a sample
             exceeds it, its format is left for good on all ranks. None: none is measured.
-        sample_every: of how many calls one is measured.
+        sample_every: of how many calls one is measured, on average; the first is.
         in_place: a reduce_scatter of FP32 uses its input as its buffers, and leaves it undefined (MegaScale-MoE, section 5):
             BF16 in one half, what arrives in the other. It takes no other memory, and always goes in BF16 and on one level.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["World", "agree", "current", "forget", "remember"]
 
-_AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra")
+_AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra", "wire")
 """Settings of which ranks must not hold different ones: their calls would not meet."""
 
 
