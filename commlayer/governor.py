@@ -1,9 +1,9 @@
 """Watches what a wire format does to the values, and leaves it where the error exceeds its budget.
 
-One call in ``sample_every``, on average, measures the relative error ‖decoded − x‖ / ‖x‖ of its own tensor on each rank; the largest
-over ranks decides, so that all ranks leave a format at the same call. Rejected: each rank by itself, which would be a
-deadlock; every call, which would cost as much as encoding once more; and every n-th call, which would look at the same bucket of
-a model's gradients for ever where their number divides n. So chance decides, of a generator that all ranks have alike.
+One call in ``sample_every``, on average, measures the relative error ‖decoded − x‖ / ‖x‖ of its own tensor on each rank; the
+largest over ranks decides, so that all ranks leave a format at the same call. Rejected: each rank by itself, which would be a
+deadlock; every call, which would cost as much as encoding once more; and every n-th call, which would look at the same bucket
+of a model's gradients for ever where their number divides n. So chance decides, by a generator that all ranks have alike.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commlayer
-import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
+import commlayer.backend.create  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import FoldedMesh, MoELayer, RouterConfig, TokenDispatcher
 from commlayer.integrations.moe.ways import DispatchWire, dispatch_wire
