@@ -36,7 +36,7 @@ def check_rows(rows: torch.Tensor, wire: Wire, *dtypes: torch.dtype, contiguous:
     """Raises TensorError for rows that are not of ``dtypes``, not [r, W] where there are scales, or not contiguous."""
     if rows.dtype not in dtypes:
         raise TensorError(f"expected rows of {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {rows.dtype}")
-    if wire.format.is_scaled and (rows.dim() != 2 or rows.shape[1] != wire.row_elements):
+    if wire.format is not WireFormat.BF16 and (rows.dim() != 2 or rows.shape[1] != wire.row_elements):
         raise TensorError(f"expected rows [r, {wire.row_elements}], got shape {list(rows.shape)}")
     if contiguous and not rows.is_contiguous():
         raise TensorError(f"rows are written in place and must be contiguous, got strides {list(rows.stride())}")

@@ -13,7 +13,7 @@ from commlayer.codecs.checks import non_finite_error
 from commlayer.codecs.fp8 import grid_shape
 from commlayer.codecs.scratch import TILE_ELEMENTS, pieces, scratch
 from commlayer.codecs.tiles import decode_tiles, find_scales, tile_rows, write_payload
-from commlayer.scheduler.wire import Wire
+from commlayer.scheduler.wire import Wire, WireFormat
 
 __all__ = ["HostRows"]
 
@@ -30,7 +30,7 @@ class HostRows:
         rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None, *, passes: bool
     ) -> None:
         """``message`` (uint8) gets the encoded ``rows``, or rows[index]; NaN and infinity too where FP8 ``passes`` them."""
-        if not wire.format.is_scaled:
+        if wire.format is WireFormat.BF16:
             _encode_bf16(rows, message.view(torch.bfloat16), index)
             return
         scales, has_marks = find_scales(rows, wire, index)
@@ -45,7 +45,7 @@ class HostRows:
         message: torch.Tensor, wire: Wire, dtype: torch.dtype, out: torch.Tensor, index: torch.Tensor | None
     ) -> None:
         """``out`` (or its rows ``index``) gets the rows of ``message``, whose elements were of ``dtype``."""
-        if not wire.format.is_scaled and index is None:
+        if wire.format is WireFormat.BF16 and index is None:
             out.copy_(message.view(torch.bfloat16).view(out.shape))
             return
         count = out.shape[0] if index is None else index.shape[0]
@@ -67,10 +67,8 @@ class HostRows:
         index: torch.Tensor | None,
     ) -> None:
         """``into`` += the rows of ``message``, weighted, to the rows that ``index`` names; in the message's order."""
-        if not wire.format.is_scaled and weights is None and index is None:
-            halves = message.view(torch.bfloat16)
-            for target, part in zip(pieces(into.view(-1), _SUM_ELEMENTS), pieces(halves, _SUM_ELEMENTS), strict=True):
-                torch.add(target, part, out=target)
+        if wire.format is WireFormat.BF16 and weights is None and index is None:
+            _add_bf16(message.view(torch.bfloat16), into.view(-1))
         elif index is None:
             _add(message, wire, dtype, into, weights)
         elif into.dtype is torch.float32:
@@ -80,6 +78,15 @@ class HostRows:
             total = into[touched].float()
             _add_to(message, wire, dtype, total, weights, places)
             into[touched] = total.to(into.dtype)
+
+
+def _add_bf16(halves: torch.Tensor, into: torch.Tensor) -> None:
+    """Both 1-D. Sums of gradients: no more than one call where the piece is small."""
+    if halves.shape[0] <= _SUM_ELEMENTS:
+        torch.add(into, halves, out=into)
+        return
+    for target, part in zip(into.split(_SUM_ELEMENTS), halves.split(_SUM_ELEMENTS), strict=True):
+        torch.add(target, part, out=target)
 
 
 def _add(
