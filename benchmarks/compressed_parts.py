@@ -60,7 +60,7 @@ class Timed:
 def sweep(path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    options = SweepOptions(max_bytes=16 << 20, factor=4.0)
+    options = SweepOptions()
     profile = measure_cluster(options, name="bench", kind="emulated", source="make bench-compressed")
     if dist.get_rank() == 0:
         profile.save(path)

@@ -132,9 +132,11 @@ class CompressedGroup:
         self, collective: str, x: torch.Tensor, num_bytes: int, shaped: torch.Tensor, rows: Rows = None
     ) -> Plan | None:
         """``num_bytes``: what all ranks know; ``shaped``: of the rows to be encoded, ``x`` the values that this rank has."""
+        if self.governor.formats == (WireFormat.NATIVE,):
+            return None
         width = _width(shaped)
-        usable = self._usable(x.dtype)
         self._agree_once(collective, x.dtype, width, tuple(rows or ()))
+        usable = self._usable(x.dtype, width)
         formats = self.governor.allowed(usable, lambda each: self._error(self._wire(each, width), x))
         if formats == (WireFormat.NATIVE,):
             return None
@@ -144,23 +146,27 @@ class CompressedGroup:
 
     def wires(self, width: int, dtype: torch.dtype) -> tuple[Wire, ...]:
         """The forms that rows of ``width`` elements may go in now."""
-        usable = self._usable(dtype)
+        usable = self._usable(dtype, width)
         formats = tuple(each for each in usable if each in self.governor.formats) or (WireFormat.NATIVE,)
         return tuple(self._wire(each, width) for each in formats)
 
-    def _usable(self, dtype: torch.dtype) -> tuple[WireFormat, ...]:
-        """What the policy allows for a tensor of this dtype. Raises TensorError where it allows nothing."""
+    def _usable(self, dtype: torch.dtype, width: int) -> tuple[WireFormat, ...]:
+        """What the policy allows for rows of ``width`` elements. Raises TensorError where it allows nothing."""
         found = []
         for each in self.policy.formats:
-            if each is WireFormat.NATIVE or dtype in (_FP8 if each.is_scaled else _BF16):
+            if each is WireFormat.NATIVE:
                 found.append(each)
+            elif dtype in (_FP8 if each.is_scaled else _BF16):
+                if self._wire(each, width).ratio(dtype.itemsize) < 1:
+                    found.append(each)
             elif each is WireFormat.BF16 and dtype in _FP8:
                 found.append(WireFormat.NATIVE)  # as few bytes as they are
         if not found:
             names = " or ".join(map(str, self.policy.formats))
             raise TensorError(
-                f"rank {dist.get_rank()}, {self.name}: {names} is for floating point of 32 bits or less, got {dtype}: allow "
-                "native too, or send another dtype"
+                f"rank {dist.get_rank()}, {self.name}: {names} is for floating point of 32 bits or less, in rows that are longer "
+                f"than their scales; got rows of {width} elements of {dtype}: allow native too, send another dtype, or view the "
+                "tensor as longer rows"
             )
         return tuple(dict.fromkeys(found))
 

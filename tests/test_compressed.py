@@ -228,6 +228,8 @@ def refusals() -> None:
     for dtype in (torch.int32, torch.float64, torch.complex64):
         with pytest.raises(TensorError, match="allow native too"):
             group.all_reduce(torch.ones(8, 16, dtype=dtype))
+    with pytest.raises(TensorError, match="longer rows"):
+        group.all_reduce(torch.ones(8))  # a scale for each element
     with pytest.raises(TensorError, match="must divide the rows"):
         group.reduce_scatter(torch.empty(1, 16), torch.ones(3, 16))
     with pytest.raises(TensorError, match="counts of rows"):
@@ -236,6 +238,9 @@ def refusals() -> None:
     whole = torch.full((8,), rank, dtype=torch.int64)
     exact.all_reduce(whole).wait()  # integers go as they are
     assert whole.tolist() == [1] * 8
+    short = torch.full((8,), float(rank))
+    exact.all_reduce(short).wait()  # and what would not be fewer bytes
+    assert short.tolist() == [1.0] * 8
     uneven = CompressedGroup(group.group, WirePolicy((BF16,), in_place=True), "dp")
     with pytest.raises(TensorError, match="in_place"):
         uneven.reduce_scatter(torch.empty(1), torch.ones(3), [1, 2])
