@@ -104,7 +104,7 @@ def _choice(found: Sequence[Mapping[str, Any]], date: str) -> list[str]:
         cells = [_against(rows.get(way), chosen) for way in ("native", "bf16", "fp8_e4m3")]
         lines.append(
             f"| {key[0]} | {key[1]} | {format_bytes(key[2])} | {chosen['plan']} | {format_us(chosen['p50_us'])} | "
-            f"{' | '.join(cells)} | {min(others):.3f} |"
+            f"{' | '.join(cells)} | {min(others, default=1.0):.3f} |"
         )
     return lines
 
@@ -112,9 +112,8 @@ def _choice(found: Sequence[Mapping[str, Any]], date: str) -> list[str]:
 def _against(row: Mapping[str, Any] | None, chosen: Mapping[str, Any]) -> str:
     if row is None:
         return ""
-    return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]" + " =" * (
-        row["plan"] == chosen["plan"]
-    )
+    mark = " =" if row["plan"] == chosen["plan"] else ""
+    return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]{mark}"
 
 
 def _memory(found: Mapping[str, Mapping[str, int]], date: str) -> list[str]:

@@ -152,7 +152,7 @@ class CompressedGroup:
 
     def _usable(self, dtype: torch.dtype, width: int) -> tuple[WireFormat, ...]:
         """What the policy allows for rows of ``width`` elements. Raises TensorError where it allows nothing."""
-        found = []
+        found: list[WireFormat] = []
         for each in self.policy.formats:
             if each is WireFormat.NATIVE:
                 found.append(each)
