@@ -184,7 +184,7 @@ class Choices:
                 return self._unplanned(traffic, wire, encoded)
             decision = self.planner.decide(traffic)
             if decision.unpriced:
-                self._warn(decision.unpriced.partition("; it has ")[0])
+                self._warn(decision.unpriced)
             return decision.plan
         except PlanError as error:
             if not wire.is_native:  # there is nothing else that may run
@@ -203,7 +203,6 @@ class Choices:
         if why not in self._warned:
             self._warned.add(why)
             warnings.warn(
-                f"commlayer: {why}: tensors go in their own format. Measure the cluster again (commlayer profile), or write "
-                "the format with ! behind it, to use it always",
+                f"commlayer: {why}. Until then tensors go in their own format; a format with ! behind it is used always",
                 stacklevel=2,
             )

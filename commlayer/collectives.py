@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
+from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.wire import WirePolicy
@@ -29,9 +30,6 @@ LANES = ("ep", "pp", "cp", "dp", "tp")
 """Classes of traffic, by the groups they belong to."""
 Rows = Sequence[int] | None
 """How many rows each rank has; None: all as many."""
-# torch 2.13 has given them new names, and warns about the old ones.
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GroupCommunicator:
@@ -82,6 +80,10 @@ class GroupCommunicator:
         return GroupCommunicator(self.group, self.lane, wire=wire, gradient_wire=gradient_wire)
 
     def _compressed(self, policy: WirePolicy | None, suffix: str) -> CompressedGroup | None:
+        if policy is not None and not isinstance(policy, WirePolicy):
+            raise UsageError(
+                f"wire must be a WirePolicy, such as WirePolicy(parse_wire('bf16')) of commlayer.scheduler.wire, got {policy!r}"
+            )
         if self.size == 1 or policy is None or not policy.allows_encoding:
             return None
         if policy.in_place:
@@ -276,6 +278,10 @@ class GroupCommunicator:
 
     def _all_gather(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
         self._check_length("all_gather", rows)
+        if x.dim() == 0:
+            raise TensorError(
+                f"{self._who('all_gather')}: expected rows, got a tensor without dimensions: view it as [1]"
+            )
         if rows is not None and x.shape[:1] != (rows[self.rank],):
             raise TensorError(f"{self._who('all_gather')}: expected {rows[self.rank]} rows, got shape {list(x.shape)}")
         x = x.detach().contiguous()
@@ -287,7 +293,7 @@ class GroupCommunicator:
         if compressed is not None:
             work = compressed.all_gather(out, x, rows)
         elif rows is None or len(set(rows)) == 1:
-            work = _ALL_GATHER(out, x, group=self.group, async_op=True)
+            work = all_gather_single(out, x, group=self.group, async_op=True)
         else:
             work = dist.all_gather(list(out.split(list(rows))), x, group=self.group, async_op=True)
         return Pending(out, work, sent=x)
@@ -303,7 +309,7 @@ class GroupCommunicator:
         if compressed is not None:
             work = compressed.reduce_scatter(out, x, rows)
         elif rows is None or len(set(rows)) == 1:
-            work = _REDUCE_SCATTER(out, x, group=self.group, async_op=True)
+            work = reduce_scatter_single(out, x, group=self.group, async_op=True)
         else:
             work = dist.reduce_scatter(out, list(x.split(list(rows))), group=self.group, async_op=True)
         return Pending(out, work, sent=x)

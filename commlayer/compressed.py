@@ -16,12 +16,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from commlayer.backend.progress import DONE
+from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.codecs import Codec
 from commlayer.encoded_flat import FlatEncoded
 from commlayer.governor import Governor
-from commlayer.profiles.errors import DisagreementError, GroupError, TensorError
+from commlayer.plain import plain
+from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
+from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_moves import even_blocks
-from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.strategies import build
+from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, WirePolicy
 
 __all__ = ["CompressedGroup"]
@@ -29,9 +35,6 @@ __all__ = ["CompressedGroup"]
 Rows = Sequence[int] | None
 _BF16 = (torch.float32,)
 _FP8 = (torch.float32, torch.bfloat16, torch.float16)
-# torch 2.13 has given them new names, and warns about the old ones.
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CompressedGroup:
@@ -40,7 +43,7 @@ class CompressedGroup:
     Tensors are [rows, …], contiguous, on the CPU or a CUDA device. All verbs are asynchronous and return a Work; sums are FP32,
     in an order that does not depend on the run, and all ranks hold the same bits. All ranks call alike, with one policy.
 
-    Raises GroupError for a group of another backend.
+    Raises GroupError for a group of another backend, UsageError for what is no policy.
     """
 
     def __init__(self, group: dist.ProcessGroup, policy: WirePolicy, name: str) -> None:
@@ -49,6 +52,8 @@ class CompressedGroup:
                 f"rank {dist.get_rank()}: wire formats need a group of backend commlayer, this one has "
                 f"{dist.get_backend(group)}: make one with commlayer.integrations.planned_group(group)"
             )
+        if not isinstance(policy, WirePolicy):
+            raise UsageError(f"policy must be a WirePolicy, such as WirePolicy((WireFormat.BF16,)), got {policy!r}")
         self.group, self.policy, self.name = cast("Any", group), policy, name
         self.governor = Governor(group, policy, name)
         self._agreed: set[tuple[object, ...]] = set()
@@ -59,6 +64,8 @@ class CompressedGroup:
     def all_reduce(self, x: torch.Tensor) -> dist.Work:
         """``x`` becomes the sum over ranks. One rounding of each rank's values (between nodes: of each node's sum), and one of
         the result."""
+        self._check_output("all_reduce", x, x, x.numel())
+        x = x.detach()
         plan = self._plan("all_reduce", x, x.nbytes, x)
         if plan is None:
             return cast("dist.Work", dist.all_reduce(x, group=self.group, async_op=True))
@@ -74,12 +81,14 @@ class CompressedGroup:
         Raises TensorError where ``in_place`` cannot be: uneven rows, or another dtype than FP32.
         """
         blocks = self._blocks(x, rows)
+        self._check_output("reduce_scatter", out, x, blocks[self.group.rank()] // x.element_size())
         if self.policy.in_place:
             return self._in_place(out, x, blocks)
+        out, x = out.detach(), plain(x)
         plan = self._plan("reduce_scatter", x, x.nbytes, x, rows)
         if plan is None:
             if len(set(blocks)) == 1:
-                return cast("dist.Work", _REDUCE_SCATTER(out, x, group=self.group, async_op=True))
+                return cast("dist.Work", reduce_scatter_single(out, x, group=self.group, async_op=True))
             parts = list(x.split(list(rows or ())))
             return cast("dist.Work", dist.reduce_scatter(out, parts, group=self.group, async_op=True))
         if x.is_cuda:
@@ -89,10 +98,17 @@ class CompressedGroup:
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
         """``out`` [Σ rows, …] becomes all ranks' ``x`` [rows[rank], …], each rounded once, this rank's too."""
         blocks = self._blocks(out, rows)
+        self._check_output("all_gather", out, x, out.numel())
+        if x.nbytes != blocks[self.group.rank()]:
+            raise TensorError(
+                f"rank {dist.get_rank()}, {self.name}: all_gather into {list(out.shape)}, rows {rows}, expected "
+                f"this rank's rows, got shape {list(x.shape)}"
+            )
+        out, x = out.detach(), plain(x)
         plan = self._plan("all_gather", x, out.nbytes, out, rows)
         if plan is None:
             if len(set(blocks)) == 1:
-                return cast("dist.Work", _ALL_GATHER(out, x, group=self.group, async_op=True))
+                return cast("dist.Work", all_gather_single(out, x, group=self.group, async_op=True))
             parts = list(out.split(list(rows or ())))
             return cast("dist.Work", dist.all_gather(parts, x, group=self.group, async_op=True))
         if x.is_cuda:
@@ -111,17 +127,23 @@ class CompressedGroup:
         """``send_rows[k]`` rows of ``x`` go to rank k, ``receive_rows[k]`` of ``out`` come from it; None: even.
 
         To ranks of this rank's node they go as they are, where the group has other nodes. ``most_rows``: a number that all ranks
-        know, of the rows that any sends or receives; None: where rows are uneven, ranks agree on one first.
+        know, of the rows that any sends or receives; None: ranks agree on one first.
         """
+        splits = self._blocks(x, send_rows), self._blocks(out, receive_rows)
+        self._check_output("all_to_all", out, x, out.numel())
+        if _width(out) != _width(x):
+            raise TensorError(
+                f"rank {dist.get_rank()}, {self.name}: all_to_all of rows of {_width(x)} elements into rows of {_width(out)}"
+            )
+        out, x = out.detach(), plain(x)
         if most_rows is None:
-            most_rows = x.shape[0] if send_rows is None and receive_rows is None else self._agree(x, out)
-        plan = self._plan("all_to_all_v", x, most_rows * (x[:1].nbytes or out[:1].nbytes), x)
+            most_rows = self._agree(x, out)
+        plan = self._plan("all_to_all_v", x, _rounded(most_rows) * _width(x) * x.element_size(), x)
         if plan is None:
             outs = None if receive_rows is None else list(receive_rows)
             ins = None if send_rows is None else list(send_rows)
             work = dist.all_to_all_single(out, x, outs, ins, group=self.group, async_op=True)
             return cast("dist.Work", work)
-        splits = self._blocks(x, send_rows), self._blocks(out, receive_rows)
         if x.is_cuda:
             return self._flat(plan, x).all_to_all(out, x, splits)
         return cast("dist.Work", self.group.start_encoded_exchange(plan, x, out, splits, self._codec(plan.wire, x)))
@@ -134,8 +156,8 @@ class CompressedGroup:
         """``num_bytes``: what all ranks know; ``shaped``: of the rows to be encoded, ``x`` the values that this rank has."""
         if self.governor.formats == (WireFormat.NATIVE,):
             return None
-        width = _width(shaped)
-        self._agree_once(collective, x.dtype, width, tuple(rows or ()))
+        width = max(1, _width(shaped))
+        self._agree_once(collective, x.dtype, width)
         usable = self._usable(x.dtype, width)
         formats = self.governor.allowed(usable, lambda each: self._error(self._wire(each, width), x))
         if formats == (WireFormat.NATIVE,):
@@ -145,10 +167,9 @@ class CompressedGroup:
         return None if plan is None or plan.wire.is_native else plan
 
     def wires(self, width: int, dtype: torch.dtype) -> tuple[Wire, ...]:
-        """The forms that rows of ``width`` elements may go in now."""
-        usable = self._usable(dtype, width)
-        formats = tuple(each for each in usable if each in self.governor.formats) or (WireFormat.NATIVE,)
-        return tuple(self._wire(each, width) for each in formats)
+        """The forms that the policy allows rows of ``width`` elements: equal on all ranks of all groups that have it, unlike what
+        the governor has left of them."""
+        return tuple(self._wire(each, width) for each in self._usable(dtype, width))
 
     def _usable(self, dtype: torch.dtype, width: int) -> tuple[WireFormat, ...]:
         """What the policy allows for rows of ``width`` elements. Raises TensorError where it allows nothing."""
@@ -197,9 +218,14 @@ class CompressedGroup:
                 f"rank {dist.get_rank()}, {self.name}: in_place is for contiguous FP32 tensors on the CPU, as many rows "
                 f"for each rank; got {x.dtype} on {x.device}, {list(blocks)} bytes: leave in_place out"
             )
-        self._agree_once("reduce_scatter in place", x.dtype, x.numel(), ())
-        plan: Plan = self.group.encoded_plan("reduce_scatter", x.nbytes, (Wire(WireFormat.BF16),), 4)
-        return cast("dist.Work", self.group.start_in_place(plan, x, out))
+        self._agree_once("reduce_scatter in place", x.dtype, x.numel())
+        if not x.numel():
+            return DONE
+        size, wire = self.group.size(), Wire(WireFormat.BF16)
+        nodes = (size,)  # the scheme has one level, and moves of its own
+        traffic = Traffic(x.nbytes, size, 1, Resource.INTRA, "reduce_scatter", nodes, wires=(wire,), element_bytes=4)
+        plan = build(traffic, Strategy.DIRECT, wire=wire)
+        return cast("dist.Work", self.group.start_in_place(plan, x.detach(), out.detach()))
 
     def _blocks(self, whole: torch.Tensor, rows: Rows) -> tuple[int, ...]:
         """Bytes of each rank's rows. Raises TensorError where they are not those of ``whole``."""
@@ -217,6 +243,14 @@ class CompressedGroup:
         row_bytes = _width(whole) * whole.element_size()
         return tuple(each * row_bytes for each in rows)
 
+    def _check_output(self, verb: str, out: torch.Tensor, x: torch.Tensor, numel: int) -> None:
+        """That ``out`` can take the result as it is. Raises TensorError."""
+        if out.dtype != x.dtype or out.device != x.device or out.numel() != numel or not out.is_contiguous():
+            raise TensorError(
+                f"rank {dist.get_rank()}, {self.name}: {verb} of {x.dtype} on {x.device} needs a contiguous output of {numel} "
+                f"elements of the same, got shape {list(out.shape)}, strides {list(out.stride())}, {out.dtype} on {out.device}"
+            )
+
     # Agreeing
 
     def _agree(self, x: torch.Tensor, out: torch.Tensor) -> int:
@@ -224,12 +258,13 @@ class CompressedGroup:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         return int(most)
 
-    def _agree_once(self, collective: str, dtype: torch.dtype, width: int, rows: tuple[int, ...]) -> None:
-        """At the first call of a kind: that all ranks make the same. Raises DisagreementError."""
-        key = collective, dtype, width, rows
+    def _agree_once(self, collective: str, dtype: torch.dtype, width: int) -> None:
+        """At the first call of a kind: that all ranks make the same; later ones are compared under COMMLAYER_DEBUG=detail, as all
+        calls of a group are. Raises DisagreementError."""
+        key = collective, dtype, width
         if key in self._agreed:
             return
-        mine = f"{collective} of {dtype}, rows of {width} elements{f', {list(rows)} of them' if rows else ''}; {self.policy}"
+        mine = f"{collective} of {dtype}, rows of {width} elements; {self.policy}"
         digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7])
         both = torch.tensor([digest, -digest], dtype=torch.int64)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
@@ -243,9 +278,15 @@ class CompressedGroup:
         self._agreed.add(key)
 
 
+def _rounded(count: int) -> int:
+    """Up to three leading bits: sizes that are a fifth apart, at most, are planned alike, and not anew in each call."""
+    bits = max(0, count.bit_length() - 3)
+    return -(-count >> bits) << bits
+
+
 def _width(x: torch.Tensor) -> int:
     """Elements of a row."""
     width = 1
     for size in x.shape[1:]:
         width *= size
-    return max(1, width)
+    return width

@@ -5,7 +5,8 @@ Beside :class:`commlayer.planned.PlannedGroup`, whose connections and memory the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from commlayer.codecs import Codec
 from commlayer.executor import drive
 from commlayer.plain import as_bytes
+from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.reductions import reducer
 from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
 from commlayer.scheduler.group_moves import Group
@@ -105,7 +107,7 @@ class EncodedGroup:
         Raises NonFiniteError as the codec does, after telling the others; PeerError, CollectiveTimeoutError.
         """
         planned = self._planned
-        with planned.telling():
+        with _telling(planned, source, codec.wire.row_elements):
             transport = planned.connect_messages()
             prepared = self._prepared.get((id(plan), tuple(blocks))) or self._prepare(plan, tuple(blocks))
             buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target)}
@@ -134,7 +136,7 @@ class EncodedGroup:
         Raises as :meth:`run`.
         """
         planned = self._planned
-        with planned.telling():
+        with _telling(planned, source, codec.wire.row_elements):
             transport = planned.connect_messages()
             steps, encoded, arrived = exchange_moves(plan, self._group(()), *splits)
             buffers = {
@@ -156,10 +158,11 @@ class EncodedGroup:
         """A reduce_scatter of FP32 in BF16 that takes no memory: ``source`` [n·s] is left undefined (MegaScale-MoE, section 5).
 
         BF16 goes to the half of the source in which ``target`` [s] may lie, the others' to the other half; ``target`` may be
-        this rank's block of ``source``. ``plan``: flat_direct in BF16. Raises PeerError, CollectiveTimeoutError.
+        this rank's block of ``source``. ``plan``: what the moves made here are called in errors: flat_direct in BF16.
+        Raises PeerError, CollectiveTimeoutError.
         """
         planned = self._planned
-        with planned.telling():
+        with _telling(planned, source):
             transport = planned.connect_messages()
             size, rank, n = target.nbytes // 2, planned.rank, len(planned.global_ranks)
             data = as_bytes(source)
@@ -206,6 +209,26 @@ class EncodedGroup:
         messages = [message for step in steps for message in step.sends]
         intra = sum(message.region.size for message in messages if message.peer in near)
         return Sent(sum(message.region.size for message in messages) - intra, intra)
+
+
+@contextlib.contextmanager
+def _telling(planned: PlannedGroup, source: torch.Tensor, width: int = 1) -> Iterator[None]:
+    """As the group's own; and what a codec refuses here was found in the middle of a call, by one rank perhaps."""
+    with planned.telling():
+        try:
+            yield
+        except NonFiniteError as error:  # it has seen a piece
+            wrong = ~source.view(-1, width).isfinite()
+            where = f"rank {planned.global_ranks[planned.rank]}, group {planned.name}"
+            if not wrong.any():
+                raise NonFiniteError(f"{where}, in a sum of this node: {error}") from error
+            raise NonFiniteError(
+                f"{where}: {int(wrong.sum())} of {source.numel()} elements of the tensor are NaN or infinite, the first in row "
+                f"{int(wrong.any(1).nonzero()[0])} of {width} elements, and FP8 was told to raise: look for where they come "
+                "from, or allow them with WirePolicy(non_finite='pass'). Nothing more can be sent here: restart the job"
+            ) from error
+        except UsageError as error:
+            raise InternalError(f"{type(error).__name__} in the middle of a call: {error}") from error
 
 
 def _round_into_half(source: torch.Tensor, rounded: torch.Tensor, *, is_first: bool) -> None:

@@ -13,13 +13,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from commlayer.c10d import all_gather_single
 from commlayer.codecs import Codec
+from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.group_moves import even_blocks
 
 __all__ = ["FlatEncoded"]
 
 _NO_TIMEOUT = timedelta(0)
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _Finishing(dist.Work):
@@ -55,6 +56,7 @@ class FlatEncoded:
         self._width = codec.wire.row_elements
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
+        self._require_finite(x)
         rank, n = self._group.rank(), self._group.size()
         sent = self._encoded(x, blocks)
         sizes = [self._padded(block) for block in blocks]
@@ -70,11 +72,12 @@ class FlatEncoded:
         return _Finishing(work, finish, out)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
+        self._require_finite(x)
         widest = max(self._padded(block) for block in blocks)
         sent = torch.zeros(widest, dtype=torch.uint8, device=x.device)
         self._codec.encode(self._rows(x), sent[: self._wire_bytes(x.nbytes)])
         arrived = torch.empty(len(blocks) * widest, dtype=torch.uint8, device=x.device)
-        work = _ALL_GATHER(arrived, sent, group=self._group, async_op=True)
+        work = all_gather_single(arrived, sent, group=self._group, async_op=True)
         return _Finishing(work, lambda: self._decode(arrived.split([widest] * len(blocks)), out, blocks), out)
 
     def all_reduce(self, x: torch.Tensor) -> dist.Work:
@@ -84,11 +87,26 @@ class FlatEncoded:
         return self.all_gather(x, part, blocks)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]]) -> dist.Work:
+        self._require_finite(x)
         sent = self._encoded(x, splits[0])
         sizes = [[self._padded(block) for block in blocks] for blocks in splits]
         arrived = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=x.device)
         work = dist.all_to_all_single(arrived, sent, sizes[1], sizes[0], group=self._group, async_op=True)
         return _Finishing(work, lambda: self._decode(arrived.split(sizes[1]), out, splits[1]), out)
+
+    def _require_finite(self, x: torch.Tensor) -> None:
+        """Where NaN and infinity are not passed on: no rank may refuse alone, with the others in the call. So all hear of it, and
+        the host waits. Raises NonFiniteError on every rank."""
+        if self._codec.non_finite != "raise" or not self._codec.wire.format.is_scaled:
+            return
+        wrong = int(x.numel() - x.isfinite().sum())
+        everyones = torch.tensor([wrong], dtype=torch.int64)
+        dist.all_reduce(everyones, group=self._group)
+        if int(everyones):
+            raise NonFiniteError(
+                f"rank {dist.get_rank()}: {int(everyones)} values that were to be sent in {self._codec.wire} are NaN or "
+                f"infinite, {wrong} of them here: look for where they come from, or allow them with non_finite='pass'"
+            )
 
     @property
     def _row_bytes(self) -> int:

@@ -227,7 +227,9 @@ class ParallelAttention(nn.Module):
         sizes = (len(mine.q), len(mine.kv), len(mine.kv))
         receive_rows = [sum(sizes) * num_rows for num_rows in rows]
         send_rows = [(len(share.q) + 2 * len(share.kv)) * rows[self.tp.rank] for share in self.shares]
-        received = self.tp.all_to_all(sent.flatten(0, 1), send_rows, receive_rows)
+        most = max((len(share.q) + 2 * len(share.kv)) * sum(rows) for share in self.shares)
+        most = max(most, max(rows) * sum(len(share.q) + 2 * len(share.kv) for share in self.shares))
+        received = self._exchange(sent.flatten(0, 1), send_rows, receive_rows, most)
         blocks = zip(received.split(receive_rows), rows, strict=True)
         joined = torch.cat([block.unflatten(0, (sum(sizes), num)).permute(1, 2, 0, 3) for block, num in blocks])
         q, k, v = joined.split(sizes, dim=2)
@@ -240,9 +242,23 @@ class ParallelAttention(nn.Module):
         own = rows[self.tp.rank]
         sent = torch.cat([block.permute(2, 0, 1, 3).flatten(0, 1) for block in out.split(list(rows))])
         send_rows = [out.shape[2] * num_rows for num_rows in rows]
-        received = self.tp.all_to_all(sent, send_rows, [len(share.q) * own for share in self.shares])
+        most = max(max(len(share.q) for share in self.shares) * sum(rows), self.num_heads * max(rows))
+        received = self._exchange(sent, send_rows, [len(share.q) * own for share in self.shares], most)
         heads: torch.Tensor = received.unflatten(0, (self.num_heads, own))
         return heads.permute(1, 2, 0, 3).flatten(2)
+
+    def _exchange(
+        self, sent: torch.Tensor, send_rows: Sequence[int], receive_rows: Sequence[int], most_rows: int
+    ) -> torch.Tensor:
+        """Rows [B, D] as B rows [D]: what shares a scale on the wire is a head of a token. ``most_rows``: of any rank."""
+        batch = sent.shape[1]
+        moved = self.tp.all_to_all(
+            sent.flatten(0, 1),
+            [count * batch for count in send_rows],
+            [count * batch for count in receive_rows],
+            most_rows=most_rows * batch,
+        )
+        return moved.view(sum(receive_rows), batch, sent.shape[2])
 
 
 def apply_rope(x: torch.Tensor, where: torch.Tensor, base: float) -> torch.Tensor:

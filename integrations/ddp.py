@@ -62,7 +62,7 @@ def all_reduce_hook(
     """
     if isinstance(group, CompressedGroup):
         buffer = bucket.buffer().mul_(1.0 / group.group.size())
-        work = group.all_reduce(flat_rows(buffer, group.policy))
+        work = group.all_reduce(flat_rows(buffer, group.policy, is_shared=True))
     else:
         # Multiplied by 1/n before the sum, as DDP's reducer does. Rejected: dividing by n, as torch's own allreduce_hook
         # does: it differs in the last bit where n is no power of two.

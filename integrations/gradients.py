@@ -83,7 +83,7 @@ def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, po
     if compressed is None:
         flat = GroupCommunicator(mesh.group(axis), "dp").all_reduce(flat)
     else:
-        compressed.all_reduce(flat_rows(flat, compressed.policy)).wait()
+        compressed.all_reduce(flat_rows(flat, compressed.policy, is_shared=True)).wait()
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

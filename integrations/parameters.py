@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
@@ -31,9 +32,6 @@ __all__ = ["ShardedOptimizer"]
 _ROW = 1024
 """Shards are whole rows of so many elements: blocks that share a scale never cross from one rank's to the next's."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# torch 2.13 has given them new names, and warns about the old ones.
-_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +132,8 @@ class ShardedOptimizer:
                     place.zero_()
                 else:
                     place.copy_(parameter.grad).mul_(scale)
+            # What lies behind the last parameter: a reduce_scatter in place has left its own there.
+            buffer.gradients[sum(parameter.numel() for parameter in buffer.parameters) :].zero_()
             if buffer.main.grad is None:
                 buffer.main.grad = torch.empty_like(buffer.main)
             pending.append(self._start_reduce(buffer.main.grad, buffer.gradients))
@@ -190,14 +190,14 @@ class ShardedOptimizer:
 
     def _start_reduce(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
         if self._reducing is None:
-            work: dist.Work = _REDUCE_SCATTER(out, x, group=self._group, async_op=True)
+            work: dist.Work = reduce_scatter_single(out, x, group=self._group, async_op=True)
             return work
         policy = self._reducing.policy
         return self._reducing.reduce_scatter(flat_rows(out, policy), flat_rows(x, policy, self._size))
 
     def _start_gather(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
         if self._gathering is None:
-            work: dist.Work = _ALL_GATHER(out, x, group=self._group, async_op=True)
+            work: dist.Work = all_gather_single(out, x, group=self._group, async_op=True)
             return work
         policy = self._gathering.policy
         return self._gathering.all_gather(flat_rows(out, policy, self._size), flat_rows(x, policy))

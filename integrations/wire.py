@@ -10,7 +10,7 @@ Nothing is encoded that neither the program nor that variable allows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,14 +20,14 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WirePolicy, parse_wire
+from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
 __all__ = ["LaneWires", "WireChoice", "compressed_group", "flat_rows", "tensor_parallel_wire", "wire_policy", "wired"]
 
 WireChoice = WirePolicy | str | None
 """A policy; formats as :func:`commlayer.scheduler.wire.parse_wire` reads them; None: what COMMLAYER_WIRE says."""
-_WIDEST = 8 * GROUP_SIZE
+_WIDEST, _NARROWEST = 8 * GROUP_SIZE, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +67,20 @@ def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN
 def compressed_group(
     group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str, *, scaling: Scaling = Scaling.BLOCK
 ) -> CompressedGroup | None:
-    """``group`` under what ``wire`` means for a lane; None where that is native. ``what``: travels, for messages.
+    """``group`` under what ``wire`` means for a lane of flat buffers; None where that is native. ``what``: travels, for messages.
+
+    Flat buffers have no tokens: FP8 has a scale for each block of 128 elements there, and, where ``wire`` is no policy, NaN and
+    infinity pass: gradients may hold them on purpose, for a GradScaler to see.
 
     Raises GroupError for a group of another backend, where a format is allowed; as :func:`wire_policy`.
     """
     policy = wire_policy(wire, lane, scaling=scaling)
     if policy is None or group.size() == 1:
         return None
+    if not isinstance(wire, WirePolicy):
+        policy = replace(policy, non_finite="pass")
+    if policy.scaling is Scaling.TOKEN:
+        policy = replace(policy, scaling=Scaling.BLOCK)
     return CompressedGroup(group, policy, f"lane {lane}, {what}")
 
 
@@ -107,20 +114,23 @@ def wired(
     return communicator.with_wire(forth, back)
 
 
-def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1) -> torch.Tensor:
+def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1, *, is_shared: bool = False) -> torch.Tensor:
     """``flat`` [parts · s] as the rows [parts · s / W, W] that share scales, of which each part has whole ones; a view.
 
-    Itself where no format of ``policy`` has scales.
+    Itself where no format of ``policy`` has scales. Where no width suits, a part is one row, which is not cut. ``is_shared``: for
+    an all_reduce, whose ranks share its rows out; one row would all be summed by one rank, so it goes natively where it may.
     """
     if not flat.numel() or not any(each.is_scaled for each in policy.formats):
         return flat
-    return flat.view(-1, _row_width(flat.numel() // parts))
+    width = _row_width(flat.numel() // parts)
+    if width is None:
+        return flat if is_shared and WireFormat.NATIVE in policy.formats else flat.view(parts, -1)
+    return flat.view(-1, width)
 
 
 @lru_cache(maxsize=1024)
-def _row_width(elements: int) -> int:
-    """The widest of 1024 elements or less that divides ``elements``, whole groups of 128 first. All where only small ones do:
-    a single row, whose blocks of 128 have scales of their own, but which is not cut."""
+def _row_width(elements: int) -> int | None:
+    """The widest of 1024 elements or less that divides ``elements``, whole groups of 128 first; None where only small ones do."""
     groups = range(_WIDEST, 0, -GROUP_SIZE)
-    others = range(_WIDEST, GROUP_SIZE - 1, -1)
-    return next((width for each in (groups, others) for width in each if elements % width == 0), elements)
+    others = range(_WIDEST, _NARROWEST - 1, -1)
+    return next((width for each in (groups, others) for width in each if elements % width == 0), None)

@@ -74,8 +74,8 @@ class Policy:
 class Decision:
     """The chosen plan, every alternative with its predicted timeline, and why.
 
-    ``margin`` is how much slower the best plan of any other strategy is predicted, as a fraction of the chosen time;
-    negative where the simpler plan was kept although another is predicted faster by less than ``tolerance``.
+    ``margin`` is how much slower the best plan of any other strategy or wire format is predicted, as a fraction of the chosen
+    time; negative where the simpler plan was kept although another is predicted faster by less than ``tolerance``.
     ``unpriced``: why a wire format that was allowed is not among the candidates; else empty.
     """
 
@@ -118,7 +118,7 @@ class Decision:
             crossing = f"group size {traffic.group_size} over {traffic.link.value}"
             return f"the only plan for this traffic (replication {traffic.replication}, {crossing})"
         where = f"bottleneck {self.bottleneck.value}"
-        rivals = [rival for rival in self.candidates if rival.plan.strategy is not self.plan.strategy]
+        rivals = [rival for rival in self.candidates if _kind(rival.plan) != _kind(self.plan)]
         best = min(rivals or self.candidates, key=lambda rival: rival.total_us)
         if best.total_us < self.predicted_us:
             gain = 1.0 - best.total_us / self.predicted_us
@@ -154,7 +154,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
     chosen = min(near, key=_simplicity)
-    rivals = [t.total_us for t in priced if t.plan.strategy is not chosen.plan.strategy]
+    rivals = [t.total_us for t in priced if _kind(t.plan) != _kind(chosen.plan)]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
     return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced)
 
@@ -165,11 +165,19 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
     for plan in plans:
         try:
             found.append(price(plan, profile, interference=policy.interference))
-        except PlanError as error:  # noqa: PERF203
+        except PlanError:  # noqa: PERF203
             if plan.wire.is_native:
                 raise
-            unpriced = f"{plan.wire} is left out: {error}"
+            unpriced = (
+                f"{plan.wire} is left out: profile {profile.name!r} does not know what it costs; measure the cluster again "
+                "with this version's commlayer profile"
+            )
     return tuple(found), unpriced
+
+
+def _kind(plan: Plan) -> tuple[Strategy, WireFormat]:
+    """Plans of one kind differ in their chunks."""
+    return plan.strategy, plan.wire.format
 
 
 def _simplicity(timeline: Timeline) -> tuple[int, int, int]:

@@ -77,7 +77,9 @@ class Wire:
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        if self.row_elements < 1:
+        if not isinstance(self.format, WireFormat) or not isinstance(self.scaling, Scaling):
+            raise UsageError(f"expected a WireFormat and a Scaling, got {self.format!r} and {self.scaling!r}")
+        if not isinstance(self.row_elements, int) or self.row_elements < 1:
             raise UsageError(f"{self.format} needs rows of at least one element, got {self.row_elements}")
 
     @property
@@ -148,16 +150,22 @@ class WirePolicy:
     def __post_init__(self) -> None:
         rules = {
             "formats": (
-                bool(self.formats) and all(isinstance(each, WireFormat) for each in self.formats),
-                f"one or more of WireFormat's {', '.join(WireFormat)}",
+                isinstance(self.formats, tuple)
+                and bool(self.formats)
+                and all(isinstance(each, WireFormat) for each in self.formats),
+                f"a tuple of one or more of WireFormat's {', '.join(WireFormat)}",
             ),
             "scaling": (isinstance(self.scaling, Scaling), f"one of Scaling's {', '.join(Scaling)}"),
             "non_finite": (self.non_finite in ("raise", "pass"), "raise or pass"),
             "error_budget": (
-                self.error_budget is None or 0 < self.error_budget < math.inf,
+                self.error_budget is None or (_is_number(self.error_budget) and 0 < self.error_budget < math.inf),
                 "a positive fraction, or None",
             ),
-            "sample_every": (self.sample_every >= 1, "at least 1"),
+            "sample_every": (_is_number(self.sample_every) and self.sample_every >= 1, "a number of at least 1"),
+            "in_place": (
+                not self.in_place or (self.formats == (WireFormat.BF16,) and self.error_budget is None),
+                "formats=(WireFormat.BF16,) and no error_budget with it: it has no other way",
+            ),
         }
         for name, (is_sound, expected) in rules.items():
             if not is_sound:
@@ -167,9 +175,9 @@ class WirePolicy:
     def allows_encoding(self) -> bool:
         return any(each is not WireFormat.NATIVE for each in self.formats)
 
-    def without(self, dropped: WireFormat) -> tuple[WireFormat, ...]:
-        """The formats that remain when one has proved too coarse: ``native`` where no other does."""
-        return tuple(each for each in self.formats if each is not dropped) or (WireFormat.NATIVE,)
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def parse_wire(text: str) -> tuple[WireFormat, ...]:
@@ -182,8 +190,8 @@ def parse_wire(text: str) -> tuple[WireFormat, ...]:
         formats = tuple(WireFormat(name) for name in names)
     except ValueError:
         raise UsageError(
-            f"a wire format must be one of {', '.join(WireFormat)}, several joined by +, and ! behind them where native is "
-            f"not allowed; got {text!r}"
+            f"a wire format must be one of {', '.join(WireFormat)}, several joined by +, and one ! at the very end where "
+            f"native is not allowed; got {text!r}"
         ) from None
     if text.endswith("!") or WireFormat.NATIVE in formats:
         return formats

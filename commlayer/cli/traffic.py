@@ -107,6 +107,8 @@ def group_traffic(
     for option, value in others.items():
         if value is not None:
             raise UsageError(f"{option} is for --collective all_to_all, got it with {collective}: use --group")
+    if collective == "broadcast" and wires[0] != (NATIVE,):
+        raise UsageError("--wire: a broadcast goes in its tensor's own format: leave it out")
     topology = Topology.parse(profile.topology)
     sizes = tuple(len(node) for node in topology.nodes)
     if group == "node":

@@ -51,6 +51,7 @@ class Codec:
         they are not passed, before anything is written (on a GPU the host waits for that); TensorError for a wrong dtype,
         width, size, device or index, UsageError for CUDA tensors without Triton.
         """
+        rows = rows.detach()
         check_rows(rows, self.wire, self.dtype, contiguous=False)
         if not self._accept(out, rows, index):
             return
@@ -70,6 +71,7 @@ class Codec:
         Of rows that go to the same place one wins. Raises TensorError for a wrong dtype, width, size, device or index,
         UsageError for CUDA tensors without Triton.
         """
+        out = out.detach()
         check_rows(out, self.wire, self.dtype, contiguous=True)
         if self._accept(encoded, out, index):
             _path(out).decode(encoded, self.wire, self.dtype, out, index)
@@ -90,6 +92,8 @@ class Codec:
 
         Raises TensorError for a wrong dtype, width, size, device or index, UsageError for CUDA tensors without Triton.
         """
+        into = into.detach()
+        weights = None if weights is None else weights.detach()
         check_rows(into, self.wire, torch.float32, self.dtype, contiguous=True)
         if weights is not None:
             if into.dim() != 2:
@@ -103,6 +107,7 @@ class Codec:
 
         It allocates, and on a GPU the host waits for it: for a sample of the calls. Raises as :meth:`encode` does.
         """
+        rows = rows.detach()
         check_rows(rows, self.wire, self.dtype, contiguous=False)
         rows = rows.contiguous()
         size = self.wire_bytes(rows.shape[0]) if self._is_scaled else 2 * rows.numel()

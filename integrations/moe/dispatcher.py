@@ -28,7 +28,7 @@ from commlayer.integrations.moe.planning import KINDS, DispatchDecision, Dispatc
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.moe.stage import Stage, cut, returned, split
-from commlayer.integrations.moe.ways import DispatchWire, Ways, dispatch_wire
+from commlayer.integrations.moe.ways import DispatchWire, Ways, dispatch_wire, number_of_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
@@ -101,7 +101,12 @@ class TokenDispatcher:
         self.ways = Ways(ep, both, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
-        self._setup = (("auto", *KINDS).index(kind), weights_travel, *(slices or ()))
+        self._setup = (
+            number_of_wire(self.ways.wire),
+            ("auto", *KINDS).index(kind),
+            weights_travel,
+            *(slices or ()),
+        )
         self._weights_travel = weights_travel
         self.decision: DispatchDecision | None = None
 
@@ -154,7 +159,7 @@ class TokenDispatcher:
     ) -> Offer:
         self._check_weights(weights, *indices.shape[:2])
         is_cuda = like is not None and like.is_cuda
-        way = number_of((experts is None, is_sharded(experts), is_cuda, *self._setup))
+        way = number_of((*self._setup, experts is None, is_sharded(experts), is_cuda))
         return Offer(indices, capacity, like, way, any(_needs_gradient(given) for given in (like, weights, experts)))
 
     def refuse(self, error: Exception) -> NoReturn:
