@@ -154,7 +154,7 @@ class CompressedGroup:
         self, collective: str, x: torch.Tensor, num_bytes: int, shaped: torch.Tensor, rows: Rows = None
     ) -> Plan | None:
         """``num_bytes``: what all ranks know; ``shaped``: of the rows to be encoded, ``x`` the values that this rank has."""
-        if self.governor.formats == (WireFormat.NATIVE,):
+        if self.governor.formats == (WireFormat.NATIVE,) or num_bytes == 0:
             return None
         width = max(1, _width(shaped))
         self._agree_once(collective, x.dtype, width)
