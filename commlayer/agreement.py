@@ -1,4 +1,6 @@
-"""A number on which all ranks of a group agree without waiting for each other: the largest of the call before.
+"""What all ranks of a group have alike: whether they do, and a number on which they agree without waiting for each other.
+
+The number is the largest of the call before.
 
 With uneven splits every rank sees other byte counts, and a plan that depends on a rank's own deadlocks the job. Asking
 everybody before each call would cost a small message its time again. So the exchange for one call is started with that
@@ -8,12 +10,21 @@ call, and read at the next one, when it has long ended.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["AgreedMaximum"]
+__all__ = ["AgreedMaximum", "is_agreed"]
+
+
+def is_agreed(text: str, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of ``group`` have the same ``text``. Collective, and the same answer on all ranks."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    both = torch.tensor([digest, -digest], dtype=torch.int64)  # the largest, and the smallest
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return int(both[0]) == -int(both[1])
 
 
 class AgreedMaximum:

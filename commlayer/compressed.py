@@ -9,13 +9,13 @@ one call of the group, decoded at once (:mod:`commlayer.encoded_flat`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from commlayer.agreement import is_agreed
 from commlayer.backend.progress import DONE
 from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.codecs import Codec
@@ -265,10 +265,7 @@ class CompressedGroup:
         if key in self._agreed:
             return
         mine = f"{collective} of {dtype}, rows of {width} elements; {self.policy}"
-        digest = int.from_bytes(hashlib.sha256(mine.encode()).digest()[:7])
-        both = torch.tensor([digest, -digest], dtype=torch.int64)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
-        if int(both[0]) != -int(both[1]):
+        if not is_agreed(mine, self.group):
             raise DisagreementError(
                 f"rank {dist.get_rank()}, {self.name}: ranks differ in what they send, or in the policy. Here: {mine}. "
                 "Nothing was sent: make the same calls on all ranks, with one dtype and one policy"

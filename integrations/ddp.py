@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.groups import check_same_ranks, planned_group
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
 
 __all__ = ["all_reduce_hook", "plan_ddp"]
 
@@ -42,6 +42,7 @@ def plan_ddp(
     Raises:
         GroupError: ``group`` does not have the ranks of the model's group; or it is not of backend commlayer, with a format.
         UsageError: no such format.
+        DisagreementError: ranks were given different ones.
         RuntimeError: torch's own; the model already has a hook.
     """
     own = model.process_group
@@ -49,6 +50,7 @@ def plan_ddp(
         group = planned_group(own)
     check_same_ranks(own, group, "DistributedDataParallel")
     compressed = compressed_group(group, wire, "dp", "gradients of DistributedDataParallel")
+    require_same_wire(group, "DistributedDataParallel's gradients", compressed)
     model.register_comm_hook(group if compressed is None else compressed, all_reduce_hook)
     return group
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from commlayer.integrations.groups import check_same_ranks, planned_group
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter", "plan_fsdp"]
@@ -166,9 +166,9 @@ def plan_fsdp(
 ) -> dist.ProcessGroup:
     """Let all FSDP2 modules in ``model`` move parameters and gradients on a planned group. Call it after ``fully_shard``.
 
-    Collective over all ranks of the job where ``group`` is None. All modules must be sharded over the same ranks; where
-    they are not (experts on a mesh of their own), set the objects per module instead. HSDP's all_reduce between replicas
-    stays on the mesh's own group: torch has no object for it.
+    Collective over the ranks of ``group``; over all ranks of the job where that is None. All modules must be sharded over the
+    same ranks; where they are not (experts on a mesh of their own), set the objects per module instead. HSDP's all_reduce
+    between replicas stays on the mesh's own group: torch has no object for it.
 
     Args:
         model: contains at least one module that went through ``fully_shard``.
@@ -180,6 +180,7 @@ def plan_fsdp(
         The group that parameters and gradients use.
 
     Raises:
+        DisagreementError: ranks were given different formats.
         UsageError: no module of ``model`` went through ``fully_shard``; no such format.
         GroupError: ``group`` is not of backend commlayer, with a format. At the first forward: a module is sharded over other
             ranks than ``group``'s.
@@ -193,6 +194,7 @@ def plan_fsdp(
     if group is None:
         group = planned_group()
     all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
+    require_same_wire(group, "FSDP2's parameters and gradients", all_gather.compressed, reduce_scatter.compressed)
     for module in modules:
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)

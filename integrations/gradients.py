@@ -18,12 +18,14 @@ from commlayer.compressed import CompressedGroup
 from commlayer.integrations.linear import replicated_parameters
 from commlayer.integrations.mesh import FoldedMesh, holds_experts
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, wire_policy
-from commlayer.scheduler.wire import Scaling, WirePolicy
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_policy, flat_rows, require_same_wire
+from commlayer.scheduler.wire import WirePolicy
 
 __all__ = ["gradient_axes", "synchronise_gradients"]
 
-_COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy], CompressedGroup | None]] = WeakKeyDictionary()
+_COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], CompressedGroup | None]] = (
+    WeakKeyDictionary()
+)
 """By mesh, then axis and policy: what a governor has found out in one step holds in the next."""
 
 
@@ -62,9 +64,10 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
         wire: formats in which gradients may travel, such as ``bf16`` (docs/compression.md): sums are FP32. None: what
             COMMLAYER_WIRE says of dp, else their own.
 
-    Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for no such format.
+    Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for no such format; DisagreementError, at the first
+    call, where ranks were given different ones.
     """
-    policy = wire_policy(wire, "dp", scaling=Scaling.BLOCK)
+    policy = flat_policy(wire, "dp")
     for axis, parameters in gradient_axes(module).items():
         by_dtype: dict[str, list[torch.Tensor]] = {}
         for parameter in parameters:
@@ -79,7 +82,7 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
 
 def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    compressed = None if policy is None else _compressed(mesh, axis, policy)
+    compressed = _compressed(mesh, axis, policy)
     if compressed is None:
         flat = GroupCommunicator(mesh.group(axis), "dp").all_reduce(flat)
     else:
@@ -88,8 +91,11 @@ def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, po
         gradient.copy_(part.view_as(gradient))
 
 
-def _compressed(mesh: FoldedMesh, axis: str, policy: WirePolicy) -> CompressedGroup | None:
+def _compressed(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> CompressedGroup | None:
     kept = _COMPRESSED.setdefault(mesh, {})
     if (axis, policy) not in kept:
-        kept[axis, policy] = compressed_group(mesh.group(axis), policy, "dp", f"gradients over {axis}")
+        group, what = mesh.group(axis), f"gradients over {axis}"
+        made = compressed_group(group, policy or "native", "dp", what)
+        require_same_wire(group, what, made)
+        kept[axis, policy] = made
     return kept[axis, policy]

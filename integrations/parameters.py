@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.c10d import all_gather_single, reduce_scatter_single
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows
+from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
 __all__ = ["ShardedOptimizer"]
@@ -73,6 +73,7 @@ class ShardedOptimizer:
     Raises:
         TensorError: parameters of another dtype. UsageError: no parameters, one in two groups, or no such format.
         GroupError: this rank is not in ``group``, or the group is not of backend commlayer, with a format.
+        DisagreementError: ranks were given different formats.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ShardedOptimizer:
         self._reducing = compressed_group(group, wire, "dp", "gradients of ShardedOptimizer")
         chosen = "native" if parameter_wire is None else parameter_wire
         self._gathering = compressed_group(group, chosen, "dp", "parameters of ShardedOptimizer")
+        require_same_wire(group, "ShardedOptimizer", self._reducing, self._gathering)
         self._buffers: list[_Buffer] = []
         inner: list[dict[str, Any]] = []
         for options in _as_groups(parameters):

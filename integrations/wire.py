@@ -16,14 +16,24 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from commlayer.agreement import is_agreed
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.moe.ways import DispatchWire
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
-__all__ = ["LaneWires", "WireChoice", "compressed_group", "flat_rows", "tensor_parallel_wire", "wire_policy", "wired"]
+__all__ = [
+    "LaneWires",
+    "WireChoice",
+    "compressed_group",
+    "flat_rows",
+    "require_same_wire",
+    "tensor_parallel_wire",
+    "wire_policy",
+    "wired",
+]
 
 WireChoice = WirePolicy | str | None
 """A policy; formats as :func:`commlayer.scheduler.wire.parse_wire` reads them; None: what COMMLAYER_WIRE says."""
@@ -64,24 +74,39 @@ def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN
     return policy if policy.allows_encoding or policy.in_place else None
 
 
-def compressed_group(
-    group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str, *, scaling: Scaling = Scaling.BLOCK
-) -> CompressedGroup | None:
-    """``group`` under what ``wire`` means for a lane of flat buffers; None where that is native. ``what``: travels, for messages.
-
-    Flat buffers have no tokens: FP8 has a scale for each block of 128 elements there, and, where ``wire`` is no policy, NaN and
-    infinity pass: gradients may hold them on purpose, for a GradScaler to see.
-
-    Raises GroupError for a group of another backend, where a format is allowed; as :func:`wire_policy`.
-    """
-    policy = wire_policy(wire, lane, scaling=scaling)
-    if policy is None or group.size() == 1:
+def flat_policy(wire: WireChoice, lane: str) -> WirePolicy | None:
+    """As :func:`wire_policy`, for flat buffers, which have no tokens: FP8 has a scale for each block of 128 elements there. Where
+    ``wire`` is no policy, NaN and infinity pass: gradients may hold them on purpose, for a GradScaler to see."""
+    policy = wire_policy(wire, lane, scaling=Scaling.BLOCK)
+    if policy is None:
         return None
     if not isinstance(wire, WirePolicy):
         policy = replace(policy, non_finite="pass")
-    if policy.scaling is Scaling.TOKEN:
-        policy = replace(policy, scaling=Scaling.BLOCK)
+    return replace(policy, scaling=Scaling.BLOCK) if policy.scaling is Scaling.TOKEN else policy
+
+
+def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str) -> CompressedGroup | None:
+    """``group`` under what ``wire`` means for a lane's flat buffers; None where that is native. ``what``: travels, for messages.
+
+    Raises GroupError for a group of another backend, where a format is allowed; as :func:`wire_policy`.
+    """
+    policy = flat_policy(wire, lane)
+    if policy is None or group.size() == 1:
+        return None
     return CompressedGroup(group, policy, f"lane {lane}, {what}")
+
+
+def require_same_wire(group: dist.ProcessGroup, what: str, *ways: CompressedGroup | None) -> None:
+    """That all ranks of ``group`` were given the same policies for ``what``: else some would encode, and others not. Collective;
+    nothing for groups of another backend, which have none. Raises DisagreementError."""
+    if group.size() == 1 or dist.get_backend(group) != "commlayer":
+        return
+    mine = "; ".join("native" if way is None else str(way.policy) for way in ways)
+    if not is_agreed(f"{what}: {mine}", group):
+        raise DisagreementError(
+            f"rank {dist.get_rank()}: ranks differ in the wire formats of {what}. Here: {mine}. Give all ranks the same, also in "
+            "COMMLAYER_WIRE"
+        )
 
 
 def tensor_parallel_wire(wire: str = "fp8_e4m3") -> tuple[WirePolicy, WirePolicy]:

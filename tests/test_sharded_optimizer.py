@@ -200,6 +200,15 @@ def gradients_in_bf16(wire: Any) -> None:
         expected = torch.stack([theirs[index] for theirs in of_ranks]).bfloat16().float().sum(0)
         torch.testing.assert_close(old - new, expected, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(theirs, values(model)[0]) for theirs in everyones(values(model)[0]))
+    set_gradients(model, 0)  # once more: what lies behind the last parameter stays zero, for norms and scales
+    sharded.reduce_gradients()
+    mains = [main for options in sharded.param_groups for main in options["params"]]
+    norm = sum(float(theirs) for theirs in everyones(sum(main.grad.square().sum() for main in mains)))
+    whole = sum(
+        float(torch.stack([theirs[index] for theirs in of_ranks]).bfloat16().float().sum(0).square().sum())
+        for index in range(len(of_ranks[0]))
+    )
+    assert abs(norm - whole) <= 1e-4 * whole
 
 
 @pytest.mark.parametrize("wire", ["bf16!", WirePolicy((WireFormat.BF16,), in_place=True)], ids=["bf16", "in place"])

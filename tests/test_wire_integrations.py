@@ -34,6 +34,7 @@ from commlayer.integrations import (
     PlannedReduceScatter,
     RouterConfig,
     RowParallelLinear,
+    ShardedOptimizer,
     all_reduce_hook,
     plan_ddp,
     plan_fsdp,
@@ -44,7 +45,7 @@ from commlayer.integrations import (
 )
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.wire import flat_rows, wire_policy
-from commlayer.profiles.errors import GroupError, SettingsError, UsageError
+from commlayer.profiles.errors import DisagreementError, GroupError, SettingsError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
 from commlayer.settings import Settings
 from commlayer.statistics import reset_stats, stats
@@ -607,3 +608,22 @@ def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Pat
     printed, found = emulated_cluster(2, 2).run(the_program_of_the_page, path, timeout_s=60)[0]
     assert len(re.findall(r"loss \d", printed)) == 3
     assert found["all_reduce"] >= 3
+
+
+def formats_differ() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    with pytest.raises(DisagreementError, match="ranks differ in the wire formats"):
+        plan_ddp(model, dist.group.WORLD, wire="native" if dist.get_rank() else "bf16!")
+    with pytest.raises(DisagreementError, match="ranks differ in the wire formats"):
+        ShardedOptimizer(
+            torch.nn.Linear(8, 8).parameters(),
+            torch.optim.SGD,
+            dist.group.WORLD,
+            parameter_wire="native" if dist.get_rank() else "bf16!",
+        )
+
+
+def test_ranks_that_were_given_different_formats_hear_of_it(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(formats_differ, timeout_s=60)

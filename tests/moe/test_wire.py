@@ -14,7 +14,7 @@ import commlayer.backend.create  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import FoldedMesh, MoELayer, RouterConfig, TokenDispatcher
 from commlayer.integrations.moe.ways import DispatchWire, dispatch_wire
-from commlayer.profiles.errors import NonFiniteError, UsageError
+from commlayer.profiles.errors import DisagreementError, NonFiniteError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
 from commlayer.testing.plugin import ClusterFactory
 
@@ -166,3 +166,35 @@ def recomputed() -> None:
 
 def test_recomputation_sends_the_same_rows(emulated_cluster: ClusterFactory) -> None:
     emulated_cluster(1, 2).run(recomputed, timeout_s=60)
+
+
+def formats_differ() -> str:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with FoldedMesh({"ep": 2}, backend="commlayer") as mesh:
+        layer = layer_of(mesh, "native" if dist.get_rank() else "fp8_e4m3!")
+        with pytest.raises(DisagreementError, match="way of a dispatch") as found:
+            layer(torch.randn(4, H))
+        return str(found.value)
+
+
+def test_ranks_that_differ_in_formats_hear_of_it_with_the_counts(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 2).run(formats_differ, timeout_s=60)
+
+
+def nothing_comes_to_one_rank() -> None:
+    """A rank without tokens, whose experts nobody chose, is in the exchange all the same."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    ep = GroupCommunicator(dist.group.WORLD, "ep")
+    dispatcher = TokenDispatcher(3, ep=ep, kind="all_to_all", wire="fp8_e4m3!")
+    is_idle = dist.get_rank() == 2
+    x = torch.ones(0 if is_idle else 4, H)
+    handle = dispatcher.prepare(torch.zeros(len(x), 1, dtype=torch.int64), like=x)
+    rows, counts = dispatcher.dispatch(x, handle)
+    assert counts == (8 if dist.get_rank() == 0 else 0,)
+    assert torch.equal(dispatcher.combine(rows, handle), x)
+
+
+def test_a_rank_that_has_nothing_at_all(emulated_cluster: ClusterFactory) -> None:
+    emulated_cluster(1, 3).run(nothing_comes_to_one_rank, timeout_s=60)
