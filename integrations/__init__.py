@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
     from commlayer.integrations.linear import ReplicatedLinear as ReplicatedLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
-    from commlayer.integrations.linear import mark_replicated as mark_replicated
-    from commlayer.integrations.linear import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
     from commlayer.integrations.mesh import mark_experts as mark_experts
     from commlayer.integrations.mesh_ranks import FoldedMapping as FoldedMapping
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
     from commlayer.integrations.remat import recomputable as recomputable
+    from commlayer.integrations.replication import mark_replicated as mark_replicated
+    from commlayer.integrations.replication import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.wire import LaneWires as LaneWires
     from commlayer.integrations.wire import tensor_parallel_wire as tensor_parallel_wire
 
@@ -67,13 +67,13 @@ _HOME = {
     "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
     "mark_experts": "mesh",
-    "mark_replicated": "linear",
+    "mark_replicated": "replication",
     "merge_sequence": "context_parallel",
     "plan_ddp": "ddp",
     "plan_fsdp": "fsdp",
     "planned_group": "groups",
     "recomputable": "remat",
-    "reduce_replicated_gradients": "linear",
+    "reduce_replicated_gradients": "replication",
     "run_pipeline": "pipeline",
     "split_sequence": "context_parallel",
     "synchronise_gradients": "gradients",

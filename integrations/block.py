@@ -15,11 +15,11 @@ from torch import nn
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.context_parallel import positions
-from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
+from commlayer.integrations.replication import mark_replicated
 from commlayer.integrations.wire import LaneWires
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]

@@ -15,9 +15,9 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
-from commlayer.integrations.linear import replicated_parameters
 from commlayer.integrations.mesh import FoldedMesh, holds_experts
 from commlayer.integrations.moe.experts import GroupedExperts
+from commlayer.integrations.replication import replicated_parameters
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_policy, flat_rows, require_same_wire
 from commlayer.scheduler.wire import WirePolicy
 
@@ -34,7 +34,7 @@ def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
 
     ``edp``: experts, whose gradients are those of all tokens that came to them already. ``dp_cp``: what tensor parallelism
     splits. ``stage``, which is dp_cp and tp together: what every tp rank has and uses on its own tokens
-    (:func:`~commlayer.integrations.linear.mark_replicated`).
+    (:func:`~commlayer.integrations.replication.mark_replicated`).
     """
     # By module too: torch drops the mark of a parameter in deepcopy() and some conversions.
     holders = (part for part in module.modules() if isinstance(part, GroupedExperts) or holds_experts(part))

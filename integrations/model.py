@@ -16,11 +16,12 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.block import MoETransformerLayer, sequence_groups
 from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.linear import ReplicatedLinear, even_rows, mark_replicated
+from commlayer.integrations.linear import ReplicatedLinear, even_rows
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.pipeline import run_pipeline
+from commlayer.integrations.replication import mark_replicated
 from commlayer.integrations.wire import LaneWires
 from commlayer.profiles.errors import TensorError, UsageError
 

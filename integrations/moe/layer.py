@@ -13,7 +13,6 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
-from commlayer.integrations.linear import mark_replicated
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
@@ -21,6 +20,7 @@ from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.integrations.moe.ways import DispatchWire
+from commlayer.integrations.replication import mark_replicated
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]

@@ -36,6 +36,8 @@ from commlayer.integrations.linear import (
     ReplicatedLinear,
     RowParallelLinear,
     even_rows,
+)
+from commlayer.integrations.replication import (
     mark_replicated,
     reduce_replicated_gradients,
     replicated_parameters,
