@@ -24,6 +24,7 @@ from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 __all__ = ["Timeline", "curves_of", "price", "schedule"]
 
 _NEVER = math.inf
+_BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,23 @@ def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
         op, size = (step.op, step.resource, step.target), step.bytes
         if sizes.get(op) != size:
             curve = _curve(step, plan, profile)
-            time_us = 0.0 if curve is None else curve.at(size)
+            looked_up = _curve_bytes(step, plan)
+            time_us = 0.0 if curve is None else curve.at(looked_up)
             if curve is not None:
-                is_extrapolated = is_extrapolated or curve.is_extrapolated(size)
+                is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up)
                 if plan.chunks > 1:
                     share = _share_of_link(step, plan, curve)
                     time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
             sizes[op], times[op] = size, time_us
         durations.append(times[op])
     return durations, is_extrapolated
+
+
+def _curve_bytes(step: Step, plan: Plan) -> float:
+    """By what size a step's curve is looked up: its own; but what FP8 costs goes by elements, and its curves are of BF16."""
+    if step.op in (Op.ENCODE, Op.DECODE) and plan.wire.format.is_scaled:
+        return step.bytes * _BF16_BYTES / plan.traffic.element_bytes
+    return step.bytes
 
 
 def _share_of_link(step: Step, plan: Plan, curve: Curve) -> float:

@@ -30,6 +30,7 @@ from commlayer.scheduler import (
 from commlayer.scheduler.moves import moves
 from commlayer.scheduler.plan import Buffer
 from commlayer.scheduler.probes import exchange_probe, one_call_probe
+from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.testing.synthetic import synthetic_profile
 
 positive = st.floats(0.1, 1e4)
@@ -417,3 +418,22 @@ def test_moe_bytes_is_equation_3() -> None:
         moe_bytes(batch=1, sequence=1, hidden=1, dtype="bf17")
     with pytest.raises(PlanError, match="sequence must be"):
         moe_bytes(batch=1, sequence=0, hidden=1)
+
+
+def test_what_fp8_costs_goes_by_elements() -> None:
+    """Its curves are of BF16: FP32 of as many bytes has half the elements."""
+    curves = [
+        Curve(name, Resource.DEVICE, 1, (1 << 10, 1 << 24), (1.0, 1.0 * (1 << 14)))
+        for name in ("encode_fp8_e4m3", "decode_fp8_e4m3")
+    ]
+    curves.append(Curve("all_to_all", Resource.INTER, 2, (1 << 10, 1 << 24), (10.0, 20.0)))
+    profile = synthetic_profile(nodes=2, ranks_per_node=1).replace(curves=curves, interference=())
+    wire = Wire(WireFormat.FP8_E4M3, 128)
+    spent = []
+    for element_bytes in (2, 4):
+        traffic = Traffic(
+            1 << 20, 2, 1, Resource.INTER, "reduce_scatter", (1, 1), wires=(wire,), element_bytes=element_bytes
+        )
+        timeline = price(build(traffic, Strategy.DIRECT, wire=wire), profile)
+        spent.append(timeline.busy_us()[Resource.DEVICE])
+    assert math.isclose(spent[0], 2 * spent[1])
