@@ -63,19 +63,21 @@ def choice_figure(found: Sequence[Mapping[str, Any]]) -> Figure:
         chosen = [each for each in rows if each["way"] == "chosen"]
         for each in chosen:
             name = each["plan"].partition("/")[2] or "native"
-            axes.annotate(name, (each["size"], 1.0), (0, -12), textcoords="offset points", ha="center", fontsize=7.5)
+            where: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
+            axes.text(each["size"], 1.0, name, **where, fontsize=7.5, fontweight="bold")
         axes.axhline(1.0, color=INK, linewidth=0.9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        axes.set_ylim(min(0.7, axes.get_ylim()[0]), 1.25 * axes.get_ylim()[1])
+        axes.set_yticks([tick for tick in (0.5, 1, 2, 4) if tick < axes.get_ylim()[1]], minor=False)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xticks(sizes, [format_bytes(each) for each in sizes], fontsize=8)
         axes.set_title(f"{collective}, {cluster}", fontsize=10)
         if place % 2 == 0:
             axes.set_ylabel("time / the choice's")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
-    figure.suptitle(
-        "What each format takes over what was chosen (named at the line)", x=0.01, ha="left", fontweight="bold"
-    )
+    figure.suptitle("What each format takes over what was chosen (named above)", x=0.01, ha="left", fontweight="bold")
     return figure
 
 
