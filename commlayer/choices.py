@@ -10,6 +10,7 @@ from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.price import price
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
@@ -41,10 +42,11 @@ class Choices:
     """``shape``: how many of the group's ranks each node holds. ``planner`` None: nothing is planned, unless
     ``settings.plan`` names one plan for all calls to which it applies, or ``settings.reduction`` asks for ordered sums.
 
-    ``reasons`` counts by its text why a call was not planned.
+    ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so that calls are cut finely.
     """
 
-    def __init__(self, shape: tuple[int, ...], planner: Planner | None, settings: Settings) -> None:
+    def __init__(self, shape: tuple[int, ...], planner: Planner | None, settings: Settings, lane: str = "") -> None:
+        self.lane = lane  # one that others go before; else empty
         self.shape, self.size, self.planner = shape, sum(shape), planner
         self.reasons: Counter[str] = Counter()
         self._forced = parse_plan(settings.plan) if settings.plan else None
@@ -83,12 +85,13 @@ class Choices:
         if self.size == 1 or (is_plain and self.planner is None and self._forced is None and not self._is_ordered):
             return None
         is_ordered = self._is_ordered and is_float and collective in _SUMS
-        key = collective, num_bytes, is_ordered, wires, element_bytes
+        given = collective, num_bytes, is_ordered, wires, element_bytes
+        key = *given, self.lane
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            found = self._plans[key] = self._decide(self._traffic(*key))
+            found = self._plans[key] = self._decide(self._traffic(*given))
         if isinstance(found, str):
             self.reasons[found] += 1
             return None
@@ -112,7 +115,7 @@ class Choices:
                 return 0.0
             other = self._others.get(shape)
             if other is None:
-                other = self._others[shape] = Choices(shape, self.planner, self._settings)
+                other = self._others[shape] = Choices(shape, self.planner, self._settings, self.lane)
             return other.predicted_us(collective, num_bytes, wires=wires, element_bytes=element_bytes)
         if self.planner is None or num_bytes == 0:
             return None if self.planner is None else 0.0
@@ -126,6 +129,15 @@ class Choices:
             flat = [t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT]
             return flat[0] if flat else decision.predicted_us
         return decision.predicted_us
+
+    def flat_us(self, collective: str, num_bytes: int) -> float | None:
+        """What the backend's own call is predicted to take; None where no profile says it."""
+        if self.planner is None or not num_bytes or self.size == 1:
+            return None
+        try:
+            return price(build(self._traffic(collective, num_bytes), Strategy.FLAT), self.planner.profile).total_us
+        except PlanError:
+            return None
 
     @cached_property
     def two_level_may_pay(self) -> bool:
@@ -167,6 +179,7 @@ class Choices:
             is_ordered,
             wires=wires,
             element_bytes=element_bytes,
+            lane=self.lane,
         )
 
     def _decide(self, traffic: Traffic) -> Plan | str:

@@ -12,8 +12,9 @@ rank, it does on all, because the gradient is a collective too. In a group of on
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,28 @@ import torch.distributed as dist
 from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.wire import WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 
-__all__ = ["LANES", "GroupCommunicator", "Held", "Pending"]
+__all__ = ["LANES", "Exchange", "GroupCommunicator", "Held", "Pending"]
 
-LANES = ("ep", "pp", "cp", "dp", "tp")
-"""Classes of traffic, by the groups they belong to."""
 Rows = Sequence[int] | None
 """How many rows each rank has; None: all as many."""
+
+
+class Exchange:
+    """Messages under way, bounded by the group's timeout."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when all have arrived and what was sent may be changed. Raises PeerError, CollectiveTimeoutError."""
+        if self._work is not None:
+            self._work.wait()
 
 
 class GroupCommunicator:
@@ -38,7 +52,8 @@ class GroupCommunicator:
     Args:
         group: one of backend ``commlayer``, such as :func:`commlayer.integrations.planned_group` or a
             :class:`commlayer.integrations.FoldedMesh` makes; None: a group of this rank alone, which sends nothing.
-        lane: the class of traffic that it carries, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp``.
+        lane: the class of traffic that it carries, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp`` (docs/lanes.md). A group has
+            one, that of its first communicator.
         wire: in which formats the elements of what the verbs send may cross the links; None: in their own. The gradients of
             these verbs go in their own as well, unless ``gradient_wire`` says more. all_reduce and its kin are native.
         gradient_wire: the same for gradients in the backward pass.
@@ -47,6 +62,9 @@ class GroupCommunicator:
         GroupError: the group has another backend, or this rank is not in it.
         UsageError: the lane is none.
     """
+
+    backends: ClassVar[tuple[str, ...]] = ("commlayer",)
+    """Of the groups that are taken. Comparisons add others: there nothing is planned, held or encoded."""
 
     def __init__(
         self,
@@ -67,11 +85,13 @@ class GroupCommunicator:
         if not isinstance(group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
             raise GroupError(f"rank {dist.get_rank()} is not in the group of lane {lane}: pass the group it belongs to")
         self.rank, self.size = group.rank(), group.size()
-        if self.size > 1 and dist.get_backend(group) != "commlayer":
+        if self.size > 1 and dist.get_backend(group) not in self.backends:
             raise GroupError(
                 f"rank {dist.get_rank()}: the group of lane {lane} has backend {dist.get_backend(group)}: make a planned one "
                 "with commlayer.integrations.planned_group(group)"
             )
+        if self.size > 1 and dist.get_backend(group) == "commlayer":
+            _on_lane(group, lane)
         self._forth = self._compressed(wire, "")
         self._back = self._compressed(gradient_wire, ", gradients")
 
@@ -186,6 +206,28 @@ class GroupCommunicator:
         return self._start(
             x, lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
         )
+
+    def start_exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]] = (), receives: Sequence[tuple[torch.Tensor, int]] = ()
+    ) -> Exchange:
+        """Start a batch of messages: each a tensor and the member of the group that it goes to, or comes from.
+
+        Not part of autograd's graph. Any dtype and layout; tensors without elements are not sent. What is sent must not change,
+        and what is received not be used, before ``wait()``. Two ranks' messages keep the order of the calls. Large ones
+        yield to higher lanes between chunks. Raises UsageError for this rank itself or one that is not in the group.
+        """
+        if self.size == 1 and (sends or receives):
+            raise UsageError(f"{self._who('exchange')}: there is nobody to send to in a group of one rank")
+        sends = [(x.detach(), peer) for x, peer in sends]
+        receives = [(x.detach(), peer) for x, peer in receives]
+        group: Any = self.group
+        return Exchange(group.start_batch(sends, receives) if sends or receives else None)
+
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]] = (), receives: Sequence[tuple[torch.Tensor, int]] = ()
+    ) -> None:
+        """:meth:`start_exchange`, waited for. Raises PeerError, CollectiveTimeoutError."""
+        self.start_exchange(sends, receives).wait()
 
     @property
     def has_wire(self) -> bool:
@@ -342,3 +384,16 @@ class GroupCommunicator:
     def _who(self, verb: str) -> str:
         where = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
         return f"{where}{verb} on lane {self.lane}"
+
+
+def _on_lane(group: dist.ProcessGroup, lane: str) -> None:
+    """The calls of a group keep one order, so one lane."""
+    made: Any = group
+    if not made.lane:
+        made.use_lane(lane)
+    elif level_of(made.lane) != level_of(lane):
+        warnings.warn(
+            f"commlayer: group {made.group_desc!r} is on lane {made.lane}, and what is called for lane {lane} goes there too, "
+            "because the calls of a group keep one order: make another group of its ranks with planned_group()",
+            stacklevel=4,
+        )

@@ -1,4 +1,4 @@
-"""CUDA tensors over NCCL: one stream for each resource, events between them, no host wait.
+"""CUDA tensors over NCCL: one stream for each resource and lane, events between them, no host wait.
 
 Written for, and to be judged on, a machine with a GPU (``make test-gpu``); without one those tests skip and say so.
 
@@ -13,29 +13,47 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from commlayer.backend.cuda import is_high_priority
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Moves, Region
 from commlayer.scheduler.plan import Op, Plan
 from commlayer.transport import Buffers, Call, Channel, Whole
 
-__all__ = ["NcclTransport"]
+__all__ = ["NcclTransport", "stream_priorities"]
+
+_HIGH, _NORMAL = -1, 0
+"""CUDA has more levels on some devices; NCCL's kernels, which run on streams of torch's groups, have these two."""
+
+
+def stream_priorities(lane: str = "") -> dict[Resource, int]:
+    """The priority of the stream of each resource: -1 for the lanes ep, tp and pp, 0 for cp and dp.
+
+    Without a lane INTER alone is high: what it sends is what the other stages wait for. In a lower lane it is not, or its stages
+    would go before those of a higher one. A priority decides which waiting work begins first; it stops no kernel that runs.
+
+    Raises UsageError for a lane that does not exist.
+    """
+    inter = _HIGH if not lane or is_high_priority(lane) else _NORMAL
+    others = _HIGH if is_high_priority(lane) else _NORMAL
+    return {Resource.INTER: inter, Resource.INTRA: others, Resource.DEVICE: others}
 
 
 class NcclTransport:
-    """Process groups with the NCCL backend, and one CUDA stream for each resource.
+    """Process groups with the NCCL backend, and one CUDA stream for each resource, of the priority of ``lane``.
 
-    INTER has a high-priority stream: what it sends is what the other stages wait for. The streams are ours, so that the
-    caller's stream never waits for a stage that it does not need.
+    The streams are ours, so that the caller's stream never waits for a stage that it does not need. A transport is of one lane:
+    what is on another has streams of its own. ``channels`` should be groups whose options are of the lane too
+    (:func:`commlayer.backend.cuda.apply_lane`): it is on their streams that NCCL's kernels run.
     """
 
-    def __init__(self, channels: Mapping[Op, Channel], device: torch.device) -> None:
+    def __init__(self, channels: Mapping[Op, Channel], device: torch.device, lane: str = "") -> None:
         self.channels = channels
         self.device = device
+        self.lane = lane
         self.ended: list[torch.cuda.Event] = []  # of the steps of the latest call
         self.streams = {
-            Resource.INTER: torch.cuda.Stream(device, priority=-1),
-            Resource.INTRA: torch.cuda.Stream(device),
-            Resource.DEVICE: torch.cuda.Stream(device),
+            resource: torch.cuda.Stream(device, priority=priority)
+            for resource, priority in stream_priorities(lane).items()
         }
 
     def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from commlayer.codecs import Codec
-from commlayer.executor import drive
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.reductions import reducer
@@ -116,8 +115,7 @@ class EncodedGroup:
             sums = reducer(source.dtype, "sum")
             limit = timeout_s or planned.timeout_s
             call = transport.start(plan, prepared.steps, buffers, limit, sums, _RowCoder(codec))
-            drive(plan, call)
-            call.finish()
+            planned.drive(plan, prepared.steps, call)
             return prepared.sent
 
     @torch.inference_mode()
@@ -147,8 +145,7 @@ class EncodedGroup:
             }
             limit = timeout_s or planned.timeout_s
             call = transport.start(plan, steps, buffers, limit, None, _RowCoder(codec))
-            drive(plan, call)
-            call.finish()
+            planned.drive(plan, steps, call)
             return self._sent(steps)
 
     @torch.inference_mode()
@@ -179,6 +176,8 @@ class EncodedGroup:
             steps = (Moves(), Moves(sends, tuple(Message(k, tag, places[k]) for k in ring)), Moves())
             buffers = {Buffer.ENCODED: rounded, Buffer.ARRIVED: arrived}
             call = transport.start(plan, steps, buffers, timeout_s or planned.timeout_s)
+            if (gate := planned.gate(plan)) is not None:
+                gate(1)
             call.post(1)
             call.require(1, 2)
             call.finish()

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from commlayer.lanes import Gate
 from commlayer.scheduler.moves import Moves, moves, staging_bytes
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.price import Timeline
@@ -32,11 +33,13 @@ class _Prepared:
     whole: Whole | None
 
 
-def drive(plan: Plan, call: Call) -> None:
-    """Post every step of a call that has been started, each after those that it waits for."""
+def drive(plan: Plan, call: Call, gate: Gate | None = None) -> None:
+    """Post every step of a call that has been started, each after those that it waits for, and when ``gate`` lets it."""
     for index, step in enumerate(plan.steps):
         for earlier in step.after:
             call.require(earlier, index)
+        if gate is not None:
+            gate(index)
         call.post(index)
 
 

@@ -24,21 +24,29 @@ from commlayer.connect import sharing_memory
 from commlayer.endings import bury
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait, own_client
+from commlayer.lanes import Gate, lanes
 from commlayer.plain import as_bytes
-from commlayer.profiles.errors import ClusterError, UsageError
+from commlayer.profiles.errors import ClusterError, PlanError, UsageError
+from commlayer.recorder import CallRecord
 from commlayer.reductions import reducer
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
+from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.shared_memory import SharedMemoryGroup
-from commlayer.transport import Channel, GlooTransport, break_connections
+from commlayer.tracing import Recorded, recorded
+from commlayer.transport import Call, Channel, GlooTransport, break_connections
 
 __all__ = ["PlannedGroup"]
 
 _MAX_KEPT = 1024
+_LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE)
+_LATENCY_US = 100.0
+"""Without a profile an exchange is taken for so long, and as long as its bytes take at 1 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,37 @@ class PlannedGroup:
         self._agreed: AgreedMaximum | None = None
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._memory: dict[Buffer, torch.Tensor] = {}
+        self.level = 0
+        self.record: CallRecord | None = None  # of the call under way, where calls are recorded
+        self.seen: tuple[Recorded, list[int]] | None = None  # when its steps ran, and what each has sent, bytes
+        self._gates: dict[int, tuple[Plan, Gate]] = {}
+
+    def use_lane(self, lane: str) -> None:
+        """Cut and hold what is called from now on as ``lane`` says. The same on all ranks, between the same calls."""
+        self.level = level_of(lane)
+        self.choices.lane = lane if self.level else ""
+        self._gates.clear()
+
+    def gate(self, plan: Plan) -> Gate | None:
+        """Where the plan's exchanges ask whether they may go; None where nobody goes before them."""
+        if not self.level:
+            return None
+        kept = self._gates.get(id(plan))
+        if kept is None:
+            if len(self._gates) >= _MAX_KEPT:
+                self._gates.clear()
+            kept = self._gates[id(plan)] = plan, Gate(lanes(), self.level, self._exchange_times_us(plan))
+        return kept[1]
+
+    def _exchange_times_us(self, plan: Plan) -> list[float]:
+        """What each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
+        is_local = [step.op in _LOCAL for step in plan.steps]
+        timeline = self.predicted(plan)
+        if timeline is not None:
+            return [0.0 if local else end - start for local, (start, end) in zip(is_local, timeline.spans, strict=True)]
+        return [
+            0.0 if local else _LATENCY_US + step.bytes / 1e3 for local, step in zip(is_local, plan.steps, strict=True)
+        ]
 
     def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call. See Choices."""
@@ -151,8 +190,25 @@ class PlannedGroup:
         if prepared.staging_bytes:
             buffers[Buffer.STAGING] = self.stage(prepared.staging_bytes)
         call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
-        drive(plan, call)
-        call.finish()
+        self.drive(plan, prepared.steps, call)
+
+    def drive(self, plan: Plan, steps: Sequence[Moves], call: Call) -> None:
+        """Run a call that has been started to its end, held where others go first, and seen where calls are recorded."""
+        gate = self.gate(plan)
+        if self.record is None:
+            drive(plan, call, gate)
+            call.finish()
+        else:
+            sent = [sum(message.region.size for message in moves.sends) for moves in steps]
+            self.seen = recorded(plan, call, gate), sent
+
+    def predicted(self, plan: Plan) -> Timeline | None:
+        """The plan's timeline by the profile; None without one, or where it does not know its operations."""
+        planner = self.choices.planner
+        try:
+            return None if planner is None else price(plan, planner.profile)
+        except PlanError:
+            return None
 
     @torch.inference_mode()
     def run_all_to_all(
@@ -188,6 +244,8 @@ class PlannedGroup:
         staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
         buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
         call = transport.start(plan, two_level.before(), buffers, timeout_s)
+        if (gate := self.gate(plan)) is not None:
+            gate(1)
         call.post(0)
         call.require(0, 1)
         arrived = two_level.counts_region

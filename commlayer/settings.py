@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 
 from commlayer.profiles.errors import SettingsError, UsageError
+from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.wire import WireFormat, parse_wire
 
 __all__ = ["Settings"]
@@ -18,10 +19,9 @@ __all__ = ["Settings"]
 _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
+_NUMBERS = ("TIMEOUT_S", "LANE_SHARE")
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
-_LANES = ("ep", "pp", "cp", "dp", "tp")
-"""As commlayer.collectives.LANES, which cannot be had without torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,10 @@ class Settings:
     ``auto``: shared memory where they have it, except on an emulated cluster whose inside is shaped. stats: ``1`` prints
     :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or ``nccl``, the name under which trainers get
     this backend that accept only names they know. cache: folder of measured profiles. wire: formats in which a lane's tensors
-    may cross the links where the program does not say it, such as ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md).
+    may cross the links where the program does not say it, such as ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md). lanes: ``on``,
+    or ``off`` where no traffic is to go before other traffic (docs/lanes.md). lane_share: of the link, that a lower lane keeps
+    while higher ones have work without end. trace: folder into which every rank writes what it did and when, for
+    ``commlayer trace`` and Perfetto (docs/tracing.md).
     """
 
     profile: str | None = None
@@ -53,10 +56,15 @@ class Settings:
     as_backend: str | None = None
     cache: str | None = None
     wire: str | None = None
+    lanes: str = "on"
+    lane_share: float = 0.05
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
+        if not 0 < self.lane_share <= 1:
+            raise SettingsError(f"COMMLAYER_LANE_SHARE must be more than 0 and at most 1, got {self.lane_share}")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -71,10 +79,10 @@ class Settings:
             lane, sign, text = (word.strip() for word in entry.partition("="))
             if not lane and not sign:
                 continue
-            if lane not in _LANES or not sign or lane in found:
+            if lane not in LANES or not sign or lane in found:
                 raise SettingsError(
                     "COMMLAYER_WIRE must be lane=format, several separated by commas, each lane once, such as "
-                    f"dp=bf16,ep=fp8_e4m3; lanes: {', '.join(_LANES)}; got {entry.strip()!r}"
+                    f"dp=bf16,ep=fp8_e4m3; lanes: {', '.join(LANES)}; got {entry.strip()!r}"
                 )
             try:
                 found[lane] = parse_wire(text)
@@ -98,7 +106,7 @@ class Settings:
                     f"did you mean {_PREFIX}{close[0]}?" if close else f"known: {', '.join(_PREFIX + k for k in known)}"
                 )
                 raise SettingsError(f"unknown variable {variable}; {hint}")
-            values[known[name]] = _number(variable, value) if name == "TIMEOUT_S" else value
+            values[known[name]] = _number(variable, value) if name in _NUMBERS else value
         return cls(**values)  # type: ignore[arg-type]  # the names were checked above
 
 
@@ -108,6 +116,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "reduction": ("native", "ordered"),
     "intra": ("auto", "gloo", "shared"),
     "stats": ("0", "1"),
+    "lanes": ("on", "off"),
     "as_backend": (None, "gloo", "nccl"),
 }
 

@@ -102,7 +102,7 @@ class MoETransformerLayer(nn.Module):
             chunks=chunks,
             weights_at=weights_at,
             sequence=None if mesh is None else GroupCommunicator(mesh.group("tp_cp"), "ep"),
-            balance=None if mesh is None else GroupCommunicator(mesh.group("stage"), "ep"),
+            balance=None if mesh is None else GroupCommunicator(mesh.group("stage"), "dp"),  # of the gradients' group
             seed=4 * seed + 1,  # and the shared experts the one after
             wire=wires.ep,
         )

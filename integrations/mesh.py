@@ -15,6 +15,7 @@ from commlayer.integrations.mesh_describe import MeshDescription
 from commlayer.integrations.mesh_ranks import AXES, FoldedMapping
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.lanes import lane_of, level_of
 from commlayer.settings import Settings
 
 __all__ = ["FoldedMesh", "mark_experts"]
@@ -26,8 +27,9 @@ class FoldedMesh:
     """Process groups and DeviceMeshes of attention (tp cp dp pp) and MoE layers (etp ep edp pp) over the same ranks.
 
     Ready when constructed. Axes whose groups have the same ranks share one process group (tp 1 and cp 1: one group of the
-    rank alone; pp 1 and dp = ep: one group for both), and a group of all ranks is the default group where backend and
-    timeout are its own. Calls on one group queue behind each other; ``separate`` gives an axis groups of its own. A group of
+    rank alone; dp = cp of one rank: one group for dp and dp_cp), unless their traffic is on lanes of which one goes before the
+    other (docs/lanes.md): calls on one group queue behind each other. ``separate`` gives an axis groups of its own. The
+    default group is that of axis ``world``, and of others on no lower lane, where backend and timeout are its own. A group of
     one rank is a real one, on which every collective works: code for an axis need not ask whether it is used.
 
     Attributes:
@@ -83,20 +85,21 @@ class FoldedMesh:
 
     def _make_groups(self, backend: str | None, timeout: timedelta | None, separate: Collection[str]) -> None:
         """Collective: all ranks make all groups, in the order of AXES, then of their lowest rank."""
-        shared: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        shared: dict[tuple[int, tuple[tuple[int, ...], ...]], dist.ProcessGroup] = {}
         if backend is None and timeout is None and self._world is not None:
-            shared[(tuple(range(self.mapping.world_size)),)] = self._world
+            shared[0, (tuple(range(self.mapping.world_size)),)] = self._world
         for axis in AXES:
-            partition = tuple(self.mapping.groups(axis))
-            if axis in separate or partition not in shared:
-                for ranks in partition:
+            level = level_of(lane_of(f"folded {axis}")) if self.mapping.size(axis) > 1 else 0
+            key = level, tuple(self.mapping.groups(axis))
+            if axis in separate or key not in shared:
+                for ranks in key[1]:
                     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=f"folded {axis}")
                     if self._rank in ranks:
                         self._groups[axis] = made
                 if axis not in separate:
-                    shared[partition] = self._groups[axis]
+                    shared[key] = self._groups[axis]
             else:
-                self._groups[axis] = shared[partition]
+                self._groups[axis] = shared[key]
 
     def _mesh(self, order: str) -> DeviceMesh:
         """The groups that exist already, as one mesh. Rejected: init_device_mesh, which makes all of them once more."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.lanes import LanePolicy, level_of
 from commlayer.scheduler.plan import Gather, Plan, Strategy
-from commlayer.scheduler.price import Timeline, curves_of, price
+from commlayer.scheduler.price import Timeline, curve_of, curves_of, price
 from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import WireFormat
@@ -34,7 +35,7 @@ class Policy:
     ``gather`` None follows the profile. ``tolerance`` None takes the error of the curves: a simpler plan is preferred
     when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal. Where there is
     nothing to move, or less than ``min_bytes`` (None: the profile's ``plan_from_bytes``), the plan is flat, also if
-    ``strategies`` lacks it.
+    ``strategies`` lacks it. ``lanes`` says how finely traffic is cut that others go before.
 
     Raises UsageError for a value out of its range.
     """
@@ -46,6 +47,7 @@ class Policy:
     gather: Gather | None = None
     interference: bool = True
     tolerance: float | None = None
+    lanes: LanePolicy = field(default_factory=LanePolicy)
 
     def __post_init__(self) -> None:
         rules = {
@@ -76,6 +78,7 @@ class Decision:
 
     ``margin`` is how much slower the best plan of any other strategy or wire format is predicted, as a fraction of the chosen
     time; negative where the simpler plan was kept although another is predicted faster by less than ``tolerance``.
+    ``unyielding``: the plan that would run if nobody went before this traffic, where it is another.
     ``unpriced``: why a wire format that was allowed is not among the candidates; else empty.
     """
 
@@ -88,6 +91,7 @@ class Decision:
     profile_name: str
     policy: Policy
     unpriced: str = ""
+    unyielding: Timeline | None = None
 
     @property
     def plan(self) -> Plan:
@@ -107,6 +111,13 @@ class Decision:
 
     def _because(self) -> str:
         traffic = self.traffic
+        if self.unyielding is not None:
+            other = self.unyielding
+            costs = self.predicted_us / other.total_us - 1.0
+            return (
+                f"lane {traffic.lane} yields to others between chunks, so they are fine ones; {other.plan.name} would be "
+                f"{max(costs, 0.0):.1%} faster"
+            )
         if len(self.candidates) == 1:
             if traffic.logical_bytes == 0:
                 return "the only plan for this traffic (nothing to move)"
@@ -154,9 +165,13 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     best_us = min(timeline.total_us for timeline in priced)
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
     chosen = min(near, key=_simplicity)
+    unyielding = None
+    if level_of(traffic.lane):
+        fine = _yielding(chosen, priced, profile, policy.lanes)
+        chosen, unyielding = fine, None if fine is chosen else chosen
     rivals = [t.total_us for t in priced if _kind(t.plan) != _kind(chosen.plan)]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
-    return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced)
+    return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding)
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
@@ -173,6 +188,34 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
                 "with this version's commlayer profile"
             )
     return tuple(found), unpriced
+
+
+def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, lanes: LanePolicy) -> Timeline:
+    """Of the plans in the format of ``chosen`` that keep its speed and the link's, as ``lanes`` says, that of the finest chunks:
+    a higher lane then finds least in its way. ``chosen`` where it cannot be cut, or its chunks are as fine."""
+    found = [
+        timeline
+        for timeline in priced
+        if timeline.plan.chunks > 1
+        and timeline.plan.wire == chosen.plan.wire
+        and timeline.total_us <= chosen.total_us * (1 + lanes.most_loss)
+        and _fills_link(timeline.plan, profile, lanes.efficiency)
+    ]
+    return min([chosen, *found], key=lambda timeline: (_largest_on_link(timeline.plan), timeline.total_us))
+
+
+def _largest_on_link(plan: Plan) -> float:
+    """Bytes of the largest exchange on the slowest link."""
+    return max(step.bytes for step in plan.steps if step.resource is plan.traffic.link)
+
+
+def _fills_link(plan: Plan, profile: Profile, efficiency: float) -> bool:
+    """Whether its exchanges on the slowest link, each by itself, have ``efficiency`` of what a long one has."""
+    for step in {(s.op, s.target): s for s in plan.steps if s.resource is plan.traffic.link}.values():
+        curve = curve_of(step, plan, profile)
+        if curve is not None and curve.algbw_gbps(step.bytes) < efficiency * curve.algbw_gbps(curve.bytes[-1]):
+            return False
+    return True
 
 
 def _kind(plan: Plan) -> tuple[Strategy, WireFormat]:

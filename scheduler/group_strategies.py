@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.encoded_stages import EncodedStages, exchange_steps
+from commlayer.scheduler.lanes import level_of, paced
 from commlayer.scheduler.moves import MAX_TAGS, tags_per_step
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.stages import Stages, Steps
@@ -40,6 +41,8 @@ _OWN_CALL = {
     "broadcast": Op.BROADCAST,
     "reduce_scatter": Op.REDUCE_SCATTER,
 }
+_FINE_COUNTS = (48, 64, 96, 128, 192, 256)
+"""Chunks of a call that yields to others: more than it takes to fill a pipeline."""
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -63,6 +66,8 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
         steps = _broadcast_steps(traffic, chunks)
     else:
         steps = Stages(traffic, strategy, chunks).steps()
+    if chunks > 1 and level_of(traffic.lane):
+        steps = paced(steps, traffic.link)
     plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire)
     if strategy is not Strategy.FLAT and len(steps) * tags_per_step(plan) > MAX_TAGS:
         raise PlanError(_refusal(traffic, strategy, _TOO_MANY_TAGS))
@@ -72,17 +77,21 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
 def group_candidates(
     traffic: Traffic, chunk_counts: tuple[int, ...], min_slice_bytes: float, max_chunks: int
 ) -> Iterator[Plan]:
-    """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
+    """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out.
+
+    On a lane that yields, there are finer ones too, whatever ``max_chunks`` is, and the one level is cut as well.
+    """
+    yields = level_of(traffic.lane) > 0
     counts = [
         count
-        for count in chunk_counts
-        if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
+        for count in (*chunk_counts, *(_FINE_COUNTS if yields else ()))
+        if (count <= max_chunks or yields) and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
     ]
     for wire in traffic.wires:
         for strategy in (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL):
             with contextlib.suppress(PlanError):
                 yield build_group(traffic, strategy, 1, wire)
-        chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
+        chunked = (Strategy.PIPELINED,) if wire.is_native and not yields else (Strategy.DIRECT, Strategy.PIPELINED)
         for strategy in chunked:
             for count in counts:
                 try:
@@ -114,7 +123,7 @@ def _refusal(traffic: Traffic, strategy: Strategy, why: str) -> str:
 
 def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
     """Why not; empty where the strategy applies."""
-    if chunks < 1 or (chunks > 1 and strategy is not Strategy.PIPELINED):
+    if chunks < 1 or (chunks > 1 and strategy not in (Strategy.PIPELINED, Strategy.DIRECT)):
         return f"it cannot have {chunks} chunks"
     if strategy is Strategy.FLAT:
         return "a call of the backend's own sums in an order of its own" if traffic.is_ordered else ""

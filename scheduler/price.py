@@ -21,7 +21,16 @@ from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
-__all__ = ["Timeline", "curves_of", "price", "schedule"]
+__all__ = [
+    "Timeline",
+    "curve_bytes",
+    "curve_of",
+    "curves_of",
+    "durations_of",
+    "price",
+    "schedule",
+    "share_of_link",
+]
 
 _NEVER = math.inf
 _BF16_BYTES = 2
@@ -62,14 +71,14 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
     A flat plan that a transport runs as one call of its own is timed by the curve ``all_to_all_single``, where there is
     one; every other exchange by ``all_to_all``.
     """
-    durations, is_extrapolated = _durations(plan, profile)
+    durations, is_extrapolated = durations_of(plan, profile)
     kinds = tuple(dict.fromkeys([step.resource for step in plan.steps]))
     companies = _companies(kinds, profile) if interference else None
     spans = _fluid(plan, durations, companies) if companies else schedule(plan, durations)
     return Timeline(plan, tuple(spans), is_extrapolated)
 
 
-def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
+def durations_of(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
     """Each step's time alone, µs, and whether one of them lies outside the measured sizes."""
     # Of the latest step of each kind (those of a plan are nearly all of one size). The target tells the sums apart.
     sizes: dict[tuple[Op, Resource, Buffer], float] = {}
@@ -79,27 +88,27 @@ def _durations(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
     for step in plan.steps:
         op, size = (step.op, step.resource, step.target), step.bytes
         if sizes.get(op) != size:
-            curve = _curve(step, plan, profile)
-            looked_up = _curve_bytes(step, plan)
+            curve = curve_of(step, plan, profile)
+            looked_up = curve_bytes(step, plan)
             time_us = 0.0 if curve is None else curve.at(looked_up)
             if curve is not None:
                 is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up)
                 if plan.chunks > 1:
-                    share = _share_of_link(step, plan, curve)
+                    share = share_of_link(step, plan, curve)
                     time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
             sizes[op], times[op] = size, time_us
         durations.append(times[op])
     return durations, is_extrapolated
 
 
-def _curve_bytes(step: Step, plan: Plan) -> float:
+def curve_bytes(step: Step, plan: Plan) -> float:
     """By what size a step's curve is looked up: its own; but what FP8 costs goes by elements, and its curves are of BF16."""
     if step.op in (Op.ENCODE, Op.DECODE) and plan.wire.format.is_scaled:
         return step.bytes * _BF16_BYTES / plan.traffic.element_bytes
     return step.bytes
 
 
-def _share_of_link(step: Step, plan: Plan, curve: Curve) -> float:
+def share_of_link(step: Step, plan: Plan, curve: Curve) -> float:
     """How much of a step's bytes cross its link: by the bus factor, and of those of a whole group what leaves the node."""
     factor, nodes = bus_factor(curve.collective, curve.group_size), plan.traffic.nodes
     if step.resource is Resource.INTER and len(nodes) > 1 and step.group_size == plan.traffic.group_size:
@@ -110,11 +119,11 @@ def _share_of_link(step: Step, plan: Plan, curve: Curve) -> float:
 def curves_of(plan: Plan, profile: Profile) -> set[Curve]:
     """The curves that the plan's steps are timed by. Raises PlanError where one is missing."""
     kinds = {(step.op, step.resource, step.target): step for step in plan.steps}
-    found = (_curve(step, plan, profile) for step in kinds.values())
+    found = (curve_of(step, plan, profile) for step in kinds.values())
     return {curve for curve in found if curve is not None}
 
 
-def _curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:
+def curve_of(step: Step, plan: Plan, profile: Profile) -> Curve | None:
     """The curve that times a step; None for one that takes no time."""
     if step.bytes == 0:
         return None

@@ -43,7 +43,8 @@ class Traffic:
     ``group_size``). The other collectives are planned over ``nodes``: how many ranks of the group each node holds.
     ``is_ordered`` asks for sums in FP32 and in rank order (only all_reduce and reduce_scatter have any).
 
-    ``wires`` are the forms that its elements, of ``element_bytes`` each, may cross the links in.
+    ``wires`` are the forms that its elements, of ``element_bytes`` each, may cross the links in. ``lane``: its class of traffic,
+    "" for none (:mod:`commlayer.scheduler.lanes`); of some, others go before it at the edges of its chunks.
 
     Raises PlanError for negative sizes, empty groups, nodes that do not add up to the group, an unknown collective, and
     an even all_to_all whose group does not divide the buffer.
@@ -58,6 +59,7 @@ class Traffic:
     is_ordered: bool = False
     wires: tuple[Wire, ...] = (NATIVE,)
     element_bytes: int = 0
+    lane: str = ""
 
     def __post_init__(self) -> None:
         if self.logical_bytes < 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from time import perf_counter_ns as now
 from typing import Any, NoReturn
 
@@ -21,11 +22,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp, Store, Work
 
 from commlayer.backend.cuda import Inner, Nccl
+from commlayer.backend.cuda import use_lane as use_nccl_lane
 from commlayer.backend.issued import IssuedWork
-from commlayer.backend.progress import DONE, ProgressQueue, Task
+from commlayer.backend.lane import GroupLane
+from commlayer.backend.progress import DONE, ProgressQueue, QueuedWork, Task
+from commlayer.backend.recording import fill_flat, fill_plan, new_record, run_recorded, waiting
 from commlayer.backend.signature import SignatureCheck, described
+from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, GroupError, TensorError, UsageError
+from commlayer.recorder import Recorder, recorder
+from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
@@ -92,7 +99,11 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._signatures = signatures
         self._is_planning = is_planning and self._size > 1
         self._needs_look = self._is_planning or signatures is not None
-        self._is_direct = not self._needs_look
+        self._lane = GroupLane(planned)
+        self._is_watched = False
+        self._is_direct = (
+            False  # until the lane is known, at the first call: torch describes a group after it has made it
+        )
         self._never_plans_exchanges = False  # found out at the first all_to_all
         me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
         self._progress = ProgressQueue(f"commlayer {name[:8]}", lambda: group.who if (group := me()) else name)
@@ -124,6 +135,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def _on_device(self, tensor: torch.Tensor) -> Inner:
         """The inner backend of a tensor that is not on the CPU."""
         if tensor.is_cuda and self._nccl is not None:
+            if self._lane.name is None:
+                self.use_lane(lane_of(self.group_desc))
             return self._nccl.backend
         has = "CPU and CUDA" if self._nccl is not None else "CPU (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.who}: no collectives for tensors on {tensor.device}: this group has {has}")
@@ -160,6 +173,66 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Run ``task(*args)`` in this group's order: now, or, for an asynchronous call, on the progress thread."""
         if self._signatures is not None:
             task, args = self._or_say_refused, (label, task, *args)
+        if self._lane.name is None:
+            self.use_lane(lane_of(self.group_desc))
+        recording = recorder()
+        if recording is not None:
+            return self._issue_recorded(recording, opts, label, outputs, task, args)
+        return self._issue_on_lane(opts, label, outputs, task, args)
+
+    def _issue_recorded(
+        self, recording: Recorder, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]
+    ) -> Work:
+        record = new_record(self._planned, self.lane, self.group_desc, label)
+        recording.add(record)
+        args = self._planned, record, task, *args
+        if not opts.asyncOp:
+            done: list[Work] = []
+            waiting(
+                recording,
+                record,
+                lambda: done.append(self._issue_on_lane(opts, label, outputs, run_recorded, args)),
+            )
+            return done[0]
+        work = self._issue_on_lane(opts, label, outputs, run_recorded, args)
+        if isinstance(work, QueuedWork):
+            work.watch = partial(waiting, recording, record)
+        return work
+
+    def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
+        if not self._lane.is_on:
+            return self._enqueue(opts, label, outputs, task, args)
+        level = self._lane.enter(outputs)
+        try:
+            return self._enqueue(opts, label, outputs, self._leaving, (level, task, *args))
+        except GroupError:  # not queued, and so never run
+            lanes().leave(level)
+            raise
+
+    def _leaving(self, level: int, task: Task, *args: Any) -> None:
+        try:
+            task(*args)
+        finally:
+            lanes().leave(level)
+
+    def use_lane(self, lane: str) -> None:
+        """From the next call on this group's traffic is of ``lane``, one of ep, pp, cp, dp, tp, or none (""). The same on all
+        ranks, between the same calls. Without this the group's description says it, where it is one that is known.
+
+        Raises UsageError for a lane that does not exist.
+        """
+        self._lane.use(lane)
+        if self._nccl is not None:
+            use_nccl_lane(self._nccl, lane)
+        self._is_watched = self._lane.is_on or recorder() is not None
+        self._is_direct = not self._needs_look and not self._is_watched
+
+    @property
+    def lane(self) -> str:
+        """The class of traffic; "" for none."""
+        return lane_of(self.group_desc) if self._lane.name is None else self._lane.name
+
+    def _enqueue(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
         latest = self._latest
         if not opts.asyncOp:
             if latest is not None:
@@ -219,11 +292,23 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self, collective: str, num_bytes: int, call: Call, *args: Any, inter: int = Row.UNKNOWN, intra: int = 0
     ) -> None:
         """The inner backend's own call. ``args[-1]`` are its options; ``inter``, ``intra``: the bytes it sends (see Row)."""
+        record = self._planned.record
+        if record is None:
+            self._lane.hold(num_bytes)
+        else:
+            record.held_ns += self._lane.hold(num_bytes)
+            fill_flat(self._planned, record, self._sequence + 1, num_bytes, self._flat_sent(num_bytes, inter, intra))
         if _profiling():
             with _record(f"commlayer:{collective} flat"):
                 self._await(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
         else:
             self._await(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
+
+    def _flat_sent(self, num_bytes: int, inter: int, intra: int) -> tuple[int, int]:
+        if inter != _EVEN:
+            return inter, intra
+        far, near = self.counters.shares
+        return int(num_bytes * far), int(num_bytes * near)
 
     def _await(
         self,
@@ -302,6 +387,8 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             self._planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
         spent = now() - started
         inter, intra = self._planned.sent_bytes(plan, root)
+        if self._planned.record is not None:
+            fill_plan(self._planned, self._planned.record, self._sequence, plan, num_bytes, (inter, intra))
         self.counters.planned[collective, plan.name].add(num_bytes, spent, inter, intra)
 
     # Failing

@@ -15,9 +15,12 @@ from commlayer.backend.cuda import is_usable, make_nccl
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
+from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
 from commlayer.endings import end_with_program
+from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
+from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 
 __all__ = ["create_group", "make_group"]
@@ -62,6 +65,8 @@ def make_group(
     if job is None:
         job = world.agree(gloo, store, rank, global_ranks, timeout)
     settings = job.settings
+    lanes().policy = LanePolicy(share=settings.lane_share)
+    begin(settings, gloo, global_ranks, rank, len(global_ranks) if is_default else dist.get_world_size())
     if settings.stats == "1":
         print_at_exit()
     planned = PlannedGroup(

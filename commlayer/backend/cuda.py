@@ -3,11 +3,15 @@
 Written from torch's source and never run: the project's tests have no machine with CUDA for it. What it must get right is
 that torch may split NCCL communicators: with ``init_process_group(device_id=…)``, ranks outside a new group take part in
 the split, so members must split too, not connect anew.
+
+What a lane means to NCCL: torch gives a group one bit of stream priority, so that there are two levels; a traffic class, which
+is what a fabric's switches act on; and a limit of the thread blocks (CTAs) that a kernel of a lower lane may keep while a higher
+one wants to start, because a kernel that runs is not pre-empted. Chunk edges do the rest (:mod:`commlayer.scheduler.lanes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,7 +21,36 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Inner", "Nccl", "is_usable", "make_nccl"]
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.lanes import LANES, level_of
+
+__all__ = [
+    "CONFIG_SINCE",
+    "LOWER_LANE_CTAS",
+    "Inner",
+    "Nccl",
+    "apply_lane",
+    "config_fields",
+    "is_high_priority",
+    "is_usable",
+    "make_nccl",
+    "nccl_lane_options",
+    "use_lane",
+]
+
+CONFIG_SINCE = {"max_ctas": (2, 17), "traffic_class": (2, 26)}
+"""The NCCL that first has each field of ncclConfig_t, by the name that torch gives it.
+
+From src/nccl.h.in of NCCL's tags: maxCTAs is in 2.17.1, trafficClass in 2.26.2 and not in 2.25.1. torch has ``traffic_class``
+where it was built with 2.26 or later (NCCL_HAS_QOS in its NCCLUtils.hpp; torch 2.13 wants at least 2.23). In NCCL's
+documentation NCCL_IB_TC, NCCL_IB_SL and NCCL_MAX_CTAS go before these fields.
+"""
+LOWER_LANE_CTAS = 16
+"""Half of NCCL's own limit of 32. Not measured. Rejected: the policies of CTAs (2.27 and later), of which the thrifty one asks
+for registered buffers and the other for copy engines, and ``min_ctas``, which would keep more from computation, not less."""
+_UNDEFINED = -(2**31)
+"""NCCL_CONFIG_UNDEF_INT, a field that nobody has set."""
+_HIGH_LEVELS = 2
 
 
 class Inner(Protocol):
@@ -28,14 +61,86 @@ class Inner(Protocol):
 
 @dataclass(frozen=True)
 class Nccl:
-    """The inner group of a group."""
+    """The inner group of a group. ``options``: of the group, where they are ours to change; None where the user gave some."""
 
     backend: Inner
+    options: Any = None
 
 
 def is_usable() -> bool:
     """Whether CUDA tensors can exist here, and NCCL is built in."""
     return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def is_high_priority(lane: str) -> bool:
+    """Whether a lane's kernels run on streams of high priority: ep, tp and pp do, cp and dp and what has no lane do not.
+
+    Raises UsageError for a lane that does not exist.
+    """
+    return bool(lane) and level_of(lane) < _HIGH_LEVELS
+
+
+def nccl_lane_options(
+    lane: str, nccl_version: Sequence[int], *, traffic_classes: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """What a group of ``lane`` sets, with an NCCL of ``nccl_version``, such as (2, 28, 9): names and values.
+
+    ``is_high_priority_stream`` (0 or 1) is a field of torch's options, ``max_ctas`` and ``traffic_class`` are of their
+    ``config``. ``traffic_classes``: a class for each lane that has one, at least 0; what a number means is the operator's of the
+    fabric to say (a service level on InfiniBand, a type of service on RoCE), so without this nothing is set. Empty for no lane.
+
+    Raises UsageError for a lane that does not exist, here or in ``traffic_classes``, and for a class below 0.
+    """
+    classes = dict(traffic_classes or {})
+    for name, number in classes.items():
+        if name not in LANES or not isinstance(number, int) or number < 0:
+            raise UsageError(
+                f"traffic_classes: expected lanes ({', '.join(LANES)}) with numbers of at least 0, got {name!r}: {number!r}"
+            )
+    if not lane:
+        return {}
+    wanted: dict[str, int] = {"is_high_priority_stream": int(is_high_priority(lane))}
+    if not is_high_priority(lane):
+        wanted["max_ctas"] = LOWER_LANE_CTAS
+    if lane in classes:
+        wanted["traffic_class"] = classes[lane]
+    return {name: value for name, value in wanted.items() if tuple(nccl_version) >= CONFIG_SINCE.get(name, ())}
+
+
+def config_fields() -> frozenset[str]:
+    """The fields of NCCL's configuration that this torch can set; empty where it was built without NCCL."""
+    if not dist.is_nccl_available():
+        return frozenset()
+    config = dist.ProcessGroupNCCL.Options().config
+    return frozenset(name for name in dir(config) if not name.startswith("_"))
+
+
+def apply_lane(
+    options: Any, lane: str, nccl_version: Sequence[int], *, traffic_classes: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Write :func:`nccl_lane_options` into ``options`` (torch's, of NCCL), and return what was written.
+
+    What torch's ``config`` lacks is left out; what an earlier lane has set is unset.
+    """
+    wanted = nccl_lane_options(lane, nccl_version, traffic_classes=traffic_classes)
+    options.is_high_priority_stream = bool(wanted.get("is_high_priority_stream", 0))
+    for name in CONFIG_SINCE:
+        if hasattr(options.config, name):
+            setattr(options.config, name, wanted.get(name, _UNDEFINED))
+        else:
+            wanted.pop(name, None)
+    return wanted
+
+
+def use_lane(nccl: Nccl, lane: str, *, traffic_classes: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Give a group that was made without a lane its lane, before its first call: NCCL connects then, and reads the options then.
+
+    Returns what was set: nothing where the user gave options, who knows better. Without effect on a group that is connected, as
+    one is from the start with ``init_process_group(device_id=…)``. The same on all ranks.
+    """
+    if nccl.options is None:
+        return {}
+    return apply_lane(nccl.options, lane, torch.cuda.nccl.version(), traffic_classes=traffic_classes)
 
 
 def make_nccl(
@@ -47,9 +152,19 @@ def make_nccl(
     options: Any,
     *,
     is_default: bool,
+    lane: str = "",
+    traffic_classes: Mapping[str, int] | None = None,
 ) -> Nccl:
-    """The inner group, as torch itself makes one for the backend nccl. It connects at its first call."""
-    options = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
+    """The inner group, as torch itself makes one for the backend nccl. It connects at its first call.
+
+    ``options``: the user's, which no lane changes; anything else means none. ``lane`` and ``traffic_classes``: see
+    :func:`nccl_lane_options`, which says what is raised too.
+    """
+    is_given = isinstance(options, dist.ProcessGroupNCCL.Options)
+    if not is_given:
+        options = dist.ProcessGroupNCCL.Options()
+        if lane:
+            apply_lane(options, lane, torch.cuda.nccl.version(), traffic_classes=traffic_classes)
     options._timeout = timeout
     source = None if is_default else _split_source()
     if source is not None:
@@ -60,7 +175,7 @@ def make_nccl(
     backend = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, len(global_ranks), options)
     made: Any = backend
     made._set_sequence_number_for_group()
-    return Nccl(made)
+    return Nccl(made, None if is_given else options)
 
 
 def _split_source() -> Any:

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Work
 
 from commlayer.backend.base import now
 from commlayer.backend.messages import Messages
+from commlayer.backend.recording import fill_plan
 from commlayer.backend.signature import described
 from commlayer.codecs import Codec
 from commlayer.encoded import EncodedGroup, Sent
@@ -78,9 +79,7 @@ class Encodings(Messages):
         with torch._C._profiler._RecordFunctionFast(f"commlayer:{collective} {plan.name}"):
             sent = run()
         row = self.counters.planned[collective, plan.name]
-        row.add(
-            plan.traffic.logical_bytes if collective != "all_to_all_v" else size,
-            now() - started,
-            sent.inter,
-            sent.intra,
-        )
+        num_bytes = plan.traffic.logical_bytes if collective != "all_to_all_v" else size
+        row.add(num_bytes, now() - started, sent.inter, sent.intra)
+        if self._planned.record is not None:
+            fill_plan(self._planned, self._planned.record, self._sequence, plan, num_bytes, (sent.inter, sent.intra))

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import AllToAllOptions, Work
 from commlayer.backend.base import now, timeout_of
 from commlayer.backend.moves import Moves, Tensors
 from commlayer.backend.options import make
+from commlayer.backend.recording import fill_plan
 from commlayer.backend.tensors import MOVABLE, is_plain, join, land, landing, real, reals, spread
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import TensorError
@@ -39,7 +40,7 @@ class Exchanges(Moves):
     ) -> Work:
         """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
         if (
-            (self._is_direct or self._never_plans_exchanges)
+            (self._is_direct or (self._never_plans_exchanges and not self._is_watched))
             and type(opts) is AllToAllOptions
             and (self._is_direct or not opts.asyncOp)
             and self._is_free_for_both(output, input, MOVABLE)
@@ -146,6 +147,8 @@ class Exchanges(Moves):
                     timeout_s=timeout_of(opts),
                 )
             self.counters.planned["all_to_all", plan.name].add(input.nbytes, now() - started)
+            if self._planned.record is not None:
+                fill_plan(self._planned, self._planned.record, self._sequence, plan, input.nbytes, (-1, -1))
             land(output, target)
         return True
 

@@ -17,8 +17,9 @@ import torch
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
 from commlayer.backend.base import Destroyed
-from commlayer.backend.encodings import Encodings
+from commlayer.backend.batches import Batches
 from commlayer.backend.options import make
+from commlayer.backend.recording import end
 from commlayer.endings import bury
 
 __all__ = ["CommlayerGroup", "Together"]
@@ -57,7 +58,7 @@ class Together(Work):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
-class CommlayerGroup(Encodings):
+class CommlayerGroup(Batches):
     """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
 
     CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.backend.cuda`).
@@ -189,6 +190,8 @@ class CommlayerGroup(Encodings):
             return
         until = time.monotonic() + patience_s
         has_ended = self._progress.drain(patience_s)
+        if self._sender is not None:
+            has_ended &= self._sender.drain(max(0.001, until - time.monotonic()))
         if self._latest is not None:
             has_ended &= self._latest.settle(max(0.001, until - time.monotonic()))
         if not has_ended:
@@ -200,14 +203,16 @@ class CommlayerGroup(Encodings):
             return
         gloo, who = self._gloo, self.who
         if drain:
-            if self._latest is not None:
-                self._latest.settle()
-            self._progress.drain()
+            self._finish()
+            if self._is_default:
+                end(gloo, self._size, with_others=True)
             self._planned.close()
         else:
             self._planned.abort(f"{who} was aborted")
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
+            if self._sender is not None:
+                self._sender.drain(timeout_s=1.0)
         if not drain:
             self._direct.abort()
         for inner in {gloo, self._direct}:
@@ -222,6 +227,20 @@ class CommlayerGroup(Encodings):
         # Whoever still holds this object must not keep threads, connections and the store with it.
         self._gloo = self._planned = self._store = Destroyed(who)
         self._nccl = self._signatures = None
+
+    def _finish(self) -> None:
+        """Let what is queued end."""
+        if self._latest is not None:
+            self._latest.settle()
+        for queue in (self._progress, self._sender):
+            if queue is not None:
+                queue.drain()
+
+    @property
+    def _is_default(self) -> bool:
+        from commlayer.backend import world
+
+        return world.is_default(self)
 
     def _forget_world(self) -> None:
         from commlayer.backend import world

@@ -53,6 +53,7 @@ class QueuedWork(Work):
         self._gate.acquire()
         self._done = False
         self._error: BaseException | None = None
+        self.watch: Callable[[Callable[[], object]], None] | None = None  # who sees the program wait
         self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Outputs] | None = None
 
@@ -62,7 +63,10 @@ class QueuedWork(Work):
         Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call goes on).
         """
         if not self._done:
-            self._wait(timeout.total_seconds())
+            if self.watch is None:
+                self._wait(timeout.total_seconds())
+            else:
+                self.watch(lambda: self._wait(timeout.total_seconds()))
         if self._error is not None:
             raise self._error
         return True

@@ -40,6 +40,7 @@ def all_findings() -> list[Finding]:
         _network,
         _emulation,
         _settings,
+        _lanes,
         _variables,
         _choice,
     ]
@@ -158,9 +159,7 @@ def _nccl(section: str, torch: Any) -> Finding:
             text,
             "before 2.26 nothing keeps several communicators of one device in one order: only the program does",
         )
-    return Finding(
-        section, "ok", "NCCL", text, "levels of priority: 2 (stream priority); traffic classes by NCCL_IB_TC"
-    )
+    return Finding(section, "ok", "NCCL", text, "what it does for lanes is said below")
 
 
 def _network() -> list[Finding]:
@@ -223,6 +222,23 @@ def _settings() -> list[Finding]:
         origin = "default" if value == getattr(default, name) else f"from COMMLAYER_{name.upper()}"
         found.append(Finding(section, "ok", name, "not set" if value is None else str(value), origin))
     return found
+
+
+def _lanes() -> list[Finding]:
+    from commlayer.cli.lane_checks import at_hand, lane_lines
+
+    try:
+        settings = Settings.from_environment()
+    except SettingsError:
+        settings = Settings()  # _settings has said what is wrong
+    try:
+        import torch
+
+        version, fields = at_hand(torch)
+    except Exception:  # noqa: BLE001  _torch has said what is wrong
+        version, fields = None, frozenset[str]()
+    lines = lane_lines(os.environ, version, fields, is_on=settings.lanes == "on", share=settings.lane_share)
+    return [Finding("Lanes", *line) for line in lines]
 
 
 def _variables() -> list[Finding]:

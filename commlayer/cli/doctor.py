@@ -21,8 +21,8 @@ _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "bad": ("✗", "red")
 def doctor(as_json: bool) -> None:
     """Check this machine and the environment.
 
-    Versions, GPUs and NCCL, network interfaces, the rights that emulation needs, settings and variables that matter, and
-    what would be chosen here. Exit status 0 if nothing is ✗, else 1.
+    Versions, GPUs and NCCL, network interfaces, the rights that emulation needs, settings, lanes and variables that
+    matter, and what would be chosen here. Exit status 0 if nothing is ✗, else 1.
     """
     findings = all_findings()
     is_sound = all(finding.mark != "bad" for finding in findings)

@@ -35,6 +35,7 @@ _CLUSTER = {
 _OFFLINE = {
     "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move an all_to_all, and say why."),
     "profiles": _Entry("commlayer.cli.profiles", "profiles", "List, show, validate and compare profiles."),
+    "trace": _Entry("commlayer.cli.trace", "trace", "Merge the traces of a job's ranks, and say what held it up."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }
 _SECTIONS = {"Commands on a cluster, real or emulated": _CLUSTER, "Commands about one": _OFFLINE}

@@ -20,19 +20,26 @@ if TYPE_CHECKING:
         save_figure,
         timeline_figure,
     )
+    from commlayer.drawing.lanes import lanes_figure
     from commlayer.drawing.report import write_report
 
 __all__ = [
     "bench_figure",
     "chrome_trace",
     "efficiency_figure",
+    "lanes_figure",
     "plans_figure",
     "save_figure",
     "timeline_figure",
     "write_report",
 ]
 
-_HOMES = {"chrome_trace": "chrome", "efficiency_figure": "efficiency", "write_report": "report"}
+_HOMES = {
+    "chrome_trace": "chrome",
+    "efficiency_figure": "efficiency",
+    "lanes_figure": "lanes",
+    "write_report": "report",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Step
 from commlayer.scheduler.price import Timeline
 
-__all__ = ["chrome_trace"]
+__all__ = ["chrome_trace", "metadata_event"]
 
 _ROWS = {resource: row for row, resource in enumerate(Resource)}
 
@@ -26,17 +26,18 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
-        events.append(_metadata("process_name", pid, 0, name=f"{name} ({timeline.plan.name})"))
-        events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+        events.append(metadata_event("process_name", pid, 0, name=f"{name} ({timeline.plan.name})"))
+        events.append(metadata_event("process_sort_index", pid, 0, sort_index=pid))
         for resource in sorted({step.resource for step in timeline.plan.steps}, key=_ROWS.__getitem__):
             row = _ROWS[resource]
-            events.append(_metadata("thread_name", pid, row, name=resource.value.upper()))
-            events.append(_metadata("thread_sort_index", pid, row, sort_index=row))
+            events.append(metadata_event("thread_name", pid, row, name=resource.value.upper()))
+            events.append(metadata_event("thread_sort_index", pid, row, sort_index=row))
         events += _steps(pid, timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+def metadata_event(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    """The event that names or places a process or thread; ``kind`` such as ``thread_name``."""
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 

@@ -380,6 +380,10 @@ def test_groups_and_meshes_on_two_nodes(emulated_cluster: ClusterFactory) -> Non
             assert mesh.group("world") is dist.group.WORLD
             assert mesh.group("ep") is mesh.group("tp"), "the same ranks: one group"
             assert mesh.group("etp") is mesh.group("cp")
+            assert mesh.ranks("dp") == mesh.ranks("edp")
+            assert mesh.group("dp") is mesh.group("edp"), "one lane: one group"
+            assert mesh.group("stage") is not mesh.group("etp_ep"), "gradients do not queue before tokens"
+            assert mesh.group("model") is mesh.group("tp")
             assert mesh.describe().row("pp").link is Resource.INTER
             shown = [str(mesh.describe(Topology.parse("1x8")))]
         with pytest.raises(GroupError, match="the group tp of this FoldedMesh was destroyed"):

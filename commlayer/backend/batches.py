@@ -1,0 +1,222 @@
+"""Batches of messages on a group's lane: what a pipeline sends and receives at once.
+
+Receives are posted when they are asked for. What is sent goes out in the order of the calls, on a thread of its own, in chunks
+that wait for higher lanes at their edges; a small message that nothing waits for goes at once. Nobody who sends waits for a
+receiver: ranks may all send before anybody receives, in any order of peers, as with MPI's non-blocking messages.
+
+Nothing that arrives says how far a message is on the link, as the chunks of the others do in a collective. So the next chunk goes
+when the link has had the time for the one before, and that is how few are in a higher lane's way.
+
+All messages of two ranks keep their order: Gloo matches those of one tag in the order in which they were posted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from commlayer.backend.encodings import Encodings
+from commlayer.backend.progress import ProgressQueue
+from commlayer.backend.tensors import flat, land, landing, real
+from commlayer.lanes import lanes
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.lanes import longest_hold_us
+
+__all__ = ["Batch", "Batches", "Parcel"]
+
+Parcel = tuple[torch.Tensor, int]
+"""A tensor, and the member of the group to which it goes or from which it comes."""
+_NO_TIMEOUT = timedelta(0)
+_TAG = (1 << 31) - 1
+"""Beyond what programs use: torch's tags are 32 bits."""
+_PACE = 0.8
+"""Of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
+
+
+class Batch(Work):
+    """Messages under way. ``wait()``: those that come are in their tensors, and those that go may be changed."""
+
+    def __init__(self, group: Batches, what: str, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._group, self._what, self._outputs = group, what, outputs
+        self.works: list[tuple[Work, str]] = []
+        self.landings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._posted = threading.Event()
+        self._done = False
+        self._error: BaseException | None = None
+
+    def posted(self, error: BaseException | None = None) -> None:
+        """All messages are on their way, or ``error`` stopped them."""
+        self._error = error
+        self._posted.set()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True at the end. Raises PeerError, CollectiveTimeoutError, naming this rank, the group and the peer."""
+        if not self._done:
+            limit = timeout if timeout.total_seconds() > 0 else self._group.present_timeout
+            until = time.monotonic() + limit.total_seconds()
+            if not self._posted.wait(limit.total_seconds()):
+                self._error = self._group.message_error(RuntimeError("timed out before it was sent"), self._what)
+            while self.works and self._error is None:
+                work, what = self.works.pop()
+                try:
+                    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+                except RuntimeError as error:
+                    self._error = self._group.message_error(error, what)
+                    self._error.__cause__ = error
+            if self._error is None:
+                with torch.inference_mode():
+                    for tensor, moved in self.landings:
+                        land(tensor, moved)
+            self._done = True
+            self.works, self.landings = [], []
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+
+class Batches(Encodings):
+    """The verb of a batch."""
+
+    _sender: ProgressQueue | None = None
+
+    def start_batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
+        """Send and receive, to and from members of the group; tensors of any dtype and layout, on one device.
+
+        Those without elements are not sent. What is sent must not change before the wait. Raises UsageError for this rank itself
+        or one that is not in the group, PeerError for a connection that is known to be broken.
+        """
+        sends = [(real(x), peer) for x, peer in sends if x.numel()]
+        receives = [(real(x), peer) for x, peer in receives if x.numel()]
+        for role, parcels in (("destination", sends), ("source", receives)):
+            for _, peer in parcels:
+                self._require_other(role, peer)
+        if any(not x.is_cpu for x, _ in (*sends, *receives)):
+            return self._start_on_device(sends, receives)
+        if self._lane.name is None:
+            self.use_lane(self.lane)
+        names = [f"to {self._named(peer)}" for _, peer in sends] + [f"from {self._named(p)}" for _, p in receives]
+        batch = Batch(self, f"messages {', '.join(names)}", [x for x, _ in receives])
+        for x, peer in receives:
+            moved = landing(x)
+            batch.landings.append((x, moved))
+            for piece in self._pieces(moved, peer):
+                self._post(batch, "recv", piece, peer)
+            self.counters.flat["recv"].add(x.nbytes, 0)
+        if sends:
+            self._send(batch, [(flat(x), peer) for x, peer in sends])
+        else:
+            batch.posted()
+        return batch
+
+    def _send(self, batch: Batch, sends: list[Parcel]) -> None:
+        for x, _ in sends:
+            self.counters.flat["send"].add(x.nbytes, 0)
+        pieces = [(self._pieces(x, peer), peer) for x, peer in sends]
+        is_small = all(len(each) == 1 for each, _ in pieces)
+        if self._sender is None:
+            self._sender = ProgressQueue(f"commlayer {self._name[:8]} send", self._progress.who)
+        if is_small and not self._sender.pending and lanes().is_free(self._lane.level):
+            self._post_all(batch, pieces)
+            return
+        level = self._lane.enter([x for x, _ in sends]) if self._lane.is_on else None
+        try:
+            self._sender.submit(batch._what, None, self._post_in_order, (batch, pieces, level))
+        except BaseException:
+            if level is not None:
+                lanes().leave(level)
+            raise
+
+    def _post_in_order(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]], level: int | None) -> None:
+        try:
+            self._post_all(batch, pieces)
+        finally:
+            if level is not None:
+                lanes().leave(level)
+
+    def _post_all(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]]) -> None:
+        """Chunk after chunk, of all messages side by side. An error is the batch's: raised by its wait."""
+        try:
+            for nth in range(max(len(each) for each, _ in pieces)):
+                here = [(each[nth], peer) for each, peer in pieces if nth < len(each)]
+                alone_s = sum(piece.numel() for piece, peer in here if peer in self._far) * self._seconds_per_byte
+                if self._lane.is_on:
+                    lanes().hold(self._lane.level, longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy))
+                for piece, peer in here:
+                    self._post(batch, "send", piece, peer)
+                if any(nth + 1 < len(each) for each, _ in pieces):
+                    time.sleep(alone_s * _PACE)
+        except Exception as error:  # noqa: BLE001  carried to whoever waits
+            batch.posted(error)
+        else:
+            batch.posted()
+
+    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int) -> None:
+        what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._named(peer)}"
+        try:
+            batch.works.append((getattr(self._gloo, verb)([piece], peer, _TAG), what))
+        except RuntimeError as error:
+            raise self.message_error(error, what) from error
+
+    def _pieces(self, x: torch.Tensor, peer: int) -> list[torch.Tensor]:
+        """The chunks of a message: the same at both ends, which know its size, the profile and the lane."""
+        data = x.view(torch.uint8)
+        chunk = self._chunk_bytes if self._lane.is_on and self._lane.level and peer in self._far else 0
+        return list(data.split(chunk)) if chunk else [data]
+
+    @cached_property
+    def _seconds_per_byte(self) -> float:
+        """Of what goes to another node, while all ranks of this one send: each has a share of the link, or a card of its own."""
+        curve = self._link_curve
+        return 2e-9 / curve.algbw_gbps(curve.bytes[-1]) if curve is not None else 0.0
+
+    @cached_property
+    def _chunk_bytes(self) -> int:
+        """Of what goes to another node: the smallest message, a power of two, that keeps the link's efficiency; 0: whole."""
+        curve, planner = self._link_curve, self._planned.choices.planner
+        if curve is None:
+            return 0
+        least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
+        size = 1 << 12
+        while size < curve.bytes[-1] and curve.algbw_gbps(size) < least:
+            size *= 2
+        return size // 2  # of a rank's buffer for two ranks, half goes to the other
+
+    @cached_property
+    def _link_curve(self) -> Curve | None:
+        """Of messages between two nodes."""
+        planner: Any = self._planned.choices.planner
+        return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
+
+    def _start_on_device(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
+        device = (*sends, *receives)[0][0]
+        backend: Any = self._on_device(device)
+        backend._start_coalescing()
+        for x, peer in receives:
+            backend.recv([x], peer, 0)
+        for x, peer in sends:
+            backend.send([x], peer, 0)
+        return backend._end_coalescing()  # type: ignore[no-any-return]

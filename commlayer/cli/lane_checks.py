@@ -1,0 +1,159 @@
+"""What ``commlayer doctor`` says of lanes: by what means higher traffic goes first here, and which of them are not active."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal
+
+from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES
+
+__all__ = ["at_hand", "lane_lines"]
+
+Mark = Literal["ok", "warn"]
+Line = tuple[Mark, str, str, str]
+"""(mark, name, value, advice)."""
+
+_NO_CUDA = "not active: no CUDA here"
+_ORDER_SINCE = (2, 26)
+_OFF = ("", "0", "false", "no", "n", "f", "off")
+
+
+def lane_lines(
+    environment: Mapping[str, str],
+    nccl_version: Sequence[int] | None,
+    config_fields: Set[str],
+    *,
+    is_on: bool = True,
+    share: float = 0.05,
+    traffic_classes: Mapping[str, int] | None = None,
+) -> list[Line]:
+    """One line for each means. Pure: what is at hand is passed in.
+
+    ``nccl_version``: such as (2, 28, 9); None where there is no CUDA device or no NCCL. ``config_fields``: what this torch can
+    set of NCCL's configuration. ``is_on``, ``share``, ``traffic_classes``: the settings.
+    """
+    order = " before ".join(
+        " and ".join(lane for lane in LANES if LANES[lane] == level) for level in sorted(set(LANES.values()))
+    )
+    found: list[Line] = [("ok", "order", order, "MoNTA's, EP ≪ PP ≪ CP ≪ DP; tp stays inside nodes")]
+    if not is_on:
+        found.append(
+            ("warn", "lanes", "off", "no traffic goes before other traffic: unset COMMLAYER_LANES, or set it to on")
+        )
+    else:
+        what = f"chunk edges, {CHUNKS_IN_FLIGHT} chunks of a call in flight, a share of {share:.0%} kept"
+        found.append(("ok", "CPU (Gloo)", what, "lower lanes wait at the edges of their chunks, and not for ever"))
+    if nccl_version is None:
+        names = ("CUDA streams", "traffic class", "CTA limits", "launch order", "launch queues")
+        return [*found, *(("ok", name, _NO_CUDA, "") for name in names)]
+    known = ".".join(map(str, nccl_version))
+    return [
+        *found,
+        _streams(environment, is_on=is_on),
+        _traffic_class(environment, nccl_version, config_fields, traffic_classes or {}, known, is_on=is_on),
+        _ctas(environment, nccl_version, config_fields, known, is_on=is_on),
+        _launch_order(environment, nccl_version, known),
+        _queues(environment),
+    ]
+
+
+def _streams(environment: Mapping[str, str], *, is_on: bool) -> Line:
+    from commlayer.backend.cuda import is_high_priority
+
+    if _is_set(environment, "TORCH_NCCL_HIGH_PRIORITY"):
+        return (
+            "warn",
+            "CUDA streams",
+            "all of high priority",
+            "TORCH_NCCL_HIGH_PRIORITY is set: unset it to tell lanes apart",
+        )
+    if not is_on:
+        return ("ok", "CUDA streams", "not active: lanes are off", "")
+    high = ", ".join(lane for lane in LANES if is_high_priority(lane))
+    advice = "two levels are all that torch gives NCCL; a kernel that runs is not stopped, so chunk edges do the rest"
+    return ("ok", "CUDA streams", f"high priority for {high}", advice)
+
+
+def _traffic_class(
+    environment: Mapping[str, str],
+    nccl_version: Sequence[int],
+    config_fields: Set[str],
+    traffic_classes: Mapping[str, int],
+    known: str,
+    *,
+    is_on: bool,
+) -> Line:
+    name = "traffic class"
+    missing = _missing("traffic_class", nccl_version, config_fields, known)
+    if missing:
+        mark: Mark = "warn" if traffic_classes else "ok"
+        return (mark, name, f"not active: {missing}", "NCCL_IB_TC sets one class for all communicators")
+    if not traffic_classes:
+        return ("ok", name, "not active: none is set", "give lanes the classes that the fabric's operator has set up")
+    if not is_on:
+        return ("ok", name, "not active: lanes are off", "")
+    over = [variable for variable in ("NCCL_IB_TC", "NCCL_IB_SL") if variable in environment]
+    if over:
+        what = f"{' and '.join(over)} {'go' if len(over) > 1 else 'goes'} before a communicator's own: unset"
+        return ("warn", name, "overridden", what)
+    return ("ok", name, ", ".join(f"{lane}={number}" for lane, number in traffic_classes.items()), "")
+
+
+def _ctas(
+    environment: Mapping[str, str], nccl_version: Sequence[int], config_fields: Set[str], known: str, *, is_on: bool
+) -> Line:
+    from commlayer.backend.cuda import LOWER_LANE_CTAS, is_high_priority
+
+    name = "CTA limits"
+    missing = _missing("max_ctas", nccl_version, config_fields, known)
+    if missing or not is_on:
+        return ("ok", name, f"not active: {missing or 'lanes are off'}", "")
+    lower = ", ".join(lane for lane in LANES if not is_high_priority(lane))
+    if "NCCL_MAX_CTAS" in environment:
+        what = f"NCCL_MAX_CTAS={environment['NCCL_MAX_CTAS']} goes before the limit of {LOWER_LANE_CTAS} for {lower}"
+        return ("warn", name, "overridden", f"{what}: unset it")
+    return ("ok", name, f"{LOWER_LANE_CTAS} for {lower}", "so that a kernel of a higher lane finds room beside theirs")
+
+
+def _launch_order(environment: Mapping[str, str], nccl_version: Sequence[int], known: str) -> Line:
+    name = "launch order"
+    if tuple(nccl_version) < _ORDER_SINCE:
+        advice = "lanes are several communicators of one device: the program itself must issue them in one order on all ranks"
+        return ("warn", name, f"not active: NCCL {known} has no NCCL_LAUNCH_ORDER_IMPLICIT (2.26 and later)", advice)
+    if _is_set(environment, "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        return ("ok", name, "the program's (NCCL_LAUNCH_ORDER_IMPLICIT)", "")
+    advice = "lanes are several communicators of one device: set NCCL_LAUNCH_ORDER_IMPLICIT=1"
+    return ("warn", name, "not active", advice)
+
+
+def _queues(environment: Mapping[str, str]) -> Line:
+    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if value is not None and value.strip() == "1":
+        advice = (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams in one queue, so that nothing goes before: unset it, or 8"
+        )
+        return ("warn", "launch queues", "1", advice)
+    return ("ok", "launch queues", value or "CUDA's default, 8", "")
+
+
+def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str], known: str) -> str:
+    """Why a field of NCCL's configuration cannot be set; empty where it can."""
+    from commlayer.backend.cuda import CONFIG_SINCE
+
+    least = CONFIG_SINCE[field]
+    if tuple(nccl_version) < least:
+        return f"NCCL {known} cannot, {'.'.join(map(str, least))} and later can"
+    return "" if field in config_fields else "this torch was built without it"
+
+
+def _is_set(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(name, "").strip().lower() not in _OFF
+
+
+def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:
+    """NCCL's version and the fields that this torch can set of it; (None, nothing) without CUDA."""
+    from commlayer.backend.cuda import config_fields, is_usable
+
+    if not is_usable():
+        return None, frozenset()
+    return tuple(torch.cuda.nccl.version()[:3]), config_fields()

@@ -1,0 +1,283 @@
+"""``commlayer trace``: the traces of a job's ranks as one, and what held the job up: lanes, late ranks, wrong predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commlayer.cli.parameters import DURATION_US, OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.progress import progress
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.traces.analyse import LaneTimes, Selected, Window, lanes, lateness, plans, select
+from commlayer.traces.events import merged_events
+from commlayer.traces.files import RankTrace, rank_paths, read_folder, write_trace
+from commlayer.units import format_bytes, format_us
+
+__all__ = ["trace"]
+
+_MOST_RANKS = 16
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
+@click.option("--output", "-o", type=OUTPUT_FILE, help="Where the merged trace goes.  [DIR/merged.json]")
+@click.option("--step", type=click.IntRange(min=0), help="Only calls that the program issued in this training step.")
+@click.option("--since", "since_us", type=DURATION_US, help="Only calls issued so long after the first one: 2s, 150ms.")
+@click.option("--until", "until_us", type=DURATION_US, help="Only calls issued before.")
+@click.option("--all", "show_all", is_flag=True, help=f"Show every rank, not {_MOST_RANKS}.")
+@click.option("--picture", type=PICTURE, help="Draw ranks and lanes over time (.svg, .png, .pdf).")
+@json_option
+def trace(
+    folder: Path,
+    output: Path | None,
+    step: int | None,
+    since_us: float | None,
+    until_us: float | None,
+    show_all: bool,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Merge the traces that a job's ranks have written, and say where its time went.
+
+    DIR is what COMMLAYER_TRACE named when the job ran, with the files of all machines in it. Writes one trace of all ranks,
+    on one clock, for ui.perfetto.dev; prints time and bytes of each lane, which ranks come late, and what was predicted.
+
+    \b
+      COMMLAYER_TRACE=trace torchrun … train.py
+      commlayer trace trace
+      commlayer trace trace --step 3 --picture step3.svg
+    """
+    with progress("reading", len(rank_paths(folder))) as advance:
+        traces: list[RankTrace] = []
+        for each in read_folder(folder):
+            traces.append(each)
+            advance(f"rank {each.rank}")
+    ranks = select(traces, Window(step, since_us, until_us))
+    notes = _notes(ranks)
+    merged = output or folder / "merged.json"
+    events = merged_events([(rank.trace, rank.calls) for rank in ranks])
+    write_trace(merged, events, otherData=_about(ranks))
+    click.echo(f"trace: {merged} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+    if picture is not None:
+        _draw(picture, ranks, step)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        print_json(_as_dict(ranks, notes))
+    else:
+        _show(ranks, show_all)
+
+
+def _about(ranks: Sequence[Selected]) -> dict[str, Any]:
+    """What the merged trace says of itself."""
+    first = ranks[0].trace
+    errors = {str(rank.trace.rank): rank.trace.error_ns / 1e3 if rank.trace.error_ns >= 0 else None for rank in ranks}
+    return {"job": first.job, "world_size": first.world_size, "versions": first.versions, "clock_error_us": errors}
+
+
+def _missing(ranks: Sequence[Selected]) -> list[int]:
+    there = {rank.trace.rank for rank in ranks}
+    return [rank for rank in range(ranks[0].trace.world_size) if rank not in there]
+
+
+def _notes(ranks: Sequence[Selected]) -> list[str]:
+    """What a reader must know of these traces before believing them."""
+    notes = []
+    if missing := _missing(ranks):
+        notes.append(
+            f"no file of rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {ranks[0].trace.world_size}: killed "
+            "before the end, or not copied from another machine"
+        )
+    if full := [rank.trace for rank in ranks if rank.trace.num_dropped]:
+        most = max(full, key=lambda each: each.num_dropped)
+        notes.append(
+            f"{len(full)} of {len(ranks)} traces were full before the end (rank {most.rank}: {most.num_dropped} calls and marks "
+            "are missing): compare the beginning only, with --until"
+        )
+    if len(ranks) > 1 and (unknown := [rank.trace.rank for rank in ranks if rank.trace.error_ns < 0]):
+        notes.append(
+            f"clocks of ranks {', '.join(map(str, unknown))} were not compared: their times say nothing about others"
+        )
+    if not any(rank.calls for rank in ranks):
+        notes.append("no call was recorded here")
+    if unfinished := sum(not call.end_ns for rank in ranks for call in rank.calls):
+        notes.append(f"{unfinished} calls never ended: they are in the trace, and in no time below")
+    return notes
+
+
+def _error_us(ranks: Sequence[Selected]) -> float:
+    return max(rank.trace.error_ns for rank in ranks) / 1e3
+
+
+def _as_dict(ranks: Sequence[Selected], notes: Sequence[str]) -> dict[str, Any]:
+    """For ``--json``: times in µs."""
+    first = ranks[0].trace
+    return {
+        "job": first.job,
+        "world_size": first.world_size,
+        "ranks": [rank.trace.rank for rank in ranks],
+        "missing": _missing(ranks),
+        "hosts": sorted({rank.trace.host for rank in ranks}),
+        "versions": first.versions,
+        "clock_error_us": rounded(_error_us(ranks)),
+        "span_us": rounded(max(rank.span_ns for rank in ranks) / 1e3),
+        "notes": list(notes),
+        "lanes": [_lane(times) for times in lanes(ranks)],
+        "together": next((_lane(times) for times in lanes(ranks, together=True)), None),
+        "stragglers": [
+            {
+                "rank": each.rank,
+                "host": each.host,
+                "calls": each.num_calls,
+                "median_us": rounded(each.median_us),
+                "worst_us": rounded(each.worst_us),
+                "worst": each.worst,
+                "last": each.num_last,
+            }
+            for each in lateness(ranks)
+        ],
+        "plans": [
+            {
+                "collective": each.collective,
+                "plan": each.plan,
+                "calls": each.num_calls,
+                "predicted_us": rounded(each.predicted_us),
+                "measured_us": rounded(each.measured_us),
+                "ratio": rounded(each.ratio, 6),
+                "ratio_together": None if each.ratio_together is None else rounded(each.ratio_together, 6),
+            }
+            for each in plans(ranks)
+        ],
+    }
+
+
+def _lane(times: LaneTimes) -> dict[str, Any]:
+    return {
+        "lane": times.lane,
+        "calls": times.num_calls,
+        "ranks": times.num_ranks,
+        "busy_us": rounded(times.busy_us),
+        "queued_us": rounded(times.queued_us),
+        "held_us": rounded(times.held_us),
+        "exposed_us": rounded(times.exposed_us),
+        "logical_bytes": times.logical_bytes,
+        "wire_bytes": {"inter": times.inter_bytes, "intra": times.intra_bytes},
+        "unknown_calls": times.num_unknown,
+        "unfinished_calls": times.num_unfinished,
+        "wire_ratio": None if times.wire_ratio is None else rounded(times.wire_ratio, 6),
+    }
+
+
+def _show(ranks: Sequence[Selected], show_all: bool) -> None:
+    hosts = len({rank.trace.host for rank in ranks})
+    calls = sum(len(rank.calls) for rank in ranks)
+    span_us = max(rank.span_ns for rank in ranks) / 1e3
+    click.echo(
+        f"job {ranks[0].trace.job}: {len(ranks)} of {ranks[0].trace.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
+        f"{calls} calls in {format_us(span_us)}; clocks {_within(ranks)}\n"
+    )
+    _show_lanes(ranks)
+    _show_lateness(ranks, show_all)
+    _show_plans(ranks)
+
+
+def _within(ranks: Sequence[Selected]) -> str:
+    error_us = _error_us(ranks)
+    if error_us < 0:
+        return "not compared"
+    return f"within {format_us(error_us)} of rank 0's" if error_us else "are one"
+
+
+def _show_lanes(ranks: Sequence[Selected]) -> None:
+    found = lanes(ranks)
+    if not found:
+        return
+    together = lanes(ranks, together=True) if len(found) > 1 else []
+    columns = ["lane", ">calls", ">busy ms", ">queued ms", ">held ms", ">exposed ms"]
+    columns += [">logical", ">sent inter", ">sent intra", ">sent / logical"]
+    print_table(
+        columns,
+        [_lane_cells(times) for times in found + together],
+        title="Lanes: time of a rank (mean), calls and bytes of all ranks",
+        dim=[len(found)] if together else [],
+    )
+    unknown = sum(times.num_unknown for times in found)
+    if unknown:
+        click.echo(f"≥: without {unknown} calls of the inner backend's own, which does not say what it sends")
+    click.echo()
+
+
+def _lane_cells(times: LaneTimes) -> list[str]:
+    def sent(num_bytes: int) -> str:
+        if times.num_unknown == times.num_calls:
+            return "?"
+        return ("≥ " if times.num_unknown else "") + format_bytes(num_bytes)
+
+    spent = (times.busy_us, times.queued_us, times.held_us, times.exposed_us)
+    return [
+        times.lane or "none",
+        str(times.num_calls),
+        *(f"{us / 1e3:.3f}" for us in spent),
+        format_bytes(times.logical_bytes),
+        sent(times.inter_bytes),
+        sent(times.intra_bytes),
+        "–" if times.wire_ratio is None else f"{times.wire_ratio:.3f}",
+    ]
+
+
+def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
+    found = lateness(ranks)
+    if not any(each.num_calls for each in found):
+        return
+    shown = found if show_all else found[:_MOST_RANKS]
+    rows = [
+        [
+            str(each.rank),
+            each.host,
+            str(each.num_calls),
+            f"{each.median_us / 1e3:.3f}" if each.num_calls else "–",
+            f"{each.worst_us / 1e3:.3f}" if each.num_calls else "–",
+            f"{each.num_last}" if each.num_calls else "–",
+            each.worst,
+        ]
+        for each in shown
+    ]
+    columns = [">rank", "host", ">calls", ">late ms, median", ">worst", ">last in", "~worst call"]
+    print_table(columns, rows, title="Stragglers: how long after the first rank each one came to their calls")
+    if len(shown) < len(found):
+        click.echo(f"{len(found) - len(shown)} ranks that are last less often not shown (--all)")
+    worst = found[0]
+    if worst.num_last:
+        click.echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {worst.num_calls} calls")
+    click.echo()
+
+
+def _show_plans(ranks: Sequence[Selected]) -> None:
+    found = plans(ranks)
+    if not found:
+        return
+    rows = [
+        [
+            each.collective,
+            each.plan,
+            str(each.num_calls),
+            f"{each.predicted_us / 1e3:.3f}",
+            f"{each.measured_us / 1e3:.3f}",
+            f"{each.ratio:.3f}",
+            "–" if each.ratio_together is None else f"{each.ratio_together:.3f}",
+        ]
+        for each in found
+    ]
+    columns = ["collective", "plan", ">calls", ">predicted ms", ">measured ms", ">ratio", ">without late ranks"]
+    print_table(columns, rows, title="Predicted and measured: medians; without what was held for higher lanes")
+
+
+def _draw(path: Path, ranks: Sequence[Selected], step: int | None) -> None:
+    from commlayer.drawing.figures import save_figure
+    from commlayer.drawing.lanes import lanes_figure
+
+    save_figure(lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")), path)
+    click.echo(f"picture: {path}", err=True)

@@ -1,0 +1,233 @@
+"""What one rank did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and written when the job ends.
+
+A recorder costs a call a few allocations; everything else happens when it is closed. All times are of
+``time.perf_counter_ns``, the rank's own clock; the file says how it relates to that of rank 0: :mod:`commlayer.traces.clock`.
+This module loads neither torch nor what writes the file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commlayer.profiles.errors import UsageError
+from commlayer.traces.clock import ClockReading, exchange_clocks
+
+__all__ = ["CallRecord", "Mark", "Recorder", "StepRecord", "close_recorder", "open_recorder", "recorder"]
+
+_MAX_ENTRIES = 100_000
+"""Calls, steps and marks of one rank: some 40 MB of memory, 100 while the file is written, and 70 MB in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of a plan on this rank.
+
+    ``op``, ``resource``, ``chunk``, ``bytes``: as the plan's step has them. ``sent_bytes``: by this rank. ``enqueue_ns``: when
+    what the step waits for had ended; ``start_ns``: when it was posted, after any hold by a higher lane; ``end_ns``.
+    """
+
+    op: str
+    resource: str
+    chunk: int
+    bytes: float
+    sent_bytes: int
+    enqueue_ns: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One collective call on this rank.
+
+    ``lane``: "" for none. ``group``: its description or name. ``ranks``: of the group, global. ``rank``: this one, global.
+    ``sequence``: number of the call in the group, the same on all ranks, by which their records are matched. ``plan``: its name,
+    such as ``pipelined×4``. ``logical_bytes``: what the caller moved. ``inter_bytes``, ``intra_bytes``: what this rank sent over
+    each link class; −1: only the inner backend knows. ``enqueue_ns``: issued by the program; ``start_ns``: its queue came to it;
+    ``end_ns``; the last two 0 as long as that has not happened. ``held_ns``: held at chunk edges for higher lanes, in all.
+    ``waited``: (start_ns, end_ns) for which a thread of the program was blocked by it; of a synchronous call all of it.
+    ``steps``: none for a call of the inner backend's own. ``predicted``: (start_us, end_us) of each step from the call's start;
+    empty: no prediction. ``predicted_us``: of the whole; −1: none. ``wire``: the format, ``native`` for the tensor's own.
+    """
+
+    lane: str
+    group: str
+    ranks: tuple[int, ...]
+    rank: int
+    sequence: int
+    collective: str
+    plan: str
+    logical_bytes: int
+    enqueue_ns: int
+    start_ns: int = 0
+    end_ns: int = 0
+    inter_bytes: int = -1
+    intra_bytes: int = -1
+    held_ns: int = 0
+    waited: list[tuple[int, int]] = field(default_factory=list)
+    steps: tuple[StepRecord, ...] = ()
+    predicted: tuple[tuple[float, float], ...] = ()
+    predicted_us: float = -1.0
+    wire: str = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A span of the program itself, such as a training step."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+
+
+class Recorder:
+    """The records of one rank. Thread-safe.
+
+    ``job``: the same on all ranks of a job, and of no other. ``readings``: this rank's clock against rank 0's. After
+    ``max_entries`` calls, steps and marks the rest is counted, but not kept. Writes ``folder``/rank-00003.json when closed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        rank: int,
+        world_size: int,
+        *,
+        job: str = "",
+        readings: tuple[ClockReading, ...] = (),
+        max_entries: int = _MAX_ENTRIES,
+    ) -> None:
+        self.path = Path(folder) / f"rank-{rank:05d}.json"  # as traces.files.rank_name, which loads more
+        self.rank, self.world_size, self.job = rank, world_size, job
+        self.readings = list(readings)
+        self.opened_ns = time.perf_counter_ns()
+        self.calls: list[CallRecord] = []
+        self.marks: list[Mark] = []
+        self.num_dropped = 0
+        self.is_closed = False
+        self._left = max_entries
+        self._unpaid: deque[CallRecord] = deque()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def add(self, record: CallRecord) -> None:
+        """Keep a call. What is set in it later, such as its end, is in the file too, as is a call that never ends."""
+        if self._has_room():
+            self.calls.append(record)
+            self._unpaid.append(record)
+
+    def wait(self, record: CallRecord, start_ns: int, end_ns: int) -> None:
+        """A thread of the program was blocked so long by this call."""
+        with self._lock:
+            record.waited.append((start_ns, end_ns))
+
+    def mark(self, name: str, start_ns: int, end_ns: int) -> None:
+        """The program did ``name`` in this time; ``commlayer trace --step 3`` looks for "step 3"."""
+        if self._has_room():
+            self.marks.append(Mark(name, start_ns, end_ns))
+
+    def _has_room(self) -> bool:
+        with self._lock:
+            while self._unpaid and self._unpaid[0].end_ns:  # its steps are known only now
+                self._left -= len(self._unpaid.popleft().steps)
+            if self._left > 0:
+                self._left -= 1
+                return True
+            self.num_dropped += 1
+            is_first = self.num_dropped == 1
+        if is_first:
+            warnings.warn(
+                f"rank {self.rank}: the trace in {self.path.parent} is full, {len(self.calls)} calls: later ones are counted but "
+                "not recorded. Trace fewer steps of the program",
+                stacklevel=3,
+            )
+        return False
+
+    def close(self) -> None:
+        """Write the file, whole or not at all. Again: nothing. Raises OSError where it cannot be written."""
+        with self._lock:
+            if self.is_closed or os.getpid() != self._pid:  # a child that was forked has copies of our records
+                return
+            self.is_closed = True
+        from commlayer.traces.files import write_rank
+
+        write_rank(self)
+
+
+_recorder: Recorder | None = None
+
+
+def recorder() -> Recorder | None:
+    """The open recorder of this process, or None."""
+    return _recorder
+
+
+def _alone(value: int) -> list[int]:
+    return [value]
+
+
+def open_recorder(
+    folder: str | Path,
+    rank: int,
+    world_size: int,
+    gather: Callable[[int], list[int]] | None = None,
+    *,
+    max_entries: int = _MAX_ENTRIES,
+) -> Recorder:
+    """Begin to record; at exit of the process at the latest, also by an exception, the file is written.
+
+    Args:
+        folder: made if it is not there.
+        gather: all-gathers an integer below 2^63 over the job. Then opening is collective: ranks agree on the job's name and
+            compare clocks. Only a job of one rank can do without.
+
+    Raises OSError where the folder cannot be made, UsageError without ``gather``, and what ``gather`` raises. A recorder that is
+    open already is closed first.
+    """
+    global _recorder
+    if gather is None and world_size > 1:
+        raise UsageError(
+            f"expected a gather over the {world_size} ranks of the job, got none: their files could not be merged"
+        )
+    close_recorder()
+    if gather is None:
+        gather = _alone
+    # Before a rank may fail at its folder: the others would wait for it.
+    job = gather(secrets.randbits(63))[0]
+    readings = (exchange_clocks(gather, rank),)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _recorder = Recorder(folder, rank, world_size, job=f"{job:016x}", readings=readings, max_entries=max_entries)
+    atexit.register(close_recorder)
+    return _recorder
+
+
+def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:
+    """Stop recording and write the file; nothing where no recorder is open.
+
+    ``gather``: as for :func:`open_recorder`; then closing is collective, and clocks are compared again, for their drift. Where
+    that fails, as with a rank that has died, the first comparison counts. A file that cannot be written is a warning: the
+    job's results are worth more than its trace.
+    """
+    global _recorder
+    closing, _recorder = _recorder, None
+    if closing is None:
+        return
+    atexit.unregister(close_recorder)
+    if gather is not None:
+        try:
+            closing.readings.append(exchange_clocks(gather, closing.rank))
+        except Exception as error:  # noqa: BLE001  whatever broke the job must not be hidden by its trace
+            warnings.warn(f"rank {closing.rank}: clocks could not be compared again: {error}", stacklevel=2)
+    try:
+        closing.close()
+    except OSError as error:
+        warnings.warn(f"rank {closing.rank}: {closing.path}: the trace could not be written: {error}", stacklevel=2)

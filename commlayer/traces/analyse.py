@@ -1,0 +1,263 @@
+"""What the traces of a job's ranks say together: time by lane, who comes late, what was predicted. No files, no printing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from commlayer.profiles.errors import UsageError
+from commlayer.recorder import CallRecord, Mark
+from commlayer.traces.events import lane_place, running
+from commlayer.traces.files import RankTrace
+from commlayer.traces.intervals import length
+
+__all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lanes", "lateness", "plans", "select"]
+
+_Key = tuple[str, tuple[int, ...], int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which calls to look at: those that the program issued in this part of the job.
+
+    ``step``: in the mark "step 3" of each rank. ``since_us``, ``until_us``: in this time from the first call or mark of any rank.
+    """
+
+    step: int | None = None
+    since_us: float | None = None
+    until_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """One rank's part of the window. ``to_job_ns``: makes its stamps comparable."""
+
+    trace: RankTrace
+    calls: tuple[CallRecord, ...]
+    to_job_ns: Callable[[int], int]
+
+    @property
+    def span_ns(self) -> int:
+        """From the first call issued to the last one's end, or the end of the program's waiting."""
+        ends = [max([call.end_ns, call.enqueue_ns, *(end for _, end in call.waited)]) for call in self.calls]
+        return max(ends) - min(call.enqueue_ns for call in self.calls) if ends else 0
+
+
+def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Selected]:
+    """The calls of each rank that lie in the window. Raises UsageError for a step that no rank has marked."""
+    window = window or Window()
+    clocks = [trace.job_clock() for trace in traces]
+    begin_ns = min((_first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)), default=0)
+    since_ns = begin_ns + (window.since_us or 0.0) * 1e3
+    until_ns = float("inf") if window.until_us is None else begin_ns + window.until_us * 1e3
+    if window.step is not None:
+        _require_step(traces, window.step)
+    found = []
+    for trace, clock in zip(traces, clocks, strict=True):
+        spans = _marked(trace, window.step)
+        calls = tuple(
+            call
+            for call in trace.calls
+            if since_ns <= clock(call.enqueue_ns) < until_ns
+            and (spans is None or any(mark.start_ns <= call.enqueue_ns < mark.end_ns for mark in spans))
+        )
+        found.append(Selected(trace, calls, clock))
+    return found
+
+
+def _first(trace: RankTrace, clock: Callable[[int], int]) -> int:
+    stamps = [call.enqueue_ns for call in trace.calls] + [mark.start_ns for mark in trace.marks]
+    return clock(min(stamps, default=trace.opened_ns))
+
+
+def _marked(trace: RankTrace, step: int | None) -> list[Mark] | None:
+    return None if step is None else [mark for mark in trace.marks if mark.name == f"step {step}"]
+
+
+def _require_step(traces: Sequence[RankTrace], step: int) -> None:
+    if any(_marked(trace, step) for trace in traces):
+        return
+    names = {mark.name for trace in traces for mark in trace.marks}
+    steps = sorted(int(name[5:]) for name in names if name.startswith("step ") and name[5:].isdecimal())
+    there = f"steps {steps[0]} to {steps[-1]}" if steps else "none: Recorder.mark('step 3', …) marks one"
+    raise UsageError(f"expected a step that the program has marked, got {step}; there are {there}")
+
+
+@dataclass(slots=True)
+class LaneTimes:
+    """One lane, over ranks: counts and bytes are sums, times are means over the ranks that have calls in the lane, µs.
+
+    ``busy_us``: at least one of its steps was under way; of a call without steps the call counts. ``queued_us``: from issue to
+    the queue's turn, and ``held_us``: at chunk edges for higher lanes; sums over calls. ``exposed_us``: a thread of the program
+    was blocked by one of its calls. ``inter_bytes``, ``intra_bytes``: sent by those calls of which it is known;
+    ``known_logical_bytes``: what the callers of those moved. ``num_unknown``: the other calls; one of 0 bytes sends none.
+    ``num_unfinished``: calls without an end, which are in no time.
+    """
+
+    lane: str
+    num_calls: int = 0
+    num_ranks: int = 0
+    busy_us: float = 0.0
+    queued_us: float = 0.0
+    held_us: float = 0.0
+    exposed_us: float = 0.0
+    logical_bytes: int = 0
+    inter_bytes: int = 0
+    intra_bytes: int = 0
+    known_logical_bytes: int = 0
+    num_unknown: int = 0
+    num_unfinished: int = 0
+
+    @property
+    def wire_ratio(self) -> float | None:
+        """Bytes sent over logical bytes, of the calls whose bytes are known; None where those moved nothing."""
+        if not self.known_logical_bytes:
+            return None
+        return (self.inter_bytes + self.intra_bytes) / self.known_logical_bytes
+
+
+def lanes(ranks: Sequence[Selected], *, together: bool = False) -> list[LaneTimes]:
+    """Each lane that has calls, those that go first above. ``together``: all of them as one, named "all"."""
+    found: dict[str, LaneTimes] = {}
+    for rank in ranks:
+        by_lane: defaultdict[str, list[CallRecord]] = defaultdict(list)
+        for call in rank.calls:
+            by_lane["all" if together else call.lane].append(call)
+        for lane, calls in by_lane.items():
+            _add_rank(found.setdefault(lane, LaneTimes(lane)), calls)
+    for times in found.values():
+        for name in ("busy_us", "queued_us", "held_us", "exposed_us"):
+            setattr(times, name, getattr(times, name) / times.num_ranks)
+    return sorted(found.values(), key=lambda times: lane_place(times.lane))
+
+
+def _add_rank(times: LaneTimes, calls: Sequence[CallRecord]) -> None:
+    times.num_ranks += 1
+    times.num_calls += len(calls)
+    ended = [call for call in calls if call.end_ns]
+    times.num_unfinished += len(calls) - len(ended)
+    spans = (running(call) if call.steps else [(call.start_ns, call.end_ns)] for call in ended)
+    times.busy_us += length(span for each in spans for span in each) / 1e3
+    times.queued_us += sum(call.start_ns - call.enqueue_ns for call in ended) / 1e3
+    times.held_us += sum(call.held_ns for call in ended) / 1e3
+    times.exposed_us += length(span for call in calls for span in call.waited) / 1e3
+    for call in calls:
+        times.logical_bytes += call.logical_bytes
+        if call.logical_bytes and (call.inter_bytes < 0 or call.intra_bytes < 0):
+            times.num_unknown += 1
+            continue
+        times.inter_bytes += max(call.inter_bytes, 0)
+        times.intra_bytes += max(call.intra_bytes, 0)
+        times.known_logical_bytes += call.logical_bytes
+
+
+@dataclass(slots=True)
+class RankLateness:
+    """How late one rank comes to the calls that it shares with others, µs after the first rank of each call.
+
+    A rank has come to a call when its queue has: from then on the others wait for it. ``num_last``: calls to which it came last,
+    and later than the first by more than the clocks can be wrong. ``worst``: the call of ``worst_us``.
+    """
+
+    rank: int
+    host: str
+    num_calls: int = 0
+    median_us: float = 0.0
+    worst_us: float = 0.0
+    worst: str = ""
+    num_last: int = 0
+    late_us: list[float] = field(default_factory=list)
+
+
+def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
+    """Each rank, also one without calls; those that are last most often first. Calls of one rank alone do not count."""
+    found = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
+    errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
+    for shared in _matched(ranks).values():
+        came = {rank: clock(call.start_ns) for rank, (call, clock) in shared.items() if call.start_ns}
+        if len(came) < 2:
+            continue
+        first = min(came, key=lambda rank: came[rank])
+        last = max(came, key=lambda rank: came[rank])
+        if came[last] - came[first] > errors[last] + errors[first]:
+            found[last].num_last += 1
+        for rank, ns in came.items():
+            each, late_us = found[rank], (ns - came[first]) / 1e3
+            each.late_us.append(late_us)
+            if late_us > each.worst_us:
+                call = shared[rank][0]
+                each.worst_us, each.worst = late_us, f"{call.collective} #{call.sequence} in {call.group}"
+    for each in found.values():
+        each.num_calls = len(each.late_us)
+        each.median_us = median(each.late_us) if each.late_us else 0.0
+    return sorted(found.values(), key=lambda each: (-each.num_last, -each.median_us, each.rank))
+
+
+def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]]:
+    """The records of one call on its ranks. A group that was made anew under its old name counts from the beginning: then the
+    nth record of a number belongs to the nth of the others."""
+    found: dict[_Key, dict[int, tuple[CallRecord, Callable[[int], int]]]] = {}
+    for rank in ranks:
+        seen: Counter[tuple[str, tuple[int, ...], int]] = Counter()
+        for call in rank.calls:
+            key = call.group, call.ranks, call.sequence
+            found.setdefault((*key, seen[key]), {})[rank.trace.rank] = call, rank.to_job_ns
+            seen[key] += 1
+    return found
+
+
+@dataclass(slots=True)
+class PlanErrors:
+    """Predicted against measured times of one collective moved by one plan; holds for higher lanes are taken out.
+
+    ``ratio``: median over the ranks' calls of measured / predicted time, each from where the rank came to the call;
+    ``ratio_together``: median over calls of the time from where the last rank came to the last end, which no late rank makes
+    longer; None where no call has the records of all its ranks. ``num_calls`` counts ranks' calls.
+    """
+
+    collective: str
+    plan: str
+    num_calls: int
+    predicted_us: float
+    measured_us: float
+    ratio: float
+    ratio_together: float | None
+
+
+def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
+    """By collective and plan, of the calls that had a prediction and have ended; times are medians."""
+    alone: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for shared in _matched(ranks).values():
+        compared = [(call, clock) for call, clock in shared.values() if _is_compared(call)]
+        for call, _ in compared:
+            measured_us = (call.end_ns - call.start_ns - call.held_ns) / 1e3
+            alone[call.collective, call.plan].append((call.predicted_us, measured_us))
+        kinds = {(call.collective, call.plan) for call, _ in compared}
+        if len(kinds) == 1 and len(compared) == len(compared[0][0].ranks):
+            together[kinds.pop()].append(_together(compared))
+    return [
+        PlanErrors(
+            collective,
+            plan,
+            len(times),
+            median(predicted for predicted, _ in times),
+            median(measured for _, measured in times),
+            median(measured / predicted for predicted, measured in times),
+            median(ratios) if (ratios := together.get((collective, plan))) else None,
+        )
+        for (collective, plan), times in sorted(alone.items())
+    ]
+
+
+def _is_compared(call: CallRecord) -> bool:
+    return call.predicted_us > 0 and call.end_ns > 0
+
+
+def _together(shared: Sequence[tuple[CallRecord, Callable[[int], int]]]) -> float:
+    came_ns = max(clock(call.start_ns) for call, clock in shared)
+    ended_ns = max(clock(call.end_ns) for call, clock in shared)
+    held_ns = max(call.held_ns for call, _ in shared)
+    return (ended_ns - came_ns - held_ns) / 1e3 / max(call.predicted_us for call, _ in shared)

@@ -1,0 +1,183 @@
+"""A rank's records as events of a Chrome trace: what ui.perfetto.dev and chrome://tracing show.
+
+A process is a rank. Its tracks, from the top: the program (marks, and where it was blocked by a call), for each lane the calls
+from the moment their queue came to them, for each resource the steps of all lanes, and above those the steps as they were
+predicted. What overlaps on a track goes into a second one of the same name: those programs draw no overlapping slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from commlayer.drawing.chrome import metadata_event
+from commlayer.profiles.links import Resource
+from commlayer.recorder import CallRecord, Mark, StepRecord
+from commlayer.scheduler.lanes import LANES
+from commlayer.traces.files import RankTrace
+from commlayer.traces.intervals import Interval, rows_without_overlap
+
+__all__ = ["call_label", "lane_place", "merged_events", "rank_events", "running"]
+
+Event = dict[str, Any]
+_Slices = list[tuple[Interval, Callable[[], Event]]]
+_LANES = sorted(LANES, key=LANES.__getitem__)
+_TRACKS_PER_RANK = 10_000
+"""Numbers of threads are of one process only, as on Linux: Perfetto takes them for one where they are equal."""
+_RESOURCES = [resource.value for resource in Resource]
+
+
+def call_label(call: CallRecord) -> str:
+    """How a call is called in pictures and tables."""
+    return f"{call.collective} #{call.sequence} {call.plan}"
+
+
+def running(call: CallRecord) -> list[Interval]:
+    """When each step of ``call`` was under way, ns: from its post, or the end of the step before it on its resource."""
+    free: dict[str, int] = {}
+    spans = []
+    for step in call.steps:
+        start = min(max(step.start_ns, free.get(step.resource, 0)), step.end_ns)
+        free[step.resource] = step.end_ns
+        spans.append((start, step.end_ns))
+    return spans
+
+
+def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> Iterator[Event]:
+    """The events of one rank, made one after the other: they need ten times the memory of the records.
+
+    Args:
+        calls: only these of the trace's calls.
+
+    Yields:
+        Metadata ("M"), a complete event ("X") for each mark, wait, call, step and predicted step, and a counter ("C") of calls
+        that are queued in each lane. ``ts`` and ``dur`` are µs since the job's origin, on rank 0's clock.
+    """
+    shown = trace.calls if calls is None else calls
+    to_us = _to_us(trace.job_clock())
+    tid = (trace.rank + 1) * _TRACKS_PER_RANK
+    yield metadata_event("process_name", trace.rank, tid, name=f"rank {trace.rank} ({trace.host})")
+    yield metadata_event("process_sort_index", trace.rank, tid, sort_index=trace.rank)
+    for name, slices in _tracks(trace, shown):
+        for row in rows_without_overlap(slices):
+            tid += 1
+            yield metadata_event("thread_name", trace.rank, tid, name=name)
+            yield metadata_event("thread_sort_index", trace.rank, tid, sort_index=tid)
+            for (start, end), event in row:
+                begin = to_us(start)
+                place = {"ph": "X", "pid": trace.rank, "tid": tid, "ts": begin, "dur": round(to_us(end) - begin, 3)}
+                yield event() | place
+    yield from _queued(trace.rank, shown, to_us)
+
+
+def merged_events(ranks: Sequence[tuple[RankTrace, Sequence[CallRecord]]]) -> Iterator[Event]:
+    """The events of several ranks, all on rank 0's clock."""
+    for trace, calls in ranks:
+        yield from rank_events(trace, calls)
+
+
+def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str, _Slices]]:
+    yield "program", _program(trace, calls)
+    for lane in sorted({call.lane for call in calls}, key=lane_place):
+        started = [call for call in calls if call.lane == lane and call.start_ns]
+        name = f"lane {lane}" if lane else "no lane"
+        yield name, [((call.start_ns, call.end_ns or trace.closed_ns), partial(_call, call)) for call in started]
+    used = {step.resource for call in calls for step in call.steps}
+    for resource in sorted(used, key=_resource_place):
+        yield f"{resource.upper()} predicted", _predicted(calls, resource)
+        yield resource.upper(), _steps(calls, resource)
+
+
+def _to_us(clock: Callable[[int], int]) -> Callable[[int], float]:
+    return lambda ns: clock(ns) / 1e3
+
+
+def _program(trace: RankTrace, calls: Sequence[CallRecord]) -> _Slices:
+    slices: _Slices = [((mark.start_ns, mark.end_ns), partial(_mark, mark)) for mark in trace.marks]
+    return slices + [(span, partial(_wait, call)) for call in calls for span in call.waited]
+
+
+def _mark(mark: Mark) -> Event:
+    return {"name": mark.name, "cat": "program"}
+
+
+def _wait(call: CallRecord) -> Event:
+    return {"name": f"wait: {call_label(call)}", "cat": "wait", "args": {"lane": call.lane}}
+
+
+def _call(call: CallRecord) -> Event:
+    args = {
+        "group": call.group,
+        "ranks": list(call.ranks),
+        "wire": call.wire,
+        "logical_bytes": call.logical_bytes,
+        "inter_bytes": call.inter_bytes if call.inter_bytes >= 0 else "unknown",
+        "intra_bytes": call.intra_bytes if call.intra_bytes >= 0 else "unknown",
+        "queued_us": (call.start_ns - call.enqueue_ns) / 1e3,
+        "held_us": call.held_ns / 1e3,
+        "blocked_us": sum(end - start for start, end in call.waited) / 1e3,
+        "predicted_us": call.predicted_us if call.predicted_us >= 0 else "none",
+    }
+    return {"name": call_label(call) + ("" if call.end_ns else " (never ended)"), "cat": "call", "args": args}
+
+
+def _steps(calls: Sequence[CallRecord], resource: str) -> _Slices:
+    return [
+        (span, partial(_step, call, step))
+        for call in calls
+        for step, span in zip(call.steps, running(call), strict=True)
+        if step.resource == resource
+    ]
+
+
+def _step(call: CallRecord, step: StepRecord) -> Event:
+    args = {
+        "call": call_label(call),
+        "lane": call.lane,
+        "chunk": step.chunk,
+        "bytes": step.bytes,
+        "sent_bytes": step.sent_bytes,
+        "before_post_us": (step.start_ns - step.enqueue_ns) / 1e3,
+    }
+    return {"name": _step_label(call, step), "cat": step.op, "args": args}
+
+
+def _predicted(calls: Sequence[CallRecord], resource: str) -> _Slices:
+    """From the start of each call, as if nothing else ran."""
+    return [
+        ((call.start_ns + round(start * 1e3), call.start_ns + round(end * 1e3)), partial(_predicted_step, call, step))
+        for call in calls
+        if call.start_ns
+        for step, (start, end) in zip(call.steps, call.predicted, strict=False)  # none predicted: nothing
+        if step.resource == resource
+    ]
+
+
+def _predicted_step(call: CallRecord, step: StepRecord) -> Event:
+    return {"name": _step_label(call, step), "cat": "predicted", "args": {"call": call_label(call)}}
+
+
+def _step_label(call: CallRecord, step: StepRecord) -> str:
+    return f"{call.lane} {step.op} {step.chunk}".lstrip()
+
+
+def _queued(rank: int, calls: Sequence[CallRecord], to_us: Callable[[int], float]) -> Iterator[Event]:
+    """A counter of each lane's calls that the program has issued and whose queue has not come to them."""
+    changes: list[tuple[int, int, str]] = []
+    for call in calls:
+        if call.start_ns > call.enqueue_ns:
+            changes += [(call.enqueue_ns, 1, call.lane or "none"), (call.start_ns, -1, call.lane or "none")]
+    waiting = dict.fromkeys((lane for _, _, lane in changes), 0)
+    for ns, change, lane in sorted(changes):
+        waiting[lane] += change
+        yield {"ph": "C", "name": "queued", "pid": rank, "ts": to_us(ns), "args": dict(waiting)}
+
+
+def lane_place(lane: str) -> tuple[int, str]:
+    """Sorts lanes: those that go first, those nobody knows, none at all."""
+    return _LANES.index(lane) if lane in LANES else len(_LANES) + (not lane), lane
+
+
+def _resource_place(resource: str) -> tuple[int, str]:
+    return _RESOURCES.index(resource) if resource in _RESOURCES else len(_RESOURCES), resource

@@ -1,0 +1,174 @@
+"""The file of one rank: a Chrome trace that opens in Perfetto as it is, and the records that it was drawn from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from commlayer.profiles.errors import UsageError
+from commlayer.recorder import CallRecord, Mark
+from commlayer.traces.clock import ClockReading, to_job_ns
+
+if TYPE_CHECKING:
+    from commlayer.recorder import Recorder
+
+__all__ = ["FORMAT", "RankTrace", "rank_name", "rank_paths", "read_folder", "write_rank", "write_trace"]
+
+FORMAT = 1
+_NAME = re.compile(r"rank-\d+\.json")
+_PACKAGES = ("commlayer", "torch", "numpy")
+
+
+class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """The records of one rank.
+
+    Times are as it stamped them; :meth:`job_clock` makes them comparable. ``pid``: of the process. ``num_dropped``: calls and
+    marks that there was no room for. ``closed_ns``: the end of the recording.
+    """
+
+    job: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    versions: dict[str, str]
+    readings: tuple[ClockReading, ...]
+    opened_ns: int
+    closed_ns: int
+    num_dropped: int
+    calls: tuple[CallRecord, ...]
+    marks: tuple[Mark, ...]
+    format: int = FORMAT
+
+    def job_clock(self) -> Callable[[int], int]:
+        """Turns a stamp of this rank into ns since the job's origin on rank 0's clock; without readings, since the opening."""
+        return to_job_ns(self.readings or (ClockReading(self.opened_ns, 0, -1, self.opened_ns),))
+
+    @property
+    def error_ns(self) -> int:
+        """By how much its times may be wrong against rank 0's; −1: not known."""
+        return max((reading.error_ns for reading in self.readings), default=-1)
+
+
+class _File(msgspec.Struct):
+    commlayer: RankTrace
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class _Probe(msgspec.Struct):
+    commlayer: _Format
+
+
+def write_rank(recorder: Recorder) -> None:
+    """Write the recorder's file. Raises OSError."""
+    from commlayer.traces.events import rank_events
+
+    trace = RankTrace(
+        job=recorder.job,
+        rank=recorder.rank,
+        world_size=recorder.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=_versions(),
+        readings=tuple(recorder.readings),
+        opened_ns=recorder.opened_ns,
+        closed_ns=time.perf_counter_ns(),
+        num_dropped=recorder.num_dropped,
+        calls=tuple(recorder.calls),
+        marks=tuple(recorder.marks),
+    )
+    write_trace(recorder.path, rank_events(trace), commlayer=trace)
+
+
+def rank_name(rank: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}.json"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
+    """Write a Chrome trace, with ``more`` beside its events. Whoever looks sees the whole file or none. Raises OSError."""
+    encode = msgspec.json.Encoder().encode
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(b'{"traceEvents":[')
+            for index, event in enumerate(events):
+                file.write(b",\n" if index else b"\n")
+                file.write(encode(event))
+            file.write(b"]")
+            for name, value in ({"displayTimeUnit": "ms"} | more).items():
+                file.write(b",\n" + encode(name) + b":" + encode(value))
+            file.write(b"}\n")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_folder(folder: Path) -> Iterator[RankTrace]:
+    """The traces in ``folder``, one file after the other, by rank; :func:`rank_paths` says which.
+
+    Raises:
+        UsageError: no trace in the folder, a damaged file, or files of different jobs.
+    """
+    first: RankTrace | None = None
+    for path in rank_paths(folder):
+        trace = _read(path)
+        first = first or trace
+        if (trace.job, trace.world_size) != (first.job, first.world_size):
+            raise UsageError(
+                f"{folder}: expected files of one job, got rank {first.rank} of job {first.job} ({first.world_size} ranks) and "
+                f"rank {trace.rank} of job {trace.job} ({trace.world_size} ranks): remove those of the other one, and give every "
+                "job a folder of its own"
+            )
+        yield trace
+
+
+def rank_paths(folder: Path) -> list[Path]:
+    """The files of ranks in ``folder``. Raises UsageError where there are none."""
+    paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    if not paths:
+        raise UsageError(
+            f"{folder}: expected files such as rank-00000.json, got none: run the job with COMMLAYER_TRACE={folder}, and collect "
+            "the files of all machines; a rank writes its own when it ends"
+        )
+    return paths
+
+
+def _read(path: Path) -> RankTrace:
+    data = path.read_bytes()
+    try:
+        found = msgspec.json.decode(data, type=_Probe).commlayer.format
+        if found != FORMAT:
+            raise UsageError(
+                f"{path}: expected a trace of format {FORMAT}, got format {found}: read it with the commlayer that wrote it"
+            )
+        trace = msgspec.json.decode(data, type=_File).commlayer
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path}: expected the trace of a rank, got a damaged file: {error}. Copy it again, or remove it to go on without"
+        ) from error
+    if path.name != (name := rank_name(trace.rank)):
+        raise UsageError(f"{path}: expected a name that fits its content, rank {trace.rank}: rename it to {name}")
+    return trace

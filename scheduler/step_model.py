@@ -1,0 +1,150 @@
+"""What a step asks of the resource that it occupies, and how steps of different calls share one.
+
+A step's time alone is what ``price`` takes. Of that time a part is work that the resource itself does, at the rate that
+the step's curve sustains: its ``use``, 1.0 for a large message and little for a small one, whose time is latency. The
+model:
+
+- Steps of different calls on one resource share it *max-min fairly*: nobody is slowed while the uses add up to at most
+  1; beyond that all have the same part of the resource, except those that need less, who have what they need. Two
+  streams of large messages run at half their speed each, and a message that is mostly latency is hardly slowed by
+  either. That is what connections of a network do in the long run, and what a memory does.
+- What is fair is fair between connections, not between calls: a step counts for as many as it sends over. That is TCP's way,
+  and that of a card between its queue pairs. On an emulated cluster (2 nodes of 4 ranks, 400 Mbit/s a node) an all_to_all over
+  all ranks, of 4 connections a rank, took 1.31 times as long beside an exchange of pairs, of one, as alone: fair by connection
+  says 1.25, by call 2.
+- What one resource suffers from another that is busy is the profile's slowdown, as in ``price``.
+
+Rejected: latency first, then bytes that share the link. An exchange is many messages whose latencies and bytes overlap,
+so no instant divides it, and the order in which two calls' phases meet would decide the prediction. Not modelled: a
+small message queues behind the bytes of a large one in the buffers of a wire, which lengthens its latency; ranks that
+are late; and NCCL's kernels, which also compete for the GPU (that is the profile's slowdown of COMPUTE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource, bus_factor
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.plan import Op, Plan, Step, Strategy
+from commlayer.scheduler.price import curve_bytes, curve_of, durations_of, share_of_link
+
+__all__ = ["Load", "connections", "loads_of", "speeds"]
+
+_LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE, Op.COMPUTE)
+_SLACK = 1 + 1e-12
+"""Uses that add up to 1 but for rounding fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step asks for.
+
+    ``alone_us``: its time with nothing beside it. ``use``: the part of its resource that it then uses, 0 to 1.
+    ``weight``: for how many it counts where its resource is shared. ``peak_us``: what its bytes take at the peak of its
+    link, 0.0 where that is not known. ``is_exchange``: whether bytes leave the rank, so that it can be held.
+    """
+
+    resource: Resource
+    alone_us: float
+    use: float = 1.0
+    weight: float = 1.0
+    peak_us: float = 0.0
+    is_exchange: bool = False
+
+
+def loads_of(
+    plan: Plan, profile: Profile, durations_us: Sequence[float] | None = None, *, by_connection: bool = True
+) -> tuple[Load, ...]:
+    """The load of each step of ``plan``.
+
+    ``durations_us``: what each step takes alone, µs, instead of what the profile says (measured times, or steps of
+    computation, which no profile prices); such steps are taken to fill their resource. ``by_connection``: what shares a
+    link counts for as many as it has connections there.
+
+    Raises PlanError where the profile cannot price the plan, UsageError where ``durations_us`` are not one for each
+    step.
+    """
+    if durations_us is not None:
+        if len(durations_us) != len(plan.steps) or not all(0 <= time_us < float("inf") for time_us in durations_us):
+            raise UsageError(
+                f"durations_us of {plan.name}: expected {len(plan.steps)} times of at least 0 µs, got {tuple(durations_us)}"
+            )
+        return tuple(
+            Load(step.resource, time_us, 1.0, _weight(step, plan, by_connection), 0.0, step.op not in _LOCAL)
+            for step, time_us in zip(plan.steps, durations_us, strict=True)
+        )
+    times, _ = durations_of(plan, profile)
+    best: dict[tuple[str, Resource, int], float] = {}
+    found = []
+    for step, alone_us in zip(plan.steps, times, strict=True):
+        curve = curve_of(step, plan, profile)
+        use, peak_us = 1.0, 0.0
+        if curve is not None and alone_us > 0:
+            sustained = best.setdefault(curve.key, _best_rate(curve))
+            peak_us = step.bytes * _share(step, plan, curve) / (profile.peaks.of(curve.link) * 1e3)
+            work_us = curve_bytes(step, plan) / sustained
+            if plan.chunks > 1:  # as in price: a burst on credit is paid back by the chunks behind it
+                work_us = max(work_us, peak_us)
+            use = min(1.0, work_us / alone_us)
+        weight = _weight(step, plan, by_connection)
+        found.append(Load(step.resource, alone_us, use, weight, peak_us, step.op not in _LOCAL))
+    return tuple(found)
+
+
+def _share(step: Step, plan: Plan, curve: Curve) -> float:
+    """How much of a step's bytes crosses its link; in a ring over nodes, which the backend's own calls are, one edge a
+    node does.
+    """
+    if _is_ring(step, plan) and step.resource is Resource.INTER and len(plan.traffic.nodes) > 1:
+        return bus_factor(curve.collective, curve.group_size) / max(plan.traffic.nodes)
+    return share_of_link(step, plan, curve)
+
+
+def _is_ring(step: Step, plan: Plan) -> bool:
+    return plan.strategy is Strategy.FLAT and step.op is not Op.ALL_TO_ALL
+
+
+def _best_rate(curve: Curve) -> float:
+    """Bytes per µs that the curve reaches at some size."""
+    return max(size / time_us for size, time_us in zip(curve.bytes, curve.time_us, strict=True))
+
+
+def _weight(step: Step, plan: Plan, by_connection: bool) -> float:
+    return float(connections(step, plan)) if by_connection else 1.0
+
+
+def connections(step: Step, plan: Plan) -> int:
+    """Over how many connections a rank sends in ``step`` on its link, at least 1: one to each peer there, one in a
+    ring.
+    """
+    if step.op in _LOCAL or _is_ring(step, plan):
+        return 1
+    traffic = plan.traffic
+    own = traffic.replication if step.op is Op.ALL_GATHER else traffic.group_size
+    size = step.group_size or own
+    inside = 1
+    if step.resource is Resource.INTER and len(traffic.nodes) > 1 and size == traffic.group_size:
+        inside = max(traffic.nodes)  # those of its own node are reached over another link
+    return max(1, size - inside)
+
+
+def speeds(loads: Sequence[Load]) -> list[float]:
+    """How fast steps that share one resource progress, each relative to its time alone: 0 < speed ≤ 1. Max-min fair by
+    weight.
+    """
+    if sum(load.use for load in loads) <= _SLACK:
+        return [1.0] * len(loads)
+    found = [1.0] * len(loads)
+    left, weights = 1.0, sum(load.weight for load in loads)
+    for index in sorted(range(len(loads)), key=lambda k: (loads[k].use / loads[k].weight, k)):
+        load = loads[index]
+        part = left * load.weight / weights
+        if load.use > part:
+            found[index] = part / load.use
+        left -= min(load.use, part)
+        weights -= load.weight
+    return found

@@ -1,0 +1,108 @@
+"""Lanes on CUDA: streams, priorities and NCCL's options of real groups (`make test-gpu`).
+
+**Not yet run on a GPU**: written on a machine without one. Ranks share a device as in test_gpu.py, so bytes and order count, not
+times.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from commlayer.backend.cuda import apply_lane, config_fields, is_high_priority
+from commlayer.cli.lane_checks import at_hand, lane_lines
+from commlayer.cuda import NcclTransport, stream_priorities
+from commlayer.scheduler.lanes import LANES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not dist.is_nccl_available(),
+        reason=f"needs a CUDA device and NCCL: torch {torch.__version__} sees "
+        f"{torch.cuda.device_count()} devices, and {'has' if dist.is_nccl_available() else 'lacks'} NCCL",
+    ),
+]
+
+LIMIT_S = 60.0
+ROUNDS = 8
+NCCL = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
+
+
+@pytest.mark.parametrize("lane", ["", *LANES])
+def test_streams_have_the_priority_of_their_lane(lane: str) -> None:
+    transport = NcclTransport({}, torch.device("cuda", 0), lane)
+    for resource, priority in stream_priorities(lane).items():
+        assert transport.streams[resource].priority == priority
+    assert len({stream.cuda_stream for stream in transport.streams.values()}) == len(transport.streams)
+    transport.close()
+
+
+def test_transports_of_two_lanes_have_streams_of_their_own() -> None:
+    one, other = (NcclTransport({}, torch.device("cuda", 0), lane) for lane in ("ep", "dp"))
+    assert not {s.cuda_stream for s in one.streams.values()} & {s.cuda_stream for s in other.streams.values()}
+
+
+def test_torch_takes_the_options_of_each_lane() -> None:
+    version = torch.cuda.nccl.version()
+    for lane in LANES:
+        options = dist.ProcessGroupNCCL.Options()
+        written = apply_lane(options, lane, version, traffic_classes={"ep": 1})
+        assert options.is_high_priority_stream == is_high_priority(lane)
+        for name in written.keys() - {"is_high_priority_stream"}:
+            assert getattr(options.config, name) == written[name]
+    assert "max_ctas" in config_fields()
+
+
+def test_doctor_knows_this_nccl() -> None:
+    version, fields = at_hand(torch)
+    assert version is not None
+    assert not any("no CUDA" in value for _, _, value, _ in lane_lines({}, version, fields))
+
+
+def two_lanes(rank: int, store: str) -> None:
+    """Gradients and exchanges of experts are under way together, on groups of different lanes: all sums are right."""
+    os.environ.update(NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}")
+    torch.cuda.set_device(0)
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    groups = {}
+    for lane in ("dp", "ep"):
+        options = dist.ProcessGroupNCCL.Options()
+        apply_lane(options, lane, torch.cuda.nccl.version())
+        groups[lane] = dist.new_group([0, 1], backend="nccl", pg_options=options)
+    gradients = [torch.full((2**20,), float(rank + turn), device="cuda") for turn in range(ROUNDS)]
+    works = [dist.all_reduce(gradient, group=groups["dp"], async_op=True) for gradient in gradients]
+    for turn in range(ROUNDS):
+        tokens = torch.tensor([10.0 * rank + turn, 10.0 * rank + turn + 1], device="cuda")
+        arrived = torch.empty_like(tokens)
+        dist.all_to_all_single(arrived, tokens, group=groups["ep"])
+        assert arrived.tolist() == [turn + rank, 10.0 + turn + rank]
+    for turn, (work, gradient) in enumerate(zip(works, gradients, strict=True)):
+        work.wait()
+        assert torch.equal(gradient, torch.full_like(gradient, 1.0 + 2 * turn))
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+def test_two_lanes_at_once(tmp_path: Path) -> None:
+    context = spawn(two_lanes, (str(tmp_path / "store"),), nprocs=2, join=False)
+    until = time.monotonic() + LIMIT_S
+    try:
+        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
+            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
+    finally:
+        for process in context.processes:
+            process.kill()
