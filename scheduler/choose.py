@@ -6,6 +6,7 @@ decides alike without talking.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.lanes import LanePolicy, level_of
+from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LanePolicy, level_of
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, curve_of, curves_of, price
-from commlayer.scheduler.strategies import can_drop, candidates
+from commlayer.scheduler.strategies import build, can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import WireFormat
 
@@ -24,6 +25,9 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
+_PIECES = (2, 3, 4, 6, 8, 12, 16)
+_PLANS_IN_PIECES = 3
+"""Of the plans of few chunks, how many are tried in pieces: chunks cost more than pieces do."""
 _EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
@@ -167,7 +171,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     chosen = min(near, key=_simplicity)
     unyielding = None
     if level_of(traffic.lane):
-        fine = _yielding(chosen, priced, profile, policy.lanes)
+        fine = _yielding(chosen, priced, profile, policy)
         chosen, unyielding = fine, None if fine is chosen else chosen
     rivals = [t.total_us for t in priced if _kind(t.plan) != _kind(chosen.plan)]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
@@ -190,18 +194,26 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
     return tuple(found), unpriced
 
 
-def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, lanes: LanePolicy) -> Timeline:
-    """Of the plans in the format of ``chosen`` that keep its speed and the link's, as ``lanes`` says, that of the finest chunks:
-    a higher lane then finds least in its way. ``chosen`` where it cannot be cut, or its chunks are as fine."""
-    found = [
+def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, policy: Policy) -> Timeline:
+    """Of the plans in the format of ``chosen`` that keep its speed and the link's, as the lanes' policy says, the one that puts
+    least on the slowest link at once: so much a higher lane finds in its way. ``chosen`` where none puts less."""
+    most_us = chosen.total_us * (1 + policy.lanes.most_loss)
+    fast = [t for t in priced if t.plan.wire == chosen.plan.wire and t.total_us <= most_us]
+    whole = [t.plan for t in fast if t.plan.strategy is Strategy.PIPELINED and t.plan.wire.is_native]
+    finer = []
+    for plan in sorted(whole, key=lambda plan: plan.chunks)[:_PLANS_IN_PIECES]:
+        with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
+            for pieces in _PIECES:
+                cut = build(plan.traffic, plan.strategy, plan.chunks, pieces=pieces)
+                finer.append(price(cut, profile, interference=policy.interference))
+    fine = [
         timeline
-        for timeline in priced
+        for timeline in (*fast, *finer)
         if timeline.plan.chunks > 1
-        and timeline.plan.wire == chosen.plan.wire
-        and timeline.total_us <= chosen.total_us * (1 + lanes.most_loss)
-        and _fills_link(timeline.plan, profile, lanes.efficiency)
+        and timeline.total_us <= most_us
+        and _fills_link(timeline.plan, profile, policy.lanes.efficiency)
     ]
-    return min([chosen, *found], key=lambda timeline: (_largest_on_link(timeline.plan), timeline.total_us))
+    return min([chosen, *fine], key=lambda timeline: (_largest_on_link(timeline.plan), timeline.total_us))
 
 
 def _largest_on_link(plan: Plan) -> float:
@@ -210,10 +222,11 @@ def _largest_on_link(plan: Plan) -> float:
 
 
 def _fills_link(plan: Plan, profile: Profile, efficiency: float) -> bool:
-    """Whether its exchanges on the slowest link, each by itself, have ``efficiency`` of what a long one has."""
+    """Whether its exchanges on the slowest link, as many as are there at once, have ``efficiency`` of what a long one has."""
     for step in {(s.op, s.target): s for s in plan.steps if s.resource is plan.traffic.link}.values():
         curve = curve_of(step, plan, profile)
-        if curve is not None and curve.algbw_gbps(step.bytes) < efficiency * curve.algbw_gbps(curve.bytes[-1]):
+        at_once = step.bytes * CHUNKS_IN_FLIGHT
+        if curve is not None and curve.algbw_gbps(at_once) < efficiency * curve.algbw_gbps(curve.bytes[-1]):
             return False
     return True
 

@@ -137,8 +137,9 @@ class Stages:
         is_last = step.target is Buffer.OUTPUT and len(self.nodes) > 1
         return Moves(reductions=tuple(self._last_sum(step) if is_last else self._first_sum(step)))
 
-    def _pieces(self, b: int, i: int, chunk: int, a: int | None = None) -> list[Piece]:
-        return self.layout.pieces(b, self.a if a is None else a, i, chunk, self.plan.chunks)
+    def _pieces(self, b: int, i: int, chunk: int, a: int | None = None, parts: int = 1) -> list[Piece]:
+        """Of a chunk; of one that is cut into ``parts``, ``chunk`` counts those."""
+        return self.layout.pieces(b, self.a if a is None else a, i, chunk, self.plan.chunks * parts)
 
     def _output(self, piece: Piece) -> Region:
         """A piece in the output, which for a reduce_scatter is this rank's block alone."""
@@ -203,12 +204,12 @@ class Stages:
                     sums.append(Reduction((partial,), self._output(piece)))
         return sums
 
-    def _mine(self, b: int, chunk: int) -> list[tuple[int, Piece]]:
+    def _mine(self, b: int, chunk: int, parts: int = 1) -> list[tuple[int, Piece]]:
         """The pieces of this rank's block that node b handles, with the rank (of the group) that does."""
         return [
             (peer, piece)
             for place, peer in enumerate(self.nodes[b])
-            for piece in self._pieces(self.a, place, chunk, a=b)
+            for piece in self._pieces(self.a, place, chunk, b, parts)
             if piece.owner == self.rank
         ]
 
@@ -225,10 +226,12 @@ class Stages:
         """The node's sums go to the owners of the blocks."""
         sends: list[Message] = []
         receives: list[Message] = []
+        parts = self.plan.pieces
         for b in self.away:
-            handled = self._pieces(b, self.i, step.chunk)
+            handled = self._pieces(b, self.i, step.chunk, parts=parts)
             sends += [Message(piece.owner, tag, self._outgoing(b, piece)) for piece in handled]
-            receives += [Message(peer, tag, self._crossed(b, piece)) for peer, piece in self._mine(b, step.chunk)]
+            mine = self._mine(b, step.chunk, parts)
+            receives += [Message(peer, tag, self._crossed(b, piece)) for peer, piece in mine]
         return Moves(tuple(sends), tuple(receives))
 
     def _last_sum(self, step: Step) -> list[Reduction]:
@@ -251,12 +254,12 @@ class Stages:
         sends: list[Message] = []
         receives: list[Message] = []
         for b in self.away:
-            for peer, piece in self._mine(b, step.chunk):
+            for peer, piece in self._mine(b, step.chunk, self.plan.pieces):
                 region = self._output(piece)
                 if step.source is Buffer.INPUT:
                     region = Region(Buffer.INPUT, piece.start, piece.stop)
                 sends.append(Message(peer, tag, region))
-            handled = self._pieces(b, self.i, step.chunk)
+            handled = self._pieces(b, self.i, step.chunk, parts=self.plan.pieces)
             receives += [Message(p.owner, tag, self.layout.region(Buffer.OUTPUT, p)) for p in handled]
         return Moves(tuple(sends), tuple(receives))
 

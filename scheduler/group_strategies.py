@@ -41,6 +41,7 @@ _OWN_CALL = {
     "broadcast": Op.BROADCAST,
     "reduce_scatter": Op.REDUCE_SCATTER,
 }
+_IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")
 _FINE_COUNTS = (48, 64, 96, 128, 192, 256)
 """Chunks of a call that yields to others: more than it takes to fill a pipeline."""
 _LEAST_STEPS = 2
@@ -52,9 +53,11 @@ _COUNT_BYTES = 8
 """A count of bytes travels as an int64."""
 
 
-def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wire = NATIVE) -> Plan:
+def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wire = NATIVE, pieces: int = 1) -> Plan:
     """The plan of that name. Raises PlanError where the strategy does not apply to the traffic, or needs too many chunks."""
     _check(traffic, strategy, chunks, wire)
+    if pieces > 1 and not (strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES):
+        raise PlanError(_refusal(traffic, strategy, "its exchanges between nodes cannot go out in pieces"))
     if not wire.is_native:
         steps = _encoded_steps(traffic, strategy, chunks, wire)
     elif strategy is Strategy.FLAT:
@@ -65,10 +68,10 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     elif traffic.collective == "broadcast":
         steps = _broadcast_steps(traffic, chunks)
     else:
-        steps = Stages(traffic, strategy, chunks).steps()
-    if chunks > 1 and level_of(traffic.lane):
+        steps = Stages(traffic, strategy, chunks, pieces).steps()
+    if chunks * pieces > 1 and level_of(traffic.lane):
         steps = paced(steps, traffic.link)
-    plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire)
+    plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire, pieces)
     if strategy is not Strategy.FLAT and len(steps) * tags_per_step(plan) > MAX_TAGS:
         raise PlanError(_refusal(traffic, strategy, _TOO_MANY_TAGS))
     return plan

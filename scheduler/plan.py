@@ -93,7 +93,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one collective call is moved. Frozen, hashable, the same on every rank."""
+    """How one collective call is moved. Frozen, hashable, the same on every rank.
+
+    ``pieces``: in how many exchanges each chunk goes between nodes; of their steps ``chunk`` counts pieces: those of chunk j are
+    j·pieces and the following. They let others go before at less cost than more chunks, which every stage would pay for.
+    """
 
     traffic: Traffic
     strategy: Strategy
@@ -101,6 +105,7 @@ class Plan:
     gather: Gather
     steps: tuple[Step, ...]
     wire: Wire = NATIVE
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         for index, step in enumerate(self.steps):
@@ -111,8 +116,10 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """``flat``; ``pipelined×4`` when there is more than one chunk; ``pipelined×4/bf16`` where the wire has another format."""
+        """``flat``; ``pipelined×4`` when there is more than one chunk; ``pipelined×4÷2`` where each crosses nodes in two pieces;
+        ``pipelined×4/bf16`` where the wire has another format."""
         name = self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
+        name = name if self.pieces == 1 else f"{name}÷{self.pieces}"
         return name if self.wire.is_native else f"{name}/{self.wire}"
 
     @property

@@ -3,6 +3,7 @@
 The steps are list-scheduled: a resource takes its steps in plan order, one at a time, each as soon as the steps it waits
 for have ended. Where the profile says that two resources slow each other down, steps that run side by side progress at
 the slower rate (a fluid model: a step's work is its time alone, done at 1/slowdown while the other resource is busy).
+Pieces of a chunk follow each other on the link, so many at once, and are looked up at the size of those together.
 A chunk of a stream is never faster than the link's peak: a message measured alone may be, where the wire takes a burst on
 credit, but the chunks behind it pay the credit back.
 MoNTA's equations 8 to 11 and the closed forms of its algorithms follow from this and are tests of it.
@@ -19,6 +20,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
 
 __all__ = [
@@ -90,10 +92,11 @@ def durations_of(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
         if sizes.get(op) != size:
             curve = curve_of(step, plan, profile)
             looked_up = curve_bytes(step, plan)
-            time_us = 0.0 if curve is None else curve.at(looked_up)
+            at_once = CHUNKS_IN_FLIGHT if plan.pieces > 1 and step.resource is plan.traffic.link else 1
+            time_us = 0.0 if curve is None else curve.at(looked_up * at_once) / at_once
             if curve is not None:
                 is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up)
-                if plan.chunks > 1:
+                if plan.chunks * plan.pieces > 1:
                     share = share_of_link(step, plan, curve)
                     time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
             sizes[op], times[op] = size, time_us

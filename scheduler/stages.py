@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.plan import Buffer, Op, Step, Strategy
 from commlayer.scheduler.traffic import Traffic
 
@@ -35,9 +39,10 @@ class Stages:
     beginning. The last sum of a chunk waits for the wire, so it comes as many chunks later.
     """
 
-    def __init__(self, traffic: Traffic, strategy: Strategy, chunks: int) -> None:
-        self.traffic, self.chunks = traffic, chunks
+    def __init__(self, traffic: Traffic, strategy: Strategy, chunks: int, pieces: int = 1) -> None:
+        self.traffic, self.chunks, self.pieces = traffic, chunks, pieces
         self.is_one_level = strategy is Strategy.DIRECT
+        self.is_paced = level_of(traffic.lane) > 0
         self.intra = traffic.link if self.is_one_level else Resource.INTRA
         self.m = 1 if self.is_one_level else len(traffic.nodes)
         self.width = traffic.group_size if self.is_one_level else max(traffic.nodes)
@@ -57,57 +62,100 @@ class Stages:
 
     def _sum(self) -> list[int]:
         """Exchange and sum inside the node, then between nodes. Returns the last step of each chunk."""
-        whole, part = self.size / self.chunks, self.size / self.width / self.chunks
-        target = Buffer.OUTPUT if self.is_one_level else Buffer.STAGING
-        arrived: list[int] = []
-        partial: list[int] = []
-        crossed: list[int] = []
-        summed: list[int] = []
-
-        def share() -> None:
-            if (j := len(arrived)) < self.chunks:
-                buffers = (Buffer.INPUT, Buffer.STAGING)
-                arrived.append(self.all.put(Op.ALL_TO_ALL, self.intra, j, whole, (), buffers, self.width))
-
+        self._arrived: list[int] = []
+        self._partial: list[int] = []
         for _ in range(_AHEAD):
-            share()
-        for j in range(self.chunks):
-            added = part * (self.width - 1)
-            partial.append(
-                self.all.put(Op.REDUCE, Resource.DEVICE, j, added, (arrived[j],), (Buffer.STAGING, target), 1)
-            )
-            if not self.is_one_level:
-                crossed.append(self._cross(j, partial[j]))
-            share()
-            if not self.is_one_level and j >= _AHEAD:
-                summed.append(self._last_sum(j - _AHEAD, crossed[j - _AHEAD]))
+            self._share()
         if self.is_one_level:
-            return partial
-        return summed + [self._last_sum(j, crossed[j]) for j in range(len(summed), self.chunks)]
+            for _ in range(self.chunks):
+                self._first_sum()
+                self._share()
+            return self._partial
+        crossed: list[tuple[int, ...]] = []
+        summed: list[int] = []
+        for j in range(self.chunks):
+            if len(self._partial) <= j:
+                self._first_sum()
+            # Between the pieces of this chunk, which are posted as the link takes them, what the next ones need: the link is not
+            # to wait for it.
+            between = [self._share, self._first_sum] if self.pieces > 1 else []
+            if self.pieces > 1 and j >= _AHEAD:
+                between.insert(1, partial(self._last_sum, summed, crossed))
+            crossed.append(self._cross(j, self._partial[j], between))
+            if self.pieces == 1:
+                self._share()
+                if j >= _AHEAD:
+                    self._last_sum(summed, crossed)
+        while len(summed) < self.chunks:
+            self._last_sum(summed, crossed)
+        return summed
 
-    def _cross(self, chunk: int, summed: int) -> int:
-        """The node's sums go to the owners of the blocks."""
-        part, staged = self.size / self.width / self.chunks, (Buffer.STAGING, Buffer.STAGING)
-        return self.all.put(Op.ALL_TO_ALL, Resource.INTER, chunk, part, (summed,), staged, self.m)
+    def _share(self) -> None:
+        """The next chunk to the ranks of the node."""
+        if (j := len(self._arrived)) < self.chunks:
+            buffers, whole = (Buffer.INPUT, Buffer.STAGING), self.size / self.chunks
+            self._arrived.append(self.all.put(Op.ALL_TO_ALL, self.intra, j, whole, (), buffers, self.width))
 
-    def _last_sum(self, chunk: int, crossed: int) -> int:
-        added = self.block * (self.m - 1) / self.chunks
-        return self.all.put(Op.REDUCE, Resource.DEVICE, chunk, added, (crossed,), (Buffer.STAGING, Buffer.OUTPUT), 1)
+    def _first_sum(self) -> None:
+        """Of the next chunk, over the ranks of the node."""
+        if (j := len(self._partial)) < self.chunks:
+            added = self.size / self.width / self.chunks * (self.width - 1)
+            buffers = Buffer.STAGING, Buffer.OUTPUT if self.is_one_level else Buffer.STAGING
+            self._partial.append(self.all.put(Op.REDUCE, Resource.DEVICE, j, added, (self._arrived[j],), buffers, 1))
+
+    def _pieces_of(self, chunk: int) -> range:
+        return range(chunk * self.pieces, (chunk + 1) * self.pieces)
+
+    def _cross(self, chunk: int, summed: int, between: list[Callable[[], None]]) -> tuple[int, ...]:
+        """The node's sums go to the owners of the blocks; after each piece one of ``between``, and then what is left of them."""
+        part, staged = self.size / self.width / self.chunks / self.pieces, (Buffer.STAGING, Buffer.STAGING)
+        found = []
+        for piece in self._pieces_of(chunk):
+            found.append(self.all.put(Op.ALL_TO_ALL, Resource.INTER, piece, part, (summed,), staged, self.m))
+            if between:
+                between.pop(0)()
+        for work in between:
+            work()
+        return tuple(found)
+
+    def _last_sum(self, summed: list[int], crossed: list[tuple[int, ...]]) -> None:
+        """Of the next chunk, over the nodes."""
+        j, added = len(summed), self.block * (self.m - 1) / self.chunks
+        buffers = Buffer.STAGING, Buffer.OUTPUT
+        summed.append(self.all.put(Op.REDUCE, Resource.DEVICE, j, added, crossed[j], buffers, 1))
 
     def _gather(self, ready: list[int], source: Buffer) -> None:
-        """From the owners to one rank of each other node, then to all ranks of the node."""
-        rail, whole = self.size / self.width / self.chunks, self.size / self.chunks
-        after = ready
-        if not self.is_one_level:
-            waits = [() if source is Buffer.INPUT else (ready[j],) for j in range(self.chunks)]
-            after = [
-                self.all.put(Op.ALL_GATHER, Resource.INTER, j, rail, waits[j], (source, Buffer.OUTPUT), self.m)
-                for j in range(self.chunks)
-            ]
+        """From the owners to one rank of each other node, then to all ranks of the node.
+
+        All of the first at once; where their number on the link is bounded, whoever posts them waits for the link, and the second
+        are posted between them.
+        """
+        rails: list[tuple[int, ...]] = []
+        ahead = _AHEAD if self.is_paced else self.chunks
         previous: tuple[int, ...] = ()
         for j in range(self.chunks):
-            # The chunk before is waited for as well: what has arrived is copied out by whoever waits for it, and the time for
-            # that is now, with the next chunk on the wire, not at the end.
-            waits_for = tuple(dict.fromkeys((ready[j], after[j], *previous)))
-            buffers = (Buffer.OUTPUT, Buffer.OUTPUT)
-            previous = (self.all.put(Op.ALL_GATHER, self.intra, j, whole, waits_for, buffers, self.width),)
+            rails.append(self._to_rails(j, ready[j], source))
+            if j >= ahead:
+                previous = self._inside(j - ahead, ready, rails, previous)
+        for j in range(max(self.chunks - ahead, 0), self.chunks):
+            previous = self._inside(j, ready, rails, previous)
+
+    def _to_rails(self, chunk: int, ready: int, source: Buffer) -> tuple[int, ...]:
+        if self.is_one_level:
+            return (ready,)
+        rail = self.size / self.width / self.chunks / self.pieces
+        waits = () if source is Buffer.INPUT else (ready,)
+        return tuple(
+            self.all.put(Op.ALL_GATHER, Resource.INTER, piece, rail, waits, (source, Buffer.OUTPUT), self.m)
+            for piece in self._pieces_of(chunk)
+        )
+
+    def _inside(
+        self, chunk: int, ready: list[int], rails: list[tuple[int, ...]], previous: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        # The chunk before is waited for as well: what has arrived is copied out by whoever waits for it, and the time for
+        # that is now, with the next chunk on the wire, not at the end.
+        waits_for = tuple(dict.fromkeys((ready[chunk], *rails[chunk], *previous)))
+        buffers = (Buffer.OUTPUT, Buffer.OUTPUT)
+        size = self.size / self.chunks
+        return (self.all.put(Op.ALL_GATHER, self.intra, chunk, size, waits_for, buffers, self.width),)

@@ -55,11 +55,18 @@ def pipelined_copy(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE
 
 
 def build(
-    traffic: Traffic, strategy: Strategy, chunks: int = 1, gather: Gather = Gather.REMOTE, wire: Wire = NATIVE
+    traffic: Traffic,
+    strategy: Strategy,
+    chunks: int = 1,
+    gather: Gather = Gather.REMOTE,
+    wire: Wire = NATIVE,
+    pieces: int = 1,
 ) -> Plan:
-    """The plan of that name. Raises PlanError where the strategy or the wire format does not apply to the traffic."""
+    """The plan of that name. Raises PlanError where strategy, wire format or pieces do not apply to the traffic."""
     if traffic.collective != "all_to_all":
-        return build_group(traffic, strategy, chunks, wire)
+        return build_group(traffic, strategy, chunks, wire, pieces)
+    if pieces > 1:
+        raise PlanError("tokens that are replicated inside nodes go in chunks only")
     if not wire.is_native:
         raise PlanError("tokens that are replicated inside nodes go in their own format")
     if strategy is Strategy.FLAT:
