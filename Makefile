@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +73,10 @@ bench-compressed: $(READY)  ## collectives in BF16 and FP8 against native ones; 
 
 bench-codecs: $(READY)  ## encoding and decoding on one core against plain torch expressions; writes a dated result document
 	$(RUN) benchmarks/codecs.py $(ARGS)
+
+bench-lanes: $(READY)  ## an expert all_to_all beside gradients, and a whole step, with lanes and without; writes dated documents
+	$(RUN) benchmarks/lanes.py $(ARGS)
+	$(RUN) benchmarks/lanes_step.py
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)

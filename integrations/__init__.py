@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from commlayer.integrations.attention import ParallelAttention as ParallelAttention
     from commlayer.integrations.block import MoETransformerLayer as MoETransformerLayer
+    from commlayer.integrations.buckets import GradientBuckets as GradientBuckets
     from commlayer.integrations.context_parallel import merge_sequence as merge_sequence
     from commlayer.integrations.context_parallel import split_sequence as split_sequence
     from commlayer.integrations.ddp import all_reduce_hook as all_reduce_hook
@@ -47,6 +48,7 @@ _HOME = {
     "DispatchWire": "moe.ways",
     "FoldedMapping": "mesh_ranks",
     "FoldedMesh": "mesh",
+    "GradientBuckets": "buckets",
     "GroupedExperts": "moe.experts",
     "LaneWires": "wire",
     "MoELanguageModel": "model",
@@ -85,6 +87,7 @@ __all__ = [
     "DispatchWire",
     "FoldedMapping",
     "FoldedMesh",
+    "GradientBuckets",
     "GroupedExperts",
     "LaneWires",
     "MoELanguageModel",

@@ -23,7 +23,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.context_parallel import context_parallel_attention, local_rows, positions
+from commlayer.integrations.context_parallel import (
+    KeysAndValues,
+    context_parallel_attention,
+    local_rows,
+    positions,
+)
 from commlayer.integrations.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -155,14 +160,13 @@ class ParallelAttention(nn.Module):
         return {name: getattr(self, name).full_weight() for name in ("q", "k", "v", "out")}
 
     def _ulysses(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
-        q, k, v = (self._heads(layer(x)) for layer in (self.q, self.k, self.v))
-        if (
-            self.rope_base is not None
-        ):  # before the exchange: afterwards ranks that share a key head would each rotate it
-            where = positions(seq_len, cp=self.cp, tp=self.tp, device=x.device)
-            q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
+        # Keys and values first: where tp has one rank they are what cp gathers, beside the queries' projection.
+        k, v = self._rotated(self._heads(self.k(x)), seq_len, self.tp), self._heads(self.v(x))
+        early = self._start(k, v, seq_len) if self.tp.size == 1 else None
+        # Before the exchange: afterwards ranks that share a key head would each rotate it.
+        q = self._rotated(self._heads(self.q(x)), seq_len, self.tp)
         q, k, v = self._to_heads(q, k, v, rows)
-        attended = self._attend(q, k, v, seq_len)
+        attended = self._attend(q, early or self._start(k, v, seq_len), seq_len)
         joined = self._to_rows(attended, rows)
         y: torch.Tensor
         if self.tp.size == 1:  # the same memory
@@ -176,12 +180,10 @@ class ParallelAttention(nn.Module):
 
     def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:
         x, promise = self._gather(x, rows)
-        q = self._heads(F.linear(x, self.q.weight))
         k, v = (self._heads(F.linear(x, self._weight_of_kv(layer))) for layer in (self.k, self.v))
-        if self.rope_base is not None:
-            where = positions(seq_len, cp=self.cp, device=x.device)
-            q, k = apply_rope(q, where, self.rope_base), apply_rope(k, where, self.rope_base)
-        attended = self._attend(q, k, v, seq_len)
+        early = self._start(self._rotated(k, seq_len), v, seq_len)
+        q = self._rotated(self._heads(F.linear(x, self.q.weight)), seq_len)
+        attended = self._attend(q, early, seq_len)
         start_before(attended, promise)
         y: torch.Tensor = self.out(attended.flatten(2))
         return y
@@ -209,9 +211,18 @@ class ParallelAttention(nn.Module):
         heads: torch.Tensor = x.unflatten(2, (-1, self.head_dim))
         return heads
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> torch.Tensor:
+    def _rotated(self, x: torch.Tensor, seq_len: int, tp: GroupCommunicator | None = None) -> torch.Tensor:
+        """With position embeddings of this rank's rows of ``tp``; None: of all its rows."""
+        if self.rope_base is None:
+            return x
+        return apply_rope(x, positions(seq_len, cp=self.cp, tp=tp, device=x.device), self.rope_base)
+
+    def _start(self, k: torch.Tensor, v: torch.Tensor, seq_len: int) -> KeysAndValues:
+        return KeysAndValues(k, v, cp=self.cp, seq_len=seq_len)
+
+    def _attend(self, q: torch.Tensor, kv: KeysAndValues, seq_len: int) -> torch.Tensor:
         uses = self.shares[self.tp.rank].uses
-        return context_parallel_attention(q, k, v, cp=self.cp, seq_len=seq_len, causal=self.causal, uses=uses)
+        return context_parallel_attention(q, kv, cp=self.cp, seq_len=seq_len, causal=self.causal, uses=uses)
 
     # Rows of the exchange are [B, D]: those of one head lie together, a rank's heads one behind the other.
 

@@ -4,25 +4,27 @@ A sequence of S rows is cut into 2·cp chunks; rank i has chunks i and 2·cp - 1
 chunk attends to many keys and an early one to few: the two together cost the same on every rank. A tensor-parallel group
 cuts each rank's rows further, into consecutive ones.
 
-Keys and values are gathered over the group; each rank's queries attend to those that come before them, and no others are
-computed. Rejected: passing keys and values round a ring, which sends as much, in cp - 1 small messages, and needs the softmax
-merged by hand.
+Keys and values are gathered over the group, in one call that may be started before there are queries; each rank's queries
+attend to those that come before them, and no others are computed. Rejected: passing keys and values round a ring, which sends as
+much, in cp - 1 small messages, and needs the softmax merged by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from commlayer.collectives import GroupCommunicator
+from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations.linear import even_rows
-from commlayer.profiles.errors import TensorError
+from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = [
+    "KeysAndValues",
     "context_parallel_attention",
     "local_rows",
     "merge_sequence",
@@ -53,9 +55,13 @@ def zigzag_merge(x: torch.Tensor, cp: GroupCommunicator, seq_len: int) -> torch.
     """
     if cp.size == 1:
         return x
-    chunks = _chunks(seq_len, cp.size)
-    gathered = cp.all_gather(x, zigzag_rows(seq_len, cp.size))
-    pieces = gathered.split([chunk for rank in range(cp.size) for chunk in (chunks[rank], chunks[-1 - rank])])
+    return _in_order(cp.all_gather(x, zigzag_rows(seq_len, cp.size)), _chunks(seq_len, cp.size))
+
+
+def _in_order(gathered: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+    """The rows of the sequence, from those of rank 0, rank 1, and so on."""
+    size = len(chunks) // 2
+    pieces = gathered.split([chunk for rank in range(size) for chunk in (chunks[rank], chunks[-1 - rank])])
     return torch.cat((*pieces[::2], *reversed(pieces[1::2])))
 
 
@@ -107,10 +113,45 @@ def local_rows(
     return seq_len, rows
 
 
+class KeysAndValues:
+    """Keys and values of all ranks of ``cp``, on their way from the moment this is made.
+
+    What computes the queries belongs between this and :func:`context_parallel_attention`: the gather runs beside it, and so does
+    its gradient's way back beside the queries' gradients. Differentiable once.
+
+    Args:
+        k: [rows, B, key-value heads, D], this rank's rows by :func:`zigzag_split`.
+        v: as ``k``.
+        cp: the ranks that share the sequence. Keys and values are gathered over it in one call, for one use.
+        seq_len: rows of the whole sequence.
+
+    Attributes:
+        num_heads: key-value heads.
+
+    Raises:
+        TensorError: rows that do not fit.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, *, cp: GroupCommunicator, seq_len: int) -> None:
+        self.cp, self.seq_len, self.num_heads = cp, seq_len, k.shape[2]
+        self._own = k, v
+        self._pending: Pending | None = None
+        if cp.size > 1 and self.num_heads:  # without heads here no rank of cp has any
+            self._pending = cp.start_all_gather(torch.cat((k, v), dim=2), zigzag_rows(seq_len, cp.size))
+
+    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows of both, [S, B, key-value heads, D], in their order."""
+        if self._pending is None:
+            return self._own
+        both = _in_order(self._pending.wait(), _chunks(self.seq_len, self.cp.size))
+        keys, values = both.split(self.num_heads, dim=2)
+        return keys, values
+
+
 def context_parallel_attention(
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: torch.Tensor | KeysAndValues,
+    v: torch.Tensor | None = None,
     *,
     cp: GroupCommunicator,
     seq_len: int,
@@ -121,9 +162,9 @@ def context_parallel_attention(
 
     Args:
         q: [rows, B, query heads, D], this rank's rows by :func:`zigzag_split`.
-        k: [rows, B, key-value heads, D].
-        v: as ``k``.
-        cp: the ranks that share the sequence. Keys and values are gathered over it in one call.
+        k: [rows, B, key-value heads, D]; or keys and values together, which are on their way already.
+        v: as ``k``; None with those.
+        cp: the ranks that share the sequence.
         seq_len: rows of the whole sequence.
         causal: each position attends to itself and those before it.
         uses: how many consecutive query heads use each key-value head; None: equally many.
@@ -132,27 +173,36 @@ def context_parallel_attention(
         [rows, B, query heads, D].
 
     Raises:
-        TensorError: rows or heads that do not fit.
+        TensorError: rows or heads that do not fit. UsageError: keys without values.
     """
-    num_heads, num_kv_heads = q.shape[2], k.shape[2]
-    if uses is None and num_kv_heads and num_heads % num_kv_heads == 0:
-        uses = (num_heads // num_kv_heads,) * num_kv_heads
-    if uses is None or len(uses) != num_kv_heads or sum(uses) != num_heads:
-        shares = "" if uses is None else f", used by {list(uses)}"
-        raise TensorError(f"{num_heads} query heads cannot share {num_kv_heads} key-value heads{shares}")
-    if num_heads == 0:
+    num_kv_heads = k.num_heads if isinstance(k, KeysAndValues) else k.shape[2]
+    uses = _checked_uses(q.shape[2], num_kv_heads, uses)
+    if isinstance(k, torch.Tensor) and v is None:
+        raise UsageError("context_parallel_attention() got keys without values: pass v, or KeysAndValues as k")
+    if q.shape[2] == 0:
         return q  # nor has any other rank of cp; q, though empty, leads the backward pass on
-    if cp.size == 1:
-        return _attend(q, k, v, uses, causal)
-    kv = zigzag_merge(torch.cat((k, v), dim=2), cp, seq_len)
-    keys, values = kv.split(num_kv_heads, dim=2)
-    if not causal:
+    if isinstance(k, KeysAndValues):
+        keys, values = k.wait()
+    elif cp.size > 1 and v is not None:
+        keys, values = zigzag_merge(torch.cat((k, v), dim=2), cp, seq_len).split(num_kv_heads, dim=2)
+    else:
+        keys, values = k, cast("torch.Tensor", v)
+    if cp.size == 1 or not causal:
         return _attend(q, keys, values, uses, causal)
     chunks = _chunks(seq_len, cp.size)
     ends = tuple(accumulate(chunks))
     mine = (cp.rank, 2 * cp.size - 1 - cp.rank)
     pieces = zip(q.split([chunks[c] for c in mine]), mine, strict=True)
     return torch.cat([_attend(piece, keys[: ends[c]], values[: ends[c]], uses, True) for piece, c in pieces])
+
+
+def _checked_uses(num_heads: int, num_kv_heads: int, uses: Sequence[int] | None) -> Sequence[int]:
+    if uses is None and num_kv_heads and num_heads % num_kv_heads == 0:
+        uses = (num_heads // num_kv_heads,) * num_kv_heads
+    if uses is None or len(uses) != num_kv_heads or sum(uses) != num_heads:
+        shares = "" if uses is None else f", used by {list(uses)}"
+        raise TensorError(f"{num_heads} query heads cannot share {num_kv_heads} key-value heads{shares}")
+    return uses
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, uses: Sequence[int], causal: bool) -> torch.Tensor:

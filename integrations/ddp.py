@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but not for type checkers
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.groups import check_same_ranks, planned_group
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
@@ -32,7 +33,7 @@ def plan_ddp(
 
     Args:
         model: one without a communication hook.
-        group: a group of the same ranks, such as another model's; None: make one.
+        group: a group of the same ranks, such as another model's, on whatever lane it is; None: make one, on lane dp.
         wire: formats in which gradients may travel, such as ``bf16`` (docs/compression.md); None: what COMMLAYER_WIRE says of
             dp, else their own.
 
@@ -48,6 +49,7 @@ def plan_ddp(
     own = model.process_group
     if group is None:
         group = planned_group(own)
+        GroupCommunicator(group, "dp")  # puts it on that lane
     check_same_ranks(own, group, "DistributedDataParallel")
     compressed = compressed_group(group, wire, "dp", "gradients of DistributedDataParallel")
     require_same_wire(group, "DistributedDataParallel's gradients", compressed)

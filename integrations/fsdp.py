@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.groups import check_same_ranks, planned_group
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
 from commlayer.profiles.errors import UsageError
@@ -172,7 +173,8 @@ def plan_fsdp(
 
     Args:
         model: contains at least one module that went through ``fully_shard``.
-        group: a planned group of the ranks over which the modules are sharded; None: make one of all ranks.
+        group: a planned group of the ranks over which the modules are sharded, on whatever lane it is; None: make one of all
+            ranks, on lane dp.
         wire: of gradients, see :class:`PlannedReduceScatter`.
         parameter_wire: of parameters, see :class:`PlannedAllGather`.
 
@@ -193,6 +195,7 @@ def plan_fsdp(
         )
     if group is None:
         group = planned_group()
+        GroupCommunicator(group, "dp")  # puts it on that lane
     all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
     require_same_wire(group, "FSDP2's parameters and gradients", all_gather.compressed, reduce_scatter.compressed)
     for module in modules:

@@ -21,7 +21,7 @@ from commlayer.integrations.replication import replicated_parameters
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_policy, flat_rows, require_same_wire
 from commlayer.scheduler.wire import WirePolicy
 
-__all__ = ["gradient_axes", "synchronise_gradients"]
+__all__ = ["compressed_axis", "gradient_axes", "synchronise_gradients"]
 
 _COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], CompressedGroup | None]] = (
     WeakKeyDictionary()
@@ -57,6 +57,7 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
 
     Once a step, when all gradients are there, by all ranks of a pipeline stage. A parameter without a gradient counts as zero
     and has one afterwards, also where there is nobody to sum with: an optimizer then treats it alike under every mapping.
+    :class:`~commlayer.integrations.buckets.GradientBuckets` does the same while the backward pass still runs.
 
     Args:
         module: what this rank holds of the model.
@@ -82,7 +83,7 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
 
 def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> None:
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    compressed = _compressed(mesh, axis, policy)
+    compressed = compressed_axis(mesh, axis, policy)
     if compressed is None:
         flat = GroupCommunicator(mesh.group(axis), "dp").all_reduce(flat)
     else:
@@ -91,7 +92,8 @@ def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, po
         gradient.copy_(part.view_as(gradient))
 
 
-def _compressed(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> CompressedGroup | None:
+def compressed_axis(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> CompressedGroup | None:
+    """The group of ``axis`` under ``policy``, None where that is native; one for all steps. Collective over it at first."""
     kept = _COMPRESSED.setdefault(mesh, {})
     if (axis, policy) not in kept:
         group, what = mesh.group(axis), f"gradients over {axis}"

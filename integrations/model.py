@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -14,21 +15,24 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.block import MoETransformerLayer, sequence_groups
+from commlayer.integrations.buckets import BUCKET_BYTES, GradientBuckets
 from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.linear import ReplicatedLinear, even_rows
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
-from commlayer.integrations.pipeline import run_pipeline
+from commlayer.integrations.pipeline import Schedule, run_pipeline
 from commlayer.integrations.replication import mark_replicated
-from commlayer.integrations.wire import LaneWires
+from commlayer.integrations.wire import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
 
 _SEEDS = 1_009
 """Between the seeds of two models: layers take consecutive ones."""
+_BUCKETS: WeakKeyDictionary[MoELanguageModel, GradientBuckets] = WeakKeyDictionary()
+"""Not an attribute of the model: a copy of it, such as an average of weights, has parameters of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,10 @@ class ModelConfig:
         num_layers: in the whole model.
         seed: of all weights.
         wires: formats in which tokens, activations and gradients may travel.
+        schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline`.
+        overlap_gradients: sum gradients in buckets, beside the backward pass
+            (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
+        bucket_bytes: the largest size of a bucket.
     """
 
     router: RouterConfig
@@ -56,6 +64,9 @@ class ModelConfig:
     rope_base: float | None = 10_000.0
     seed: int = 0
     wires: LaneWires | None = None
+    schedule: Schedule = "gpipe"
+    overlap_gradients: bool = True
+    bucket_bytes: int = BUCKET_BYTES
 
     def layer(self, index: int, mesh: FoldedMesh | None) -> MoETransformerLayer:
         """The layer of this index, from 0."""
@@ -138,7 +149,8 @@ class MoELanguageModel(nn.Module):
     def train_step(self, tokens: torch.Tensor, labels: torch.Tensor, *, num_micro_batches: int = 1) -> torch.Tensor:
         """Forward pass, backward pass and gradients of a whole batch; the mean loss over its tokens, on all ranks alike.
 
-        Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before.
+        Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before. They are views of
+        buckets that the next step uses again. A step that raises leaves none.
 
         Args:
             tokens: [S, B] int64, the same on all ranks.
@@ -167,10 +179,35 @@ class MoELanguageModel(nn.Module):
             return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
 
         shapes = [(mine.shape[0], size, self.config.hidden) for size in sizes]
-        losses = run_pipeline(stage, self.pp, shapes, device=tokens.device)
-        synchronise_gradients(self, self.mesh, None if self.config.wires is None else self.config.wires.dp)
+        wire = None if self.config.wires is None else self.config.wires.dp
+        buckets = self._gradient_buckets(wire) if self.config.overlap_gradients else None
+        try:
+            losses = run_pipeline(
+                stage, self.pp, shapes, device=tokens.device, schedule=self.config.schedule, gradients=buckets
+            )
+        except BaseException:
+            if buckets is not None:
+                buckets.reset()
+            raise
+        if buckets is None:
+            synchronise_gradients(self, self.mesh, wire)
+        else:
+            buckets.finish()
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=tokens.device)
-        return loss if self.mesh is None else GroupCommunicator(self.mesh.group("world"), "dp").all_reduce(loss)
+        if self.mesh is None:
+            return loss
+        # On the first lane: the step waits for this number alone, and its group may be that of the experts.
+        return GroupCommunicator(self.mesh.group("world"), "ep").all_reduce(loss)
+
+    def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
+        """Those of the last step, unless parameters were replaced or frozen since."""
+        buckets = _BUCKETS.get(self)
+        if buckets is None or not buckets.fit(self):
+            if buckets is not None:
+                buckets.close()
+            buckets = GradientBuckets(self, self.mesh, bucket_bytes=self.config.bucket_bytes, wire=wire)
+            _BUCKETS[self] = buckets
+        return buckets
 
     def _layers(self) -> list[MoETransformerLayer]:
         return [layer for layer in self.layers.values() if isinstance(layer, MoETransformerLayer)]

@@ -1,20 +1,56 @@
 """Micro-batches through the stages of a pipeline: activations one way, their gradients back.
 
-The schedule is GPipe's: all micro-batches forward, then all backward. Rejected: 1F1B, which keeps fewer activations, but sends
-both ways at once: without buffers (NCCL) two neighbours then wait for each other unless every pair of messages is batched.
+Two schedules that compute the same. ``gpipe``: all micro-batches forward, then all backward. ``1f1b`` (PipeDream-Flush,
+Megatron-LM's): a stage goes ahead by as many micro-batches as stages follow it, then takes turns, so that it keeps the
+activations of at most as many as there are stages.
+
+What a stage sends goes in one exchange with what it will receive for its *next* task, posted before the present one is computed:
+transfers in both directions run beside the computation. One receive is not posted ahead: that of a gradient, before the
+activations that it is the answer to have been sent. Where messages go one by one in the order in which they were issued (NCCL,
+on one communicator), two neighbours would wait for each other. So is every order that a stage issues safe without buffers; a
+test runs all sizes that way.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 
-from commlayer.collectives import GroupCommunicator
+from commlayer.collectives import Exchange, GroupCommunicator
+from commlayer.integrations.buckets import GradientBuckets
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["run_pipeline"]
+__all__ = ["Schedule", "run_pipeline"]
+
+Schedule = Literal["gpipe", "1f1b"]
+
+
+class Task(NamedTuple):
+    """One pass of one micro-batch."""
+
+    is_forward: bool
+    m: int
+
+
+def tasks_of(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
+    """What a stage does, in order.
+
+    Raises UsageError for no such schedule.
+    """
+    if schedule not in get_args(Schedule):
+        raise UsageError(f"schedule must be one of {', '.join(get_args(Schedule))}, got {schedule!r}")
+    # One stage alone need not keep the activations of all micro-batches under either.
+    ahead = num_micro_batches if schedule == "gpipe" and num_stages > 1 else num_stages - 1 - stage
+    tasks = []
+    for step in range(num_micro_batches + ahead):
+        if step < num_micro_batches:
+            tasks.append(Task(True, step))
+        if step >= ahead:
+            tasks.append(Task(False, step - ahead))
+    return tasks
 
 
 def run_pipeline(
@@ -24,6 +60,8 @@ def run_pipeline(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    schedule: Schedule = "gpipe",
+    gradients: GradientBuckets | None = None,
 ) -> list[torch.Tensor]:
     """Forward and backward pass of every micro-batch. Collective over ``pp``, whose ranks are the stages, in order.
 
@@ -34,71 +72,100 @@ def run_pipeline(
         shapes: of the activations of each micro-batch, the same between all stages.
         dtype: of the activations.
         device: of the activations.
+        schedule: ``gpipe`` or ``1f1b``, see the module. Collectives that the stage makes over *other* groups come in another
+            order under each, so all ranks of those groups take the same.
+        gradients: of what the stage computes with: their sums start in the last micro-batch's backward pass. Who passes
+            them calls ``finish()`` after this.
 
     Returns:
-        The losses on the last stage, detached; nothing elsewhere. Gradients are added to those of the parameters.
+        The losses on the last stage, in the order of micro-batches, detached; nothing elsewhere. Gradients are added to those
+        of the parameters.
 
     Raises:
-        UsageError: no micro-batches.
+        UsageError: no micro-batches, or no such schedule.
         TensorError, PeerError, CollectiveTimeoutError: as the stage and messages do.
     """
     if not shapes:
         raise UsageError("run_pipeline() needs at least one micro-batch: pass its activations' shape")
-    ends = _Ends(pp, dtype, device)
-    inputs: list[torch.Tensor | None] = []
-    outputs: list[torch.Tensor | None] = []
+    tasks = tasks_of(schedule, pp.rank, pp.size, len(shapes))
+    ends = _Ends(pp, shapes, dtype, device)
+    inputs: dict[int, torch.Tensor | None] = {}
+    outputs: dict[int, torch.Tensor] = {}
     losses = []
-    # One stage alone need not keep the activations of all micro-batches.
-    ahead = 0 if pp.size == 1 else len(shapes)
-    for step in range(len(shapes) + ahead):
-        if step < len(shapes):
-            x = ends.receive(shapes[step], -1)
-            inputs.append(None if x is None else x.requires_grad_())
-            outputs.append(stage(step, inputs[step]))
-            ends.send(outputs[step], 1)
-        if step >= ahead:
-            m = step - ahead
-            x, y = inputs[m], outputs[m]
-            assert y is not None  # it went forward before
-            torch.autograd.backward(y, ends.receive(shapes[m], 1))
-            ends.send(None if x is None else x.grad, -1)
-            if pp.rank == pp.size - 1:
-                losses.append(y.detach())
-            inputs[m] = outputs[m] = None
+    following: list[Task | None] = [*tasks[1:], None]
+    for task, then in zip(tasks, following, strict=True):
+        received, m = ends.turn(task, then), task.m
+        if task.is_forward:
+            x = inputs[m] = None if received is None else received.requires_grad_()
+            outputs[m] = stage(m, x)
+            ends.send(task, outputs[m].detach())
+            continue
+        x, y = inputs.pop(m), outputs.pop(m)
+        more_follow = gradients is not None and m < len(shapes) - 1
+        with gradients.accumulating() if gradients is not None and more_follow else contextlib.nullcontext():
+            torch.autograd.backward(y, received)
+        if x is not None:
+            ends.send(task, torch.zeros_like(x) if x.grad is None else x.grad)
+        if pp.rank == pp.size - 1:
+            losses.append(y.detach())
     ends.finish()
     return losses
 
 
 class _Ends:
-    """The messages to and from both neighbours. Messages without elements are not sent: both sides know the shapes."""
+    """The messages to and from both neighbours. Those without elements are not sent: both sides know the shapes."""
 
-    def __init__(self, pp: GroupCommunicator, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._pp, self._dtype, self._device = pp, dtype, device
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []  # with what must stay until it has gone
+    def __init__(
+        self,
+        pp: GroupCommunicator,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._pp, self._shapes, self._dtype, self._device = pp, shapes, dtype, device
+        self._to_send: list[tuple[torch.Tensor, int]] = []
+        self._posted: dict[Task, tuple[torch.Tensor, Exchange]] = {}
+        self._under_way: list[Exchange] = []
 
-    def _neighbour(self, step: int) -> int | None:
-        rank = self._pp.rank + step
-        return rank if 0 <= rank < self._pp.size else None
-
-    def receive(self, shape: Sequence[int], step: int) -> torch.Tensor | None:
-        """From the next stage (``step`` 1) or the one before (−1); None where there is none."""
-        source = self._neighbour(step)
-        if source is None:
+    def turn(self, task: Task, then: Task | None) -> torch.Tensor | None:
+        """What ``task`` needs of a neighbour, once it is there; None where there is no such neighbour. Before that, all that is
+        to be sent goes, and what the next task needs is asked for."""
+        is_answer = then is not None and task.is_forward and not then.is_forward
+        ahead = [] if then is None or is_answer else [then]
+        if task not in self._posted:  # one exchange each: they are waited for one after the other
+            self._exchange([task])
+            if ahead:
+                self._exchange(ahead)
+        else:
+            self._exchange(ahead)
+        if task not in self._posted:
             return None
-        x = torch.empty(*shape, dtype=self._dtype, device=self._device)
-        if x.numel():
-            dist.recv(x, group=self._pp.group, group_src=source)
+        x, under_way = self._posted.pop(task)
+        under_way.wait()
+        self._under_way.remove(under_way)  # or what it sent would stay until the end
         return x
 
-    def send(self, x: torch.Tensor | None, step: int) -> None:
-        destination = self._neighbour(step)
-        if destination is None or x is None or not x.numel():
-            return
-        x = x.detach().contiguous()
-        work = dist.isend(x, group=self._pp.group, group_dst=destination)
-        if work is not None:
-            self._sent.append((work, x))
+    def send(self, task: Task, x: torch.Tensor) -> None:
+        """At the next turn: what ``task`` has made, to whoever goes on with it."""
+        destination = self._pp.rank + (1 if task.is_forward else -1)
+        if 0 <= destination < self._pp.size:
+            self._to_send.append((x.contiguous(), destination))
 
     def finish(self) -> None:
-        for work, _ in self._sent:
-            work.wait()
+        self._exchange([])
+        for under_way in self._under_way:
+            under_way.wait()
+
+    def _exchange(self, tasks: Sequence[Task]) -> None:
+        receives = []
+        for task in tasks:
+            source = self._pp.rank + (-1 if task.is_forward else 1)
+            if 0 <= source < self._pp.size:
+                shape = self._shapes[task.m]
+                receives.append((task, torch.empty(*shape, dtype=self._dtype, device=self._device), source))
+        if not receives and not self._to_send:
+            return
+        sends, self._to_send = self._to_send, []
+        under_way = self._pp.start_exchange(sends, [(x, source) for _, x, source in receives])
+        self._posted |= {task: (x, under_way) for task, x, _ in receives}
+        self._under_way.append(under_way)

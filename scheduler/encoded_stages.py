@@ -11,6 +11,8 @@ first is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Buffer, Op, Step, Strategy
 from commlayer.scheduler.stages import Stages, Steps
@@ -47,35 +49,46 @@ class EncodedStages(Stages):
         if not self.is_one_level:
             return super()._sum()
         part = self.size / self.chunks
-        crossed = []
+        crossed: list[int] = []
+        summed: list[int] = []
         for j in range(self.chunks):
             encoded = self._encode(j, part, (), Buffer.INPUT)
             crossed.append(self._move(Op.ALL_TO_ALL, self.intra, j, part, encoded, self.width))
-        return [self._decode(j, part, crossed[j]) for j in range(self.chunks)]
+            if j >= self.ahead:
+                summed.append(self._decode(j - self.ahead, part, crossed[j - self.ahead]))
+        return summed + [self._decode(j, part, crossed[j]) for j in range(len(summed), self.chunks)]
 
-    def _cross(self, chunk: int, summed: int) -> int:
+    def _cross(self, chunk: int, summed: int, between: list[Callable[[], None]]) -> tuple[int, ...]:
+        assert not between  # encoded messages are not cut into pieces
         part = self.size / self.width / self.chunks
         encoded = self._encode(chunk, part * (self.m - 1) / self.m, (summed,), Buffer.STAGING)
-        return self._move(Op.ALL_TO_ALL, Resource.INTER, chunk, part, encoded, self.m)
+        return (self._move(Op.ALL_TO_ALL, Resource.INTER, chunk, part, encoded, self.m),)
 
-    def _last_sum(self, chunk: int, crossed: int) -> int:
-        return self._decode(chunk, self.block * (self.m - 1) / self.chunks, crossed)
+    def _last_sum(self, chunk: int, crossed: tuple[int, ...]) -> int:
+        return self._decode(chunk, self.block * (self.m - 1) / self.chunks, crossed[0])
 
     def _gather(self, ready: list[int], source: Buffer) -> None:
         """The owner, too, keeps what the others decode, so that all ranks hold the same bits."""
         chunks, whole = self.chunks, self.size / self.chunks
-        moved = []
+        moved: list[int] = []
         link, width, part = (self.intra, self.width, whole) if self.is_one_level else self._rail(whole)
+        previous: tuple[int, ...] = ()
+
+        def place(j: int) -> tuple[int, ...]:
+            decoded = self._decode(j, part * (width - 1) / width, moved[j])
+            if self.is_one_level:
+                return ()
+            buffers = (Buffer.OUTPUT, Buffer.OUTPUT)
+            after = (decoded, *previous)  # see Stages._gather
+            return (self.all.put(Op.ALL_GATHER, self.intra, j, whole, after, buffers, self.width),)
+
         for j in range(chunks):
             encoded = self._encode(j, self.block / chunks, (ready[j],) if ready else (), source)
             moved.append(self._move(Op.ALL_GATHER, link, j, part, encoded, width))
-        previous: tuple[int, ...] = ()
-        for j in range(chunks):
-            decoded = self._decode(j, part * (width - 1) / width, moved[j])
-            if not self.is_one_level:
-                buffers = (Buffer.OUTPUT, Buffer.OUTPUT)
-                after = (decoded, *previous)  # see Stages._gather
-                previous = (self.all.put(Op.ALL_GATHER, self.intra, j, whole, after, buffers, self.width),)
+            if j >= self.ahead:
+                previous = place(j - self.ahead)
+        for j in range(max(chunks - self.ahead, 0), chunks):
+            previous = place(j)
 
     def _rail(self, whole: float) -> tuple[Resource, int, float]:
         return Resource.INTER, self.m, whole / self.width

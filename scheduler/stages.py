@@ -10,9 +10,9 @@ from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.plan import Buffer, Op, Step, Strategy
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["Stages", "Steps"]
+__all__ = ["AHEAD", "Stages", "Steps"]
 
-_AHEAD = 2
+AHEAD = 2
 
 
 class Steps(list[Step]):
@@ -35,14 +35,16 @@ class Stages:
     """The stages of all_gather, reduce_scatter and all_reduce, chunk by chunk.
 
     Posting occupies the thread where bytes are copied into shared memory, and so do sums. So the exchange of a chunk inside
-    the node is posted ``_AHEAD`` chunks before its sum, and no earlier: all of them at once would leave the wire idle at the
+    the node is posted ``AHEAD`` chunks before its sum, and no earlier: all of them at once would leave the wire idle at the
     beginning. The last sum of a chunk waits for the wire, so it comes as many chunks later.
     """
 
     def __init__(self, traffic: Traffic, strategy: Strategy, chunks: int, pieces: int = 1) -> None:
         self.traffic, self.chunks, self.pieces = traffic, chunks, pieces
         self.is_one_level = strategy is Strategy.DIRECT
-        self.is_paced = level_of(traffic.lane) > 0
+        # How many chunks later is placed what comes from other nodes: all at once at the end, or, where their number on the link
+        # is bounded and so whoever posts them waits for it, between them.
+        self.ahead = AHEAD if level_of(traffic.lane) else chunks
         self.intra = traffic.link if self.is_one_level else Resource.INTRA
         self.m = 1 if self.is_one_level else len(traffic.nodes)
         self.width = traffic.group_size if self.is_one_level else max(traffic.nodes)
@@ -64,7 +66,7 @@ class Stages:
         """Exchange and sum inside the node, then between nodes. Returns the last step of each chunk."""
         self._arrived: list[int] = []
         self._partial: list[int] = []
-        for _ in range(_AHEAD):
+        for _ in range(AHEAD):
             self._share()
         if self.is_one_level:
             for _ in range(self.chunks):
@@ -79,15 +81,15 @@ class Stages:
             # Between the pieces of this chunk, which are posted as the link takes them, what the next ones need: the link is not
             # to wait for it.
             between = [self._share, self._first_sum] if self.pieces > 1 else []
-            if self.pieces > 1 and j >= _AHEAD:
-                between.insert(1, partial(self._last_sum, summed, crossed))
+            if self.pieces > 1 and j >= AHEAD:
+                between.insert(1, partial(self._sum_nodes, summed, crossed))
             crossed.append(self._cross(j, self._partial[j], between))
             if self.pieces == 1:
                 self._share()
-                if j >= _AHEAD:
-                    self._last_sum(summed, crossed)
+                if j >= AHEAD:
+                    self._sum_nodes(summed, crossed)
         while len(summed) < self.chunks:
-            self._last_sum(summed, crossed)
+            self._sum_nodes(summed, crossed)
         return summed
 
     def _share(self) -> None:
@@ -118,26 +120,23 @@ class Stages:
             work()
         return tuple(found)
 
-    def _last_sum(self, summed: list[int], crossed: list[tuple[int, ...]]) -> None:
-        """Of the next chunk, over the nodes."""
-        j, added = len(summed), self.block * (self.m - 1) / self.chunks
-        buffers = Buffer.STAGING, Buffer.OUTPUT
-        summed.append(self.all.put(Op.REDUCE, Resource.DEVICE, j, added, crossed[j], buffers, 1))
+    def _sum_nodes(self, summed: list[int], crossed: list[tuple[int, ...]]) -> None:
+        """The last step of the next chunk."""
+        summed.append(self._last_sum(len(summed), crossed[len(summed)]))
+
+    def _last_sum(self, chunk: int, crossed: tuple[int, ...]) -> int:
+        added = self.block * (self.m - 1) / self.chunks
+        return self.all.put(Op.REDUCE, Resource.DEVICE, chunk, added, crossed, (Buffer.STAGING, Buffer.OUTPUT), 1)
 
     def _gather(self, ready: list[int], source: Buffer) -> None:
-        """From the owners to one rank of each other node, then to all ranks of the node.
-
-        All of the first at once; where their number on the link is bounded, whoever posts them waits for the link, and the second
-        are posted between them.
-        """
+        """From the owners to one rank of each other node, then to all ranks of the node."""
         rails: list[tuple[int, ...]] = []
-        ahead = _AHEAD if self.is_paced else self.chunks
         previous: tuple[int, ...] = ()
         for j in range(self.chunks):
             rails.append(self._to_rails(j, ready[j], source))
-            if j >= ahead:
-                previous = self._inside(j - ahead, ready, rails, previous)
-        for j in range(max(self.chunks - ahead, 0), self.chunks):
+            if j >= self.ahead:
+                previous = self._inside(j - self.ahead, ready, rails, previous)
+        for j in range(max(self.chunks - self.ahead, 0), self.chunks):
             previous = self._inside(j, ready, rails, previous)
 
     def _to_rails(self, chunk: int, ready: int, source: Buffer) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -132,13 +132,27 @@ def traffic_of(collective: str, size: int, nodes: Nodes) -> Traffic:
 
 def plans_of(traffic: Traffic) -> list[Plan]:
     """Those of its plans that apply; the property tests would be empty without any."""
-    wanted = [(Strategy.DIRECT, 1), (Strategy.HIERARCHICAL, 1), (Strategy.PIPELINED, 2), (Strategy.PIPELINED, 5)]
-    return [build(traffic, strategy, chunks) for strategy, chunks in wanted if applies(traffic, strategy, chunks)]
+    wanted = [
+        (Strategy.DIRECT, 1, 1, ""),
+        (Strategy.DIRECT, 4, 1, "dp"),
+        (Strategy.HIERARCHICAL, 1, 1, ""),
+        (Strategy.PIPELINED, 2, 1, ""),
+        (Strategy.PIPELINED, 5, 1, "cp"),
+        (Strategy.PIPELINED, 5, 1, ""),
+        (Strategy.PIPELINED, 1, 3, "dp"),
+        (Strategy.PIPELINED, 3, 2, "dp"),
+        (Strategy.PIPELINED, 4, 5, "pp"),
+    ]
+    return [
+        build(replace(traffic, lane=lane), strategy, chunks, pieces=pieces)
+        for strategy, chunks, pieces, lane in wanted
+        if applies(traffic, strategy, chunks, pieces)
+    ]
 
 
-def applies(traffic: Traffic, strategy: Strategy, chunks: int) -> bool:
+def applies(traffic: Traffic, strategy: Strategy, chunks: int, pieces: int = 1) -> bool:
     try:
-        build(traffic, strategy, chunks)
+        build(traffic, strategy, chunks, pieces=pieces)
     except PlanError:
         return False
     return True

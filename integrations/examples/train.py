@@ -181,6 +181,15 @@ Exit status: 0 done, 1 the surroundings failed, 2 wrong usage, 3 a bug of ours.
 @_whole("--sequence", 64, "Bytes of a sample.")
 @_whole("--batch", 8, "Samples of a step, on all ranks together.")
 @_whole("--micro-batches", 1, "Parts in which a rank's samples go through the pipeline.")
+@click.option(
+    "--schedule", default="gpipe", show_default=True, type=click.Choice(["gpipe", "1f1b"]), help="Of the pipeline."
+)
+@click.option(
+    "--overlap/--no-overlap",
+    default=True,
+    show_default=True,
+    help="Sum gradients beside the backward pass, or after it.",
+)
 @click.option("--lr", default=3e-3, show_default=True, help="Learning rate.")
 @click.option(
     "--optimizer", default="adamw", show_default=True, type=click.Choice(["adamw", "sgd"]), help="sgd: momentum 0.9."
@@ -221,6 +230,8 @@ def main(
     dispatch: Any,
     chunks: Any,
     attention: Any,
+    schedule: Any,
+    overlap: bool,
     backend: str,
     traceback: bool,
     as_json: bool,
@@ -245,6 +256,8 @@ def main(
             attention=attention,
             dispatch=dispatch,
             chunks=chunks,
+            schedule=schedule,
+            overlap_gradients=overlap,
             seed=options["seed"],
         )
     wanted = TrainOptions(**options)
