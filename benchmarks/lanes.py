@@ -282,8 +282,8 @@ def document(found: Mapping[str, Any]) -> str:
         "",
         f"- machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
         f"- versions: commlayer {commlayer.__version__}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
-        f"- {EXPERTS >> 20} MiB a rank of an all_to_all, {NUM_CALLS} times {GAP_S:g} s apart, {LEAD_S:g} s after {GRADIENTS >> 20}",
-        "  MiB of gradients were issued",
+        f"- {EXPERTS >> 20} MiB a rank of an all_to_all, {NUM_CALLS} times {GAP_S:g} s apart, {LEAD_S:g} s after",
+        f"  {GRADIENTS >> 20} MiB of gradients were issued",
         "- link use: bytes with headers that left a node, over its rate",
     ]
     for key, cluster in found.items():

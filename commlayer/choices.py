@@ -56,6 +56,11 @@ class Choices:
         self._settings = settings
         self._others: dict[tuple[int, ...], Choices] = {}
 
+    def use_lane(self, lane: str) -> None:
+        """Cut calls finely for ``lane``, one that others go before, or not ("")."""
+        self.lane = lane
+        self._others.clear()
+
     @property
     def link(self) -> Resource:
         """The slowest link class that the group crosses."""
@@ -74,24 +79,25 @@ class Choices:
         is_float: bool = False,
         wires: tuple[Wire, ...] = (NATIVE,),
         element_bytes: int = 0,
+        lane: str | None = None,
     ) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call.
 
         ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
         all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound). ``is_float``: whether the order of sums shows.
         ``wires``: forms that its elements, of ``element_bytes`` each, may go in; one that cannot be priced warns once.
+        ``lane``: instead of the one that was told last.
         """
         is_plain = wires == (NATIVE,)
         if self.size == 1 or (is_plain and self.planner is None and self._forced is None and not self._is_ordered):
             return None
         is_ordered = self._is_ordered and is_float and collective in _SUMS
-        given = collective, num_bytes, is_ordered, wires, element_bytes
-        key = *given, self.lane
+        key = collective, num_bytes, is_ordered, wires, element_bytes, self.lane if lane is None else lane
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            found = self._plans[key] = self._decide(self._traffic(*given))
+            found = self._plans[key] = self._decide(self._traffic(*key))
         if isinstance(found, str):
             self.reasons[found] += 1
             return None
@@ -168,6 +174,7 @@ class Choices:
         is_ordered: bool = False,
         wires: tuple[Wire, ...] = (NATIVE,),
         element_bytes: int = 0,
+        lane: str | None = None,
     ) -> Traffic:
         return Traffic(
             num_bytes,
@@ -179,7 +186,7 @@ class Choices:
             is_ordered,
             wires=wires,
             element_bytes=element_bytes,
-            lane=self.lane,
+            lane=self.lane if lane is None else lane,
         )
 
     def _decide(self, traffic: Traffic) -> Plan | str:

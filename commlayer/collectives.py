@@ -389,7 +389,7 @@ class GroupCommunicator:
 def _on_lane(group: dist.ProcessGroup, lane: str) -> None:
     """The calls of a group keep one order, so one lane."""
     made: Any = group
-    if not made.lane:
+    if not made.lane or (made.lane == lane and not made.lane_is_told):
         made.use_lane(lane)
     elif level_of(made.lane) != level_of(lane):
         warnings.warn(

@@ -115,7 +115,7 @@ class EncodedGroup:
             sums = reducer(source.dtype, "sum")
             limit = timeout_s or planned.timeout_s
             call = transport.start(plan, prepared.steps, buffers, limit, sums, _RowCoder(codec))
-            planned.drive(plan, prepared.steps, call)
+            planned.drive(plan, prepared.steps, call, limit)
             return prepared.sent
 
     @torch.inference_mode()
@@ -145,7 +145,7 @@ class EncodedGroup:
             }
             limit = timeout_s or planned.timeout_s
             call = transport.start(plan, steps, buffers, limit, None, _RowCoder(codec))
-            planned.drive(plan, steps, call)
+            planned.drive(plan, steps, call, limit)
             return self._sent(steps)
 
     @torch.inference_mode()
@@ -176,7 +176,7 @@ class EncodedGroup:
             steps = (Moves(), Moves(sends, tuple(Message(k, tag, places[k]) for k in ring)), Moves())
             buffers = {Buffer.ENCODED: rounded, Buffer.ARRIVED: arrived}
             call = transport.start(plan, steps, buffers, timeout_s or planned.timeout_s)
-            if (gate := planned.gate(plan)) is not None:
+            if (gate := planned.gate(plan, timeout_s or planned.timeout_s)) is not None:
                 gate(1)
             call.post(1)
             call.require(1, 2)

@@ -37,6 +37,16 @@ class Held:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class Issued:
+    """A call that has been issued and has not ended. ``crosses``: bytes of it go between nodes. ``until``: it holds others until
+    then at most, seconds of the lanes' clock."""
+
+    level: int
+    crosses: bool
+    until: float
+
+
 class Lanes:
     """What is issued on which level. ``is_on`` False: nobody is held, which may be changed while nothing runs.
 
@@ -54,72 +64,85 @@ class Lanes:
         self.held = [Held() for _ in range(_NUM_LEVELS)]
         self._clock, self._wait = clock, wait
         self._changed = threading.Condition(threading.Lock())
-        self._issued = [0] * _NUM_LEVELS
-        self._until = [0.0] * _NUM_LEVELS  # when the calls of a level stop holding others
+        self._issued: list[set[Issued]] = [set() for _ in range(_NUM_LEVELS)]
         self._due = [0.0] * _NUM_LEVELS  # when the next chunk of a level goes whoever is issued
         self._num_waiting = 0
 
-    def enter(self, level: int, expected_s: float = 0.0) -> None:
-        """A call has been issued that takes ``expected_s`` by itself; 0: not known, it holds others for as long as it lasts."""
-        patience_s = max(expected_s * _PATIENCE, _LEAST_PATIENCE_S) if expected_s else float("inf")
-        with self._changed:
-            until = max(self._until[level], self._clock()) if self._issued[level] else self._clock()
-            self._until[level] = until + patience_s
-            self._issued[level] += 1
+    def enter(self, level: int, expected_s: float | None = None, *, crosses: bool = True) -> Issued:
+        """A call has been issued that takes ``expected_s`` by itself; None: not known, it holds others for as long as it lasts.
 
-    def leave(self, level: int) -> None:
-        """That call has ended, well or not."""
+        ``crosses``: it goes between nodes. Give what is returned to :meth:`leave`.
+        """
+        patience_s = float("inf") if expected_s is None else max(expected_s * _PATIENCE, _LEAST_PATIENCE_S)
+        call = Issued(level, crosses, self._clock() + patience_s)
         with self._changed:
-            self._issued[level] -= 1
-            if self._num_waiting and not self._issued[level]:
+            self._issued[level].add(call)
+        return call
+
+    def leave(self, call: Issued) -> None:
+        """That call has ended, well or not. Again: nothing."""
+        with self._changed:
+            self._issued[call.level].discard(call)
+            if self._num_waiting:
                 self._changed.notify_all()
 
     def is_free(self, level: int) -> bool:
         """Whether nothing that goes before ``level`` is issued."""
         return not any(self._issued[:level])
 
-    def hold(self, level: int, most_us: float) -> float:
-        """Return when a chunk of ``level`` may go, after ``most_us`` at most for each call that asks at once. Seconds held."""
+    def hold(self, level: int, most_us: float, *, crosses: bool = True) -> float:
+        """Return when a chunk of ``level`` may go, after ``most_us`` at most for each call that asks at once. Seconds held.
+
+        ``crosses``: it goes between nodes, and so waits only for calls that do.
+        """
         if not self.is_on or not any(self._issued[:level]):
             return 0.0
         with self._changed:
             began = now = self._clock()
             # Chunks of several groups of one lane share what the lane keeps: each gets a place of its own in time.
-            due = self._due[level] = max(now, self._due[level]) + most_us / 1e6
+            due = max(now, self._due[level]) + most_us / 1e6
+            if self._until(level, crosses) <= now:
+                return 0.0
+            self._due[level] = due
             self._num_waiting += 1
             try:
-                while True:
-                    ends = [self._until[k] for k in range(level) if self._issued[k]]
-                    left = min(max(ends, default=now), due) - now
-                    if left <= 0:
-                        break
+                while (left := min(self._until(level, crosses), due) - now) > 0:
                     self._wait(self._changed, left)
                     now = self._clock()
             finally:
                 self._num_waiting -= 1
             if now < due:
                 self._due[level] = min(self._due[level], now)
-            seconds = now - began
             self.held[level].times += 1
-            self.held[level].seconds += seconds
-        return seconds
+            self.held[level].seconds += now - began
+        return now - began
+
+    def _until(self, level: int, crosses: bool) -> float:
+        """When the last of the calls that go before ``level`` there stops holding others; 0.0 without any."""
+        return max(
+            (call.until for calls in self._issued[:level] for call in calls if call.crosses or not crosses), default=0.0
+        )
 
 
 class Gate:
-    """The edges of one plan's chunks on a lane: called with a step's index before it is posted, returns ns that it was held.
+    """The edges of one call's chunks on a lane: called with a step's index before it is posted, returns ns that it was held.
 
-    ``steps_us[i]``: what step i takes by itself; 0 for one that passes without being asked, as sums and copies do.
+    ``steps``: of each step what it takes by itself, µs, and whether it goes between nodes; 0 µs for one that passes without being
+    asked, as sums and copies do. ``budget_s``: for which the whole call is held at most: timeouts count holds too.
     """
 
-    __slots__ = ("_lanes", "_level", "_longest")
+    __slots__ = ("_budget_s", "_lanes", "_level", "_steps")
 
-    def __init__(self, lanes: Lanes, level: int, steps_us: Sequence[float]) -> None:
-        self._lanes, self._level = lanes, level
-        self._longest = [longest_hold_us(step_us, lanes.policy) for step_us in steps_us]
+    def __init__(self, lanes: Lanes, level: int, steps: Sequence[tuple[float, bool]], budget_s: float) -> None:
+        self._lanes, self._level, self._steps, self._budget_s = lanes, level, steps, budget_s
 
     def __call__(self, index: int) -> int:
-        longest = self._longest[index]
-        return int(self._lanes.hold(self._level, longest) * 1e9) if longest else 0
+        step_us, crosses = self._steps[index]
+        if not step_us or self._budget_s <= 0:
+            return 0
+        held_s = self._lanes.hold(self._level, longest_hold_us(step_us, self._lanes.policy), crosses=crosses)
+        self._budget_s -= held_s
+        return int(held_s * 1e9)
 
 
 _LANES = Lanes()

@@ -27,6 +27,7 @@ from commlayer.failures import Failure, FailureBoard, Wait, own_client
 from commlayer.lanes import Gate, lanes
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import ClusterError, PlanError, UsageError
+from commlayer.profiles.links import Resource
 from commlayer.recorder import CallRecord
 from commlayer.reductions import reducer
 from commlayer.scheduler.choose import Planner
@@ -45,6 +46,8 @@ __all__ = ["PlannedGroup"]
 
 _MAX_KEPT = 1024
 _LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE)
+_HELD_OF_TIMEOUT = 0.25
+"""How much of its timeout a call may be held: the rest is for what it waits for."""
 _LATENCY_US = 100.0
 """Without a profile an exchange is taken for so long, and as long as its bytes take at 1 GB/s."""
 
@@ -99,24 +102,25 @@ class PlannedGroup:
         self.level = 0
         self.record: CallRecord | None = None  # of the call under way, where calls are recorded
         self.seen: tuple[Recorded, list[int]] | None = None  # when its steps ran, and what each has sent, bytes
-        self._gates: dict[int, tuple[Plan, Gate]] = {}
+        self._edges: dict[int, tuple[Plan, tuple[tuple[float, bool], ...]]] = {}
 
-    def use_lane(self, lane: str) -> None:
-        """Cut and hold what is called from now on as ``lane`` says. The same on all ranks, between the same calls."""
+    def use_lane(self, lane: str, is_cut: bool) -> None:
+        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all ranks, between the same calls."""
         self.level = level_of(lane)
-        self.choices.lane = lane if self.level else ""
-        self._gates.clear()
+        self.choices.use_lane(lane if self.level and is_cut else "")
 
-    def gate(self, plan: Plan) -> Gate | None:
-        """Where the plan's exchanges ask whether they may go; None where nobody goes before them."""
+    def gate(self, plan: Plan, timeout_s: float) -> Gate | None:
+        """Where the exchanges of a call ask whether they may go; None where nobody goes before them."""
         if not self.level:
             return None
-        kept = self._gates.get(id(plan))
+        kept = self._edges.get(id(plan))
         if kept is None:
-            if len(self._gates) >= _MAX_KEPT:
-                self._gates.clear()
-            kept = self._gates[id(plan)] = plan, Gate(lanes(), self.level, self._exchange_times_us(plan))
-        return kept[1]
+            if len(self._edges) >= _MAX_KEPT:
+                self._edges.clear()
+            crossing = [step.resource is Resource.INTER for step in plan.steps]
+            kept = plan, tuple(zip(self._exchange_times_us(plan), crossing, strict=True))
+            self._edges[id(plan)] = kept
+        return Gate(lanes(), self.level, kept[1], timeout_s * _HELD_OF_TIMEOUT)
 
     def _exchange_times_us(self, plan: Plan) -> list[float]:
         """What each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
@@ -190,11 +194,11 @@ class PlannedGroup:
         if prepared.staging_bytes:
             buffers[Buffer.STAGING] = self.stage(prepared.staging_bytes)
         call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
-        self.drive(plan, prepared.steps, call)
+        self.drive(plan, prepared.steps, call, timeout_s)
 
-    def drive(self, plan: Plan, steps: Sequence[Moves], call: Call) -> None:
+    def drive(self, plan: Plan, steps: Sequence[Moves], call: Call, timeout_s: float) -> None:
         """Run a call that has been started to its end, held where others go first, and seen where calls are recorded."""
-        gate = self.gate(plan)
+        gate = self.gate(plan, timeout_s)
         if self.record is None:
             drive(plan, call, gate)
             call.finish()
@@ -244,7 +248,7 @@ class PlannedGroup:
         staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
         buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
         call = transport.start(plan, two_level.before(), buffers, timeout_s)
-        if (gate := self.gate(plan)) is not None:
+        if (gate := self.gate(plan, timeout_s)) is not None:
             gate(1)
         call.post(0)
         call.require(0, 1)

@@ -38,8 +38,9 @@ class Settings:
     ``auto``: shared memory where they have it, except on an emulated cluster whose inside is shaped. stats: ``1`` prints
     :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or ``nccl``, the name under which trainers get
     this backend that accept only names they know. cache: folder of measured profiles. wire: formats in which a lane's tensors
-    may cross the links where the program does not say it, such as ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md). lanes: ``on``,
-    or ``off`` where no traffic is to go before other traffic (docs/lanes.md). lane_share: of the link, that a lower lane keeps
+    may cross the links where the program does not say it, such as ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md). lanes: ``auto``
+    cuts the calls of groups that the program has put on a lane, ``on`` also those of groups that are only described as one's,
+    ``off``: no traffic goes before other traffic (docs/lanes.md). lane_share: of the link, that a lower lane keeps
     while higher ones have work without end. trace: folder into which every rank writes what it did and when, for
     ``commlayer trace`` and Perfetto (docs/tracing.md).
     """
@@ -56,7 +57,7 @@ class Settings:
     as_backend: str | None = None
     cache: str | None = None
     wire: str | None = None
-    lanes: str = "on"
+    lanes: str = "auto"
     lane_share: float = 0.05
     trace: str | None = None
 
@@ -116,7 +117,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "reduction": ("native", "ordered"),
     "intra": ("auto", "gloo", "shared"),
     "stats": ("0", "1"),
-    "lanes": ("on", "off"),
+    "lanes": ("auto", "on", "off"),
     "as_backend": (None, "gloo", "nccl"),
 }
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it too, but not for type checkers
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.groups import check_same_ranks, planned_group
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
@@ -49,7 +48,8 @@ def plan_ddp(
     own = model.process_group
     if group is None:
         group = planned_group(own)
-        GroupCommunicator(group, "dp")  # puts it on that lane
+        # Held, but not cut more finely: perhaps nobody goes before. COMMLAYER_LANES=on, or use_lane("dp"), cuts.
+        group.use_lane("dp", fine=False)  # type: ignore[attr-defined]
     check_same_ranks(own, group, "DistributedDataParallel")
     compressed = compressed_group(group, wire, "dp", "gradients of DistributedDataParallel")
     require_same_wire(group, "DistributedDataParallel's gradients", compressed)

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.groups import check_same_ranks, planned_group
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
 from commlayer.profiles.errors import UsageError
@@ -195,7 +194,8 @@ def plan_fsdp(
         )
     if group is None:
         group = planned_group()
-        GroupCommunicator(group, "dp")  # puts it on that lane
+        # Held, but not cut more finely: perhaps nobody goes before. COMMLAYER_LANES=on, or use_lane("dp"), cuts.
+        group.use_lane("dp", fine=False)  # type: ignore[attr-defined]
     all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
     require_same_wire(group, "FSDP2's parameters and gradients", all_gather.compressed, reduce_scatter.compressed)
     for module in modules:

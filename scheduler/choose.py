@@ -6,7 +6,6 @@ decides alike without talking.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from dataclasses import dataclass, field
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.group_strategies import finer_plans
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LanePolicy, level_of
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, curve_of, curves_of, price
-from commlayer.scheduler.strategies import build, can_drop, candidates
+from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import WireFormat
 
@@ -25,9 +25,9 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
-_PIECES = (2, 3, 4, 6, 8, 12, 16)
-_PLANS_IN_PIECES = 3
-"""Of the plans of few chunks, how many are tried in pieces: chunks cost more than pieces do."""
+_CUT_FINELY = ("all_gather", "all_reduce", "reduce_scatter")
+_OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
+_MOST_BASES = 3
 _EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
@@ -197,23 +197,23 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
 def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, policy: Policy) -> Timeline:
     """Of the plans in the format of ``chosen`` that keep its speed and the link's, as the lanes' policy says, the one that puts
     least on the slowest link at once: so much a higher lane finds in its way. ``chosen`` where none puts less."""
+    if chosen.plan.traffic.collective not in _CUT_FINELY or chosen.plan.traffic.logical_bytes == 0:
+        return chosen
     most_us = chosen.total_us * (1 + policy.lanes.most_loss)
     fast = [t for t in priced if t.plan.wire == chosen.plan.wire and t.total_us <= most_us]
-    whole = [t.plan for t in fast if t.plan.strategy is Strategy.PIPELINED and t.plan.wire.is_native]
-    finer = []
-    for plan in sorted(whole, key=lambda plan: plan.chunks)[:_PLANS_IN_PIECES]:
-        with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
-            for pieces in _PIECES:
-                cut = build(plan.traffic, plan.strategy, plan.chunks, pieces=pieces)
-                finer.append(price(cut, profile, interference=policy.interference))
-    fine = [
-        timeline
-        for timeline in (*fast, *finer)
-        if timeline.plan.chunks > 1
-        and timeline.total_us <= most_us
-        and _fills_link(timeline.plan, profile, policy.lanes.efficiency)
-    ]
-    return min([chosen, *fine], key=lambda timeline: (_largest_on_link(timeline.plan), timeline.total_us))
+    # Of chunks that are no smaller than the speed asks for, and of the chosen plan: pieces cost less than chunks do.
+    bases = {t.plan.name: t.plan for t in sorted(fast, key=lambda t: t.plan.chunks) if t.plan.strategy in _OVER_NODES}
+    found = [chosen]
+    for plan in [chosen.plan, *list(bases.values())[:_MOST_BASES]]:
+        for finer in finer_plans(plan, policy.min_slice_bytes):
+            if _largest_on_link(finer) >= _largest_on_link(found[-1].plan):
+                break
+            if _fills_link(finer, profile, policy.lanes.efficiency):
+                timeline = price(finer, profile, interference=policy.interference)
+                if timeline.total_us <= most_us:
+                    found.append(timeline)
+                    break
+    return found[-1]
 
 
 def _largest_on_link(plan: Plan) -> float:

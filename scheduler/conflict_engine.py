@@ -80,6 +80,7 @@ class Engine:
         self._groups: dict[str, deque[Course]] = {}
         self._running: list[_Running] = []
         self._issued = [0] * (max(LANES.values()) + 1)
+        self._crossing = [0] * len(self._issued)  # of those, the calls that go between nodes
         self._next_due = [0.0] * len(self._issued)
         self._debt = (0.0, 0.0)  # an instant, and what was posted then costs whoever computes from then on
         self._stretches: dict[tuple[Resource, frozenset[Resource]], float] = {}
@@ -96,6 +97,7 @@ class Engine:
         size = len(plan.steps)
         course = Course(plan, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, kinds=numbers)
         self._issued[level] += 1
+        self._crossing[level] += plan.traffic.link is Resource.INTER
         self._groups.setdefault(group, deque()).append(course)
         self._settle()
         return course
@@ -168,6 +170,7 @@ class Engine:
                     course.began = min(course.began, self.now)
                     course.ended = self.now
                     self._issued[course.level] -= 1
+                    self._crossing[course.level] -= course.plan.traffic.link is Resource.INTER
                     changed = True
             for course in self._active():
                 course.began = min(course.began, self.now)
@@ -215,7 +218,7 @@ class Engine:
             return True
         if course.in_flight.get(kind, 0) >= CHUNKS_IN_FLIGHT:
             return False
-        if course.cleared == index or not self._is_above(course.level):
+        if course.cleared == index or not self._is_above(course, index):
             return True
         longest = longest_hold_us(course.loads[index].alone_us, self._policy)
         if longest <= 0:
@@ -227,7 +230,7 @@ class Engine:
 
     def _let_go(self, course: Course) -> bool:
         """End the hold of ``course`` where nothing above it is issued any more, or its time is over."""
-        if course.held < 0 or (self._is_above(course.level) and self.now < course.due):
+        if course.held < 0 or (self._is_above(course, course.held) and self.now < course.due):
             return False
         course.held_us += self.now - course.held_since
         if self.now < course.due:
@@ -235,8 +238,10 @@ class Engine:
         course.cleared, course.held = course.held, -1
         return True
 
-    def _is_above(self, level: int) -> bool:
-        return any(self._issued[:level])
+    def _is_above(self, course: Course, index: int) -> bool:
+        """Whether a higher call is issued that step ``index`` may meet: what leaves the node, only those that leave it too."""
+        crosses = course.plan.steps[index].resource is Resource.INTER
+        return any((self._crossing if crosses else self._issued)[: course.level])
 
     def _start(self, course: Course, line: _Line) -> None:
         index = line.steps[line.done]

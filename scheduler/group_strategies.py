@@ -32,7 +32,7 @@ from commlayer.scheduler.stages import Stages, Steps
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["build_group", "group_candidates"]
+__all__ = ["build_group", "finer_plans", "group_candidates"]
 
 _OWN_CALL = {
     "all_gather": Op.ALL_GATHER,
@@ -42,8 +42,9 @@ _OWN_CALL = {
     "reduce_scatter": Op.REDUCE_SCATTER,
 }
 _IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")
-_FINE_COUNTS = (48, 64, 96, 128, 192, 256)
-"""Chunks of a call that yields to others: more than it takes to fill a pipeline."""
+_PIECES = (16, 12, 8, 6, 4, 3, 2)
+_FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
+"""Of a call that yields to others: more than it takes to fill a pipeline."""
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -80,27 +81,42 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
 def group_candidates(
     traffic: Traffic, chunk_counts: tuple[int, ...], min_slice_bytes: float, max_chunks: int
 ) -> Iterator[Plan]:
-    """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out.
-
-    On a lane that yields, there are finer ones too, whatever ``max_chunks`` is, and the one level is cut as well.
-    """
-    yields = level_of(traffic.lane) > 0
+    """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
     counts = [
         count
-        for count in (*chunk_counts, *(_FINE_COUNTS if yields else ()))
-        if (count <= max_chunks or yields) and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
+        for count in chunk_counts
+        if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
     ]
     for wire in traffic.wires:
         for strategy in (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL):
             with contextlib.suppress(PlanError):
                 yield build_group(traffic, strategy, 1, wire)
-        chunked = (Strategy.PIPELINED,) if wire.is_native and not yields else (Strategy.DIRECT, Strategy.PIPELINED)
+        chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
         for strategy in chunked:
             for count in counts:
                 try:
                     yield build_group(traffic, strategy, count, wire)
                 except PlanError:  # noqa: PERF203  among others: hundreds of nodes, and too many messages to tell apart
                     break
+
+
+def finer_plans(plan: Plan, min_slice_bytes: float) -> Iterator[Plan]:
+    """What ``plan`` becomes where it yields to others between exchanges: the finest first.
+
+    Over nodes in its own format its chunks cross in pieces; everything else is cut into more chunks, of ``min_slice_bytes`` a
+    rank or more.
+    """
+    traffic = plan.traffic
+    if plan.wire.is_native and plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED):
+        for pieces in _PIECES:
+            with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
+                yield build_group(traffic, Strategy.PIPELINED, plan.chunks, pieces=pieces)
+        return
+    strategy = Strategy.DIRECT if plan.strategy is Strategy.FLAT else plan.strategy
+    for chunks in _FINE_COUNTS:
+        if chunks > plan.chunks and traffic.logical_bytes / (chunks * traffic.group_size) >= min_slice_bytes:
+            with contextlib.suppress(PlanError):
+                yield build_group(traffic, strategy, chunks, plan.wire)
 
 
 def _encoded_steps(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> tuple[Step, ...]:

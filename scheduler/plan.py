@@ -123,6 +123,11 @@ class Plan:
         return name if self.wire.is_native else f"{name}/{self.wire}"
 
     @property
+    def is_chunked(self) -> bool:
+        """Whether exchanges follow each other on a link."""
+        return self.chunks * self.pieces > 1
+
+    @property
     def slices(self) -> int:
         """Into how many slices a chunk of a block is dropped: one for each rank that holds the same tokens."""
         return 1 if self.strategy is Strategy.FLAT else self.traffic.replication

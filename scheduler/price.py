@@ -95,8 +95,8 @@ def durations_of(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
             at_once = CHUNKS_IN_FLIGHT if plan.pieces > 1 and step.resource is plan.traffic.link else 1
             time_us = 0.0 if curve is None else curve.at(looked_up * at_once) / at_once
             if curve is not None:
-                is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up)
-                if plan.chunks * plan.pieces > 1:
+                is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up * at_once)
+                if plan.is_chunked:
                     share = share_of_link(step, plan, curve)
                     time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
             sizes[op], times[op] = size, time_us

@@ -87,7 +87,7 @@ def loads_of(
             sustained = best.setdefault(curve.key, _best_rate(curve))
             peak_us = step.bytes * _share(step, plan, curve) / (profile.peaks.of(curve.link) * 1e3)
             work_us = curve_bytes(step, plan) / sustained
-            if plan.chunks > 1:  # as in price: a burst on credit is paid back by the chunks behind it
+            if plan.is_chunked:  # as in price: a burst on credit is paid back by the chunks behind it
                 work_us = max(work_us, peak_us)
             use = min(1.0, work_us / alone_us)
         weight = _weight(step, plan, by_connection)

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions
 
 import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
+from commlayer.backend.batches import Batches
 from commlayer.collectives import GroupCommunicator
 from commlayer.lanes import lanes
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport import GlooCall
 
@@ -357,3 +359,95 @@ def test_messages_that_nobody_takes_and_peers_that_are_none(emulated_cluster: Cl
     assert text.startswith("CollectiveTimeoutError"), text
     assert "recv from rank 2" in text
     assert took_s < 10
+
+
+def test_messages_in_chunks_yield_and_keep_their_order(emulated_cluster: ClusterFactory) -> None:
+    """Large and small ones, to another node and inside this one, one behind the other, beside a higher lane's calls."""
+
+    def job() -> tuple[int, int, int]:
+        rank = start(COMMLAYER_LANE_SHARE="0.5")
+        Batches._chunk_bytes = 4096  # type: ignore[assignment]
+        Batches._seconds_per_byte = 1e-8  # type: ignore[assignment]
+        posted = []
+        post = Batches._post
+
+        def counted(self: Batches, batch: Any, verb: str, piece: torch.Tensor, peer: int) -> None:
+            posted.append((verb, peer, piece.numel()))
+            post(self, batch, verb, piece, peer)
+
+        Batches._post = counted  # type: ignore[method-assign]
+        pp, high = GroupCommunicator(group_on("pp"), "pp"), group_on("ep")
+        far, near = (rank + 2) % WORLD, rank ^ 1
+        sizes = [100_001, 1, 5_000, 4_096, 33]
+        for _ in range(3):
+            experts = dist.all_to_all_single(torch.empty(40_000), torch.ones(40_000), group=high, async_op=True)
+            under_way, wanted = [], []
+            for nth, size in enumerate(sizes):
+                for peer in (far, near):
+                    out = torch.empty(size, dtype=torch.uint8)
+                    x = ((torch.arange(size) * 7 + nth + rank) % 251).to(torch.uint8)
+                    under_way.append(pp.start_exchange([(x, peer)], [(out, peer)]))
+                    wanted.append((out, ((torch.arange(size) * 7 + nth + peer) % 251).to(torch.uint8)))
+            for each in reversed(under_way):
+                each.wait()
+            experts.wait()
+            for out, right in wanted:
+                assert torch.equal(out, right), out.numel()
+        largest_far = max(size for verb, peer, size in posted if verb == "send" and peer == far)
+        chunks = sum(1 for verb, peer, _ in posted if verb == "send" and peer == far)
+        return largest_far, chunks, max(size for verb, peer, size in posted if verb == "recv" and peer == near)
+
+    for largest_far, chunks, largest_near in emulated_cluster(2, 2).run(job):
+        assert largest_far == 4096
+        assert chunks == 3 * (25 + 1 + 2 + 1 + 1)
+        assert largest_near == 100_001
+
+
+def test_a_batch_that_was_given_up_stays_so_and_sends_nothing_more(emulated_cluster: ClusterFactory) -> None:
+    """The first wait is told to give up early; a later one must not say that all went well."""
+
+    def job() -> list[str]:
+        rank = start()
+        Batches._chunk_bytes = 4096  # type: ignore[assignment]
+        Batches._seconds_per_byte = 2e-4  # type: ignore[assignment]  # a second for each chunk
+        group = group_on("pp")
+        texts: list[str] = []
+        if rank == 0:
+            work = group.start_batch([(torch.ones(4096 * 3, dtype=torch.uint8), 2)], [])
+            for _ in range(2):
+                try:
+                    work.wait(timedelta(seconds=0.2))
+                except RuntimeError as error:
+                    texts.append(type(error).__name__)
+                time.sleep(1.5)
+            assert not work.is_success()
+        return texts
+
+    assert emulated_cluster(2, 2).run(job)[0] == ["CollectiveTimeoutError"] * 2
+
+
+def test_the_end_of_a_group_leaves_no_call_behind(emulated_cluster: ClusterFactory) -> None:
+    """A call that is refused is not one that is under way: others would be held for it, or not for the next one."""
+
+    def job() -> tuple[bool, bool, bool]:
+        start()
+        high = group_on("ep")
+        x = torch.ones(8)
+        dist.all_reduce(x, group=high)
+        dist.destroy_process_group(high)
+        for is_async in (False, True, False):
+            with pytest.raises(GroupError):
+                high.allreduce([x], _options(is_async))
+        is_idle = lanes().is_free(3)
+        call = lanes().enter(0)
+        is_busy = not lanes().is_free(3)
+        lanes().leave(call)
+        return is_idle, is_busy, lanes().is_free(3)
+
+    assert emulated_cluster(2, 2).run(job) == [(True, True, True)] * WORLD
+
+
+def _options(is_async: bool) -> Any:
+    options: Any = AllreduceOptions()
+    options.asyncOp = is_async
+    return options

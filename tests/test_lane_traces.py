@@ -13,11 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from torch._C._distributed_c10d import PrefixStore
 
+from commlayer import recorder as recorder_module
+from commlayer.backend import recording
+from commlayer.backend.recording import begin, end
 from commlayer.cli.main import main
 from commlayer.emulation import EmulatedCluster
-from commlayer.recorder import CallRecord, StepRecord, recorder
+from commlayer.recorder import CallRecord, StepRecord, close_recorder, recorder
 from commlayer.scheduler.plan import Plan
+from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -186,3 +191,129 @@ def test_the_files_of_a_job_and_what_is_said_of_them(emulated_cluster: ClusterFa
     assert lanes["ep"]["calls"] == 6 * 4
     assert (tmp_path / "merged.json").exists()
     assert sorted(path.name for path in tmp_path.glob("rank-*.json")) == [f"rank-{rank:05d}.json" for rank in range(4)]
+
+
+def test_a_second_default_group_is_a_second_job(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def job() -> None:
+        for count in (1, 2):
+            start(tmp_path)
+            for _ in range(count):
+                dist.all_reduce(torch.ones(8))
+            dist.destroy_process_group()
+
+    emulated_cluster(1, 2).run(job, timeout_s=60)
+    names = ["rank-00000.json", "rank-00000-2.json", "rank-00001.json", "rank-00001-2.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    result = CliRunner().invoke(main, ["trace", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "choose one with --job" in result.output
+    for name, count in (("rank-00000.json", 1), ("rank-00000-2.json", 2)):
+        job_name = json.loads((tmp_path / name).read_text())["commlayer"]["job"]
+        result = CliRunner().invoke(main, ["trace", str(tmp_path), "--job", job_name, "--json"])
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["together"]["calls"] == 2 * count
+
+
+class Groups:
+    """Inner groups of all ranks, as the backend makes them for groups of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        self.settings, self.made = Settings(trace=str(folder)), 0
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def make(self, global_ranks: list[int] | None = None) -> tuple[Any, bool]:
+        """A group's own Gloo, and whether it opened the recorder."""
+        ranks = global_ranks or list(range(self.size))
+        me = ranks.index(self.rank)
+        store = PrefixStore(f"{self.made}/", dist.distributed_c10d._get_default_store())
+        self.made += 1
+        gloo = dist.ProcessGroupGloo(store, me, len(ranks), timedelta(seconds=20))
+        return gloo, begin(self.settings, gloo, ranks, me, self.size)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_ranks_that_record_and_ranks_that_do_not_open_together(
+    emulated_cluster: ClusterFactory, tmp_path: Path
+) -> None:
+    """After a fault, rank 1 is another process: it has no recorder, and knows of no earlier job."""
+
+    def job() -> tuple[bool, bool, str | None, str]:
+        groups = Groups(tmp_path)
+        _first, was_opened = groups.make()
+        if groups.rank == 1:
+            recorder_module._recorder = None
+            recorder_module._opened.clear()
+        second, was_opened_again = groups.make()
+        found = recorder()
+        assert found is not None
+        end(second, groups.size, with_others=True)
+        return was_opened, was_opened_again, found.job, found.path.name
+
+    found = emulated_cluster(1, 2).run(job, timeout_s=60)
+    assert [each[:2] for each in found] == [(True, True)] * 2
+    assert len({each[2] for each in found}) == 1
+    assert [each[3] for each in found] == ["rank-00000-2.json", "rank-00001-2.json"]
+    assert names(tmp_path) == ["rank-00000-2.json", "rank-00000.json", "rank-00001-2.json"]
+
+
+def test_only_the_group_that_opened_a_recorder_ends_it(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def job() -> list[bool]:
+        groups = Groups(tmp_path)
+        first, was_opened = groups.make()
+        other, was_opened_again = groups.make()  # as new_group() of all ranks: its calls belong to the same recording
+        opened = [was_opened, was_opened_again]
+        end(other, groups.size, with_others=True)
+        assert recorder() is not None
+        end(first, groups.size, with_others=False)  # as where it is aborted
+        assert recorder() is None
+        end(first, groups.size, with_others=False)
+        second, is_again = groups.make()
+        close_recorder()
+        end(second, groups.size, with_others=True)  # the program was first
+        return [*opened, is_again]
+
+    assert emulated_cluster(1, 2).run(job, timeout_s=60) == [[True, False, True]] * 2
+    assert names(tmp_path) == ["rank-00000-2.json", "rank-00000.json", "rank-00001-2.json", "rank-00001.json"]
+    for path in tmp_path.iterdir():
+        readings = json.loads(path.read_text())["commlayer"]["readings"]
+        assert len(readings) == 1  # nobody was asked at the end
+
+
+def test_a_recorder_of_a_default_group_that_is_gone_is_not_kept(
+    emulated_cluster: ClusterFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody was replaced, and nobody came to end it."""
+
+    def job() -> list[bool]:
+        groups = Groups(tmp_path)
+        first, was_opened = groups.make()
+        monkeypatch.setattr(dist, "is_initialized", lambda: False)  # as while a default group is made
+        second, was_opened_again = groups.make()
+        end(first, groups.size, with_others=True)
+        end(second, groups.size, with_others=True)
+        return [was_opened, was_opened_again]
+
+    assert emulated_cluster(1, 2).run(job, timeout_s=60) == [[True, True]] * 2
+    assert len(names(tmp_path)) == 4
+
+
+def test_clocks_are_compared_by_rank_in_whatever_order_a_group_has_them(
+    emulated_cluster: ClusterFactory, tmp_path: Path
+) -> None:
+    def job() -> tuple[list[int], str]:
+        groups = Groups(tmp_path)
+        gloo, was_opened = groups.make([2, 0, 1])
+        found = recorder()
+        assert was_opened
+        assert recording._opener is not None
+        assert found is not None
+        gathered = recording._gather(gloo, recording._opener.places, 10.0, groups.rank)
+        end(gloo, groups.size, with_others=True)
+        return gathered, found.path.name
+
+    assert emulated_cluster(1, 3).run(job, timeout_s=60) == [([0, 1, 2], f"rank-{rank:05d}.json") for rank in range(3)]

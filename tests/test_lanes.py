@@ -120,7 +120,7 @@ def test_a_policy_out_of_its_range(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("COMMLAYER_LANES", "maybe", "COMMLAYER_LANES must be one of on, off"),
+        ("COMMLAYER_LANES", "maybe", "COMMLAYER_LANES must be one of auto, on, off"),
         ("COMMLAYER_LANE_SHARE", "0", "COMMLAYER_LANE_SHARE must be more than 0"),
         ("COMMLAYER_LANE_SHARE", "half", "COMMLAYER_LANE_SHARE must be a number"),
     ],
@@ -149,7 +149,7 @@ def test_a_lane_that_yields_is_cut_finely_and_no_more_finely_than_the_link_bears
 def test_efficiency_and_loss_bound_the_chunks() -> None:
     size = 32 << 20
     found = [
-        max(exchanges(Planner(profile(), Policy(lanes=lanes)).decide(traffic(size, "dp")).plan))
+        max(exchanges(Planner(profile(latency_us=3000.0), Policy(lanes=lanes)).decide(traffic(size, "dp")).plan))
         for lanes in (LanePolicy(efficiency=0.5, most_loss=1.0), LanePolicy(), LanePolicy(efficiency=1.0))
     ]
     assert found[0] < found[1] < found[2]
@@ -235,10 +235,9 @@ def test_a_chunk_is_held_by_higher_lanes_only(first: str, second: str) -> None:
 
 def test_a_hold_ends_with_the_last_higher_call() -> None:
     lanes, clock = made()
-    lanes.enter(0)
-    lanes.enter(1)
-    clock.at(0.02, lambda: lanes.leave(0))
-    clock.at(0.05, lambda: lanes.leave(1))
+    first, second = lanes.enter(0), lanes.enter(1)
+    clock.at(0.02, lambda: lanes.leave(first))
+    clock.at(0.05, lambda: lanes.leave(second))
     assert lanes.hold(3, 1e6) == pytest.approx(0.05)
     assert lanes.is_free(3)
     assert lanes.hold(3, 1e6) == 0.0
@@ -251,7 +250,7 @@ def test_a_lane_keeps_its_share_under_higher_traffic_without_end(share: float) -
     lanes, clock = made(share)
     lanes.enter(0)
     chunk_s, num_chunks = 0.005, 40
-    gate = Gate(lanes, 3, [chunk_s * 1e6])
+    gate = Gate(lanes, 3, [(chunk_s * 1e6, True)], 1e9)
     for _ in range(num_chunks):
         gate(0)
         clock.now += chunk_s
@@ -287,9 +286,49 @@ def test_a_higher_call_that_waits_for_a_late_rank_stops_holding_others() -> None
 def test_what_passes_without_being_asked() -> None:
     lanes, _ = made()
     lanes.enter(0)
-    gate = Gate(lanes, 3, [0.0, 1000.0])
+    gate = Gate(lanes, 3, [(0.0, True), (1000.0, True)], 1.0)
     assert gate(0) == 0
     assert gate(1) == pytest.approx(19e6)
+
+
+def test_a_call_is_held_for_a_part_of_its_timeout_at_most() -> None:
+    lanes, clock = made()
+    lanes.enter(0)
+    gate = Gate(lanes, 3, [(1000.0, True)], 0.1)
+    for _ in range(50):
+        gate(0)
+    assert 0.1 <= clock.now <= 0.12
+
+
+def test_what_stays_in_a_node_holds_nothing_that_leaves_it() -> None:
+    lanes, clock = made()
+    inside = lanes.enter(0, crosses=False)
+    assert lanes.hold(3, 1e5, crosses=True) == 0.0
+    assert lanes.hold(3, 1e5, crosses=False) == pytest.approx(0.1)
+    lanes.leave(inside)
+    lanes.enter(0, crosses=True)
+    assert lanes.hold(3, 1e5, crosses=False) == pytest.approx(0.1)
+    assert clock.now == pytest.approx(0.2)
+
+
+def test_a_call_leaves_once() -> None:
+    lanes, _ = made()
+    first, second = lanes.enter(0), lanes.enter(0)
+    lanes.leave(first)
+    lanes.leave(first)
+    assert not lanes.is_free(3)
+    lanes.leave(second)
+    assert lanes.is_free(3)
+
+
+def test_calls_that_have_ended_leave_no_patience_behind() -> None:
+    lanes, clock = made()
+    for _ in range(100):
+        lanes.leave(lanes.enter(0, expected_s=1.0))
+    lanes.leave(lanes.enter(0, expected_s=None))
+    lanes.enter(0, expected_s=0.0)  # no bytes: it holds others for the least time, not for ever
+    assert lanes.hold(3, 1e9) == pytest.approx(0.02)
+    assert clock.now == pytest.approx(0.02)
 
 
 def test_lanes_that_are_off_hold_nobody() -> None:

@@ -28,7 +28,7 @@ from commlayer.backend.lane import GroupLane
 from commlayer.backend.progress import DONE, ProgressQueue, QueuedWork, Task
 from commlayer.backend.recording import fill_flat, fill_plan, new_record, run_recorded, waiting
 from commlayer.backend.signature import SignatureCheck, described
-from commlayer.lanes import lanes
+from commlayer.lanes import Issued, lanes
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, GroupError, TensorError, UsageError
 from commlayer.recorder import Recorder, recorder
@@ -136,7 +136,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """The inner backend of a tensor that is not on the CPU."""
         if tensor.is_cuda and self._nccl is not None:
             if self._lane.name is None:
-                self.use_lane(lane_of(self.group_desc))
+                self._use_lane(lane_of(self.group_desc), is_told=False)
             return self._nccl.backend
         has = "CPU and CUDA" if self._nccl is not None else "CPU (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.who}: no collectives for tensors on {tensor.device}: this group has {has}")
@@ -174,7 +174,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         if self._signatures is not None:
             task, args = self._or_say_refused, (label, task, *args)
         if self._lane.name is None:
-            self.use_lane(lane_of(self.group_desc))
+            self._use_lane(lane_of(self.group_desc), is_told=False)
         recording = recorder()
         if recording is not None:
             return self._issue_recorded(recording, opts, label, outputs, task, args)
@@ -202,28 +202,38 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
         if not self._lane.is_on:
             return self._enqueue(opts, label, outputs, task, args)
-        level = self._lane.enter(outputs)
+        call = self._lane.enter(outputs)
         try:
-            return self._enqueue(opts, label, outputs, self._leaving, (level, task, *args))
-        except GroupError:  # not queued, and so never run
-            lanes().leave(level)
+            return self._enqueue(opts, label, outputs, self._leaving, (call, task, *args))
+        except BaseException:  # perhaps not queued, and so never run
+            lanes().leave(call)
             raise
 
-    def _leaving(self, level: int, task: Task, *args: Any) -> None:
+    def _leaving(self, call: Issued, task: Task, *args: Any) -> None:
         try:
             task(*args)
         finally:
-            lanes().leave(level)
+            lanes().leave(call)
 
-    def use_lane(self, lane: str) -> None:
+    def use_lane(self, lane: str, *, fine: bool = True) -> None:
         """From the next call on this group's traffic is of ``lane``, one of ep, pp, cp, dp, tp, or none (""). The same on all
-        ranks, between the same calls. Without this the group's description says it, where it is one that is known.
+        ranks, between the same calls. ``fine``: calls that others go before are cut more finely than their own speed asks for;
+        False: they are held at the edges that they have, unless ``COMMLAYER_LANES=on`` cuts all.
 
+        Where nobody says a lane the group's description does, if it is one that is known, and calls are not cut.
         Raises UsageError for a lane that does not exist.
         """
-        self._lane.use(lane)
+        self._use_lane(lane, is_told=fine)
+
+    def _use_lane(self, lane: str, *, is_told: bool) -> None:
+        self._lane.use(lane, is_told=is_told)
         if self._nccl is not None:
             use_nccl_lane(self._nccl, lane)
+        # What is queued was called before: on every rank it keeps the plan that it would have had.
+        if self._progress.pending and not self._progress.is_progress_thread():
+            self._progress.submit("use_lane", None, self._planned.use_lane, self._lane.cut)
+        else:
+            self._planned.use_lane(*self._lane.cut)
         self._is_watched = self._lane.is_on or recorder() is not None
         self._is_direct = not self._needs_look and not self._is_watched
 
@@ -231,6 +241,11 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def lane(self) -> str:
         """The class of traffic; "" for none."""
         return lane_of(self.group_desc) if self._lane.name is None else self._lane.name
+
+    @property
+    def lane_is_told(self) -> bool:
+        """Whether :meth:`use_lane` has said it."""
+        return self._lane.is_told
 
     def _enqueue(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
         latest = self._latest

@@ -22,13 +22,16 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.backend.base import now
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.progress import ProgressQueue
+from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import flat, land, landing, real
-from commlayer.lanes import lanes
+from commlayer.lanes import Issued, lanes
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.lanes import longest_hold_us
+from commlayer.recorder import CallRecord, recorder
+from commlayer.scheduler.lanes import lane_of, longest_hold_us
 
 __all__ = ["Batch", "Batches", "Parcel"]
 
@@ -46,25 +49,43 @@ class Batch(Work):
 
     def __init__(self, group: Batches, what: str, outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self._group, self._what, self._outputs = group, what, outputs
+        self._group, self.what, self._outputs = group, what, outputs
         self.works: list[tuple[Work, str]] = []
         self.landings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.record: CallRecord | None = None
         self._posted = threading.Event()
         self._done = False
         self._error: BaseException | None = None
 
     def posted(self, error: BaseException | None = None) -> None:
         """All messages are on their way, or ``error`` stopped them."""
-        self._error = error
+        if not self._done:
+            self._error = error
         self._posted.set()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether somebody has waited in vain: nothing more of it may be sent, because its tensors may be changed."""
+        return self._done and self._error is not None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Return True at the end. Raises PeerError, CollectiveTimeoutError, naming this rank, the group and the peer."""
+        recording = recorder()
+        if self._done or recording is None or self.record is None:
+            self._wait(timeout)
+        else:
+            waiting(recording, self.record, lambda: self._wait(timeout))
+            self.record.end_ns = now()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait(self, timeout: timedelta) -> None:
         if not self._done:
             limit = timeout if timeout.total_seconds() > 0 else self._group.present_timeout
             until = time.monotonic() + limit.total_seconds()
             if not self._posted.wait(limit.total_seconds()):
-                self._error = self._group.message_error(RuntimeError("timed out before it was sent"), self._what)
+                self._error = self._group.message_error(RuntimeError("timed out before it was sent"), self.what)
             while self.works and self._error is None:
                 work, what = self.works.pop()
                 try:
@@ -78,11 +99,9 @@ class Batch(Work):
                         land(tensor, moved)
             self._done = True
             self.works, self.landings = [], []
-        if self._error is not None:
-            raise self._error
-        return True
 
     def is_completed(self) -> bool:
+        """Whether somebody has waited for it: Gloo's messages say nothing before."""
         return self._done
 
     def is_success(self) -> bool:
@@ -117,9 +136,10 @@ class Batches(Encodings):
         if any(not x.is_cpu for x, _ in (*sends, *receives)):
             return self._start_on_device(sends, receives)
         if self._lane.name is None:
-            self.use_lane(self.lane)
+            self._use_lane(lane_of(self.group_desc), is_told=False)
         names = [f"to {self._named(peer)}" for _, peer in sends] + [f"from {self._named(p)}" for _, p in receives]
         batch = Batch(self, f"messages {', '.join(names)}", [x for x, _ in receives])
+        self._record(batch, sends)
         for x, peer in receives:
             moved = landing(x)
             batch.landings.append((x, moved))
@@ -132,6 +152,21 @@ class Batches(Encodings):
             batch.posted()
         return batch
 
+    def _record(self, batch: Batch, sends: Sequence[Parcel]) -> None:
+        recording = recorder()
+        if recording is None:
+            return
+        record = batch.record = new_record(self._planned, self.lane, self.group_desc, "messages")
+        record.ranks, record.plan, record.start_ns = (
+            (record.rank,),
+            "messages",
+            record.enqueue_ns,
+        )  # like no other rank's
+        record.inter_bytes = sum(x.nbytes for x, peer in sends if peer in self._far)
+        record.logical_bytes = sum(x.nbytes for x, _ in sends)
+        record.intra_bytes = record.logical_bytes - record.inter_bytes
+        recording.add(record)
+
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
         for x, _ in sends:
             self.counters.flat["send"].add(x.nbytes, 0)
@@ -142,29 +177,34 @@ class Batches(Encodings):
         if is_small and not self._sender.pending and lanes().is_free(self._lane.level):
             self._post_all(batch, pieces)
             return
-        level = self._lane.enter([x for x, _ in sends]) if self._lane.is_on else None
+        call = self._lane.enter([x for x, _ in sends]) if self._lane.is_on else None
         try:
-            self._sender.submit(batch._what, None, self._post_in_order, (batch, pieces, level))
+            self._sender.submit(batch.what, None, self._post_in_order, (batch, pieces, call))
         except BaseException:
-            if level is not None:
-                lanes().leave(level)
+            if call is not None:
+                lanes().leave(call)
             raise
 
-    def _post_in_order(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]], level: int | None) -> None:
+    def _post_in_order(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]], call: Issued | None) -> None:
         try:
             self._post_all(batch, pieces)
         finally:
-            if level is not None:
-                lanes().leave(level)
+            if call is not None:
+                lanes().leave(call)
 
     def _post_all(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]]) -> None:
         """Chunk after chunk, of all messages side by side. An error is the batch's: raised by its wait."""
         try:
             for nth in range(max(len(each) for each, _ in pieces)):
+                if batch.is_given_up:
+                    return
                 here = [(each[nth], peer) for each, peer in pieces if nth < len(each)]
                 alone_s = sum(piece.numel() for piece, peer in here if peer in self._far) * self._seconds_per_byte
                 if self._lane.is_on:
-                    lanes().hold(self._lane.level, longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy))
+                    most_us = longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy)
+                    held_s = lanes().hold(self._lane.level, most_us, crosses=alone_s > 0)
+                    if batch.record is not None:
+                        batch.record.held_ns += int(held_s * 1e9)
                 for piece, peer in here:
                     self._post(batch, "send", piece, peer)
                 if any(nth + 1 < len(each) for each, _ in pieces):

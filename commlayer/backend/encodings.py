@@ -18,6 +18,7 @@ from commlayer.backend.recording import fill_plan
 from commlayer.backend.signature import described
 from commlayer.codecs import Codec
 from commlayer.encoded import EncodedGroup, Sent
+from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire
 
@@ -33,8 +34,10 @@ class Encodings(Messages):
 
     def encoded_plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
         """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
+        if self._lane.name is None:
+            self._use_lane(lane_of(self.group_desc), is_told=False)
         plan: Plan | None = self._planned.choices.plan(
-            collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes
+            collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes, lane=self._lane.cut_for
         )
         return plan
 

@@ -208,6 +208,8 @@ class CommlayerGroup(Batches):
                 end(gloo, self._size, with_others=True)
             self._planned.close()
         else:
+            if self._is_default:
+                end(gloo, self._size, with_others=False)
             self._planned.abort(f"{who} was aborted")
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
