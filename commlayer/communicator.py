@@ -22,6 +22,7 @@ from commlayer.endings import end_with_program
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard
 from commlayer.groups import Grid, describe_self, form_grid, grid_key, versions
+from commlayer.lanes import Issued, lanes
 from commlayer.plain import as_bytes, plain
 from commlayer.profiles.catalog import resolve
 from commlayer.profiles.errors import (
@@ -32,9 +33,11 @@ from commlayer.profiles.errors import (
     TensorError,
     UsageError,
 )
+from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Decision, Planner, Policy
+from commlayer.scheduler.lanes import level_of, longest_hold_us
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
@@ -69,9 +72,12 @@ class Communicator:
     the grid that the two groups span make it at the same time, with the same profile and policy (checked).
 
     ``profile`` is a Profile, a catalogue name or a path; None takes ``COMMLAYER_PROFILE``. ``timeout_s`` bounds every wait.
+    ``lane``: the class of traffic; on ``ep`` other groups' gradients yield to it, on a lower one calls of CPU tensors are held at
+    their beginning while a higher lane has issued work (docs/lanes.md).
 
     Raises ProfileNotFoundError without a profile, ProfileMismatchError for one of another cluster shape, GroupError where
-    the groups do not form a grid of nodes × holders, DisagreementError where ranks differ in profile, policy or version.
+    the groups do not form a grid of nodes × holders, UsageError for a lane that does not exist, DisagreementError where ranks
+    differ in profile, policy or version.
     """
 
     def __init__(
@@ -82,7 +88,9 @@ class Communicator:
         profile: Profile | str | Path | None = None,
         policy: Policy | None = None,
         timeout_s: float | None = None,
+        lane: str = "ep",
     ) -> None:
+        self._level, self.lane = level_of(lane), lane
         settings, failure = Settings(), None
         try:
             settings = Settings.from_environment()
@@ -102,6 +110,8 @@ class Communicator:
         check_shape(self.profile, self.grid.topology)
         self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
         self._device_type = device_type(ep_group)
+        self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
+        self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
         board = FailureBoard(_get_default_store(), grid_key(members), dist.get_rank())
         transport = connect(self.grid, self._device_type, board, self._timeout_s)
         self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
@@ -218,13 +228,45 @@ class Communicator:
             check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s)
         self.plans_run[plan.name] += 1
         execute = self._executor.run if source.numel() else _nothing
-        if futures is None:
+        if self._is_on_lane:
+            self._exchange_on_lane(futures, execute, plan, source, target)
+        elif futures is None:
             self._queue.run(self._guarded, execute, plan, source, target)
         elif self._device_type == "cpu":
             futures.append(self._queue.submit(self._guarded, execute, plan, source, target))
         else:  # on CUDA issuing is enqueueing on streams, so it is asynchronous as it is
             self._queue.run(self._guarded, self._issue, plan, source, target, futures)
         return output
+
+    def _exchange_on_lane(
+        self,
+        futures: Futures | None,
+        execute: Callable[..., object],
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        expected_s = source.numel() / self._bytes_per_s
+        call = lanes().enter(self._level, expected_s, crosses=self.grid.link is Resource.INTER)
+        try:
+            if futures is None:
+                self._queue.run(self._held, call, expected_s, self._guarded, execute, plan, source, target)
+            else:
+                futures.append(
+                    self._queue.submit(self._held, call, expected_s, self._guarded, execute, plan, source, target)
+                )
+        except BaseException:  # perhaps not queued, and so never run
+            lanes().leave(call)
+            raise
+
+    def _held(self, call: Issued, expected_s: float, execute: Callable[..., object], *args: object) -> None:
+        try:
+            if self._level:
+                longest_us = longest_hold_us(max(expected_s * 1e6, 100.0), lanes().policy)
+                lanes().hold(self._level, longest_us, crosses=call.crosses)
+            execute(*args)
+        finally:
+            lanes().leave(call)
 
     def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, futures: Futures) -> None:
         future: Future[Join] = Future()
