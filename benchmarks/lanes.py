@@ -42,7 +42,7 @@ from commlayer.scheduler.traffic import Traffic
 RESULTS = Path(__file__).parent / "results"
 INTER, _RATE = "200mbit", 25e6
 """The wire, and its bytes a second."""
-CLUSTERS = {"2x4": (4, 12), "2x8": (8, 8)}
+CLUSTERS = {"2x4": (4, 10), "2x8": (8, 6)}
 """Ranks of each of two nodes, and rounds."""
 GRADIENTS, EXPERTS = 32 << 20, 2 << 20
 SIZES = (64 << 10, 1 << 20)

@@ -26,6 +26,7 @@ __all__ = ["Gate", "Lanes", "lanes"]
 _PATIENCE = 3.0
 _LEAST_PATIENCE_S = 0.02
 """A call holds lower lanes for this many times what its bytes take, and at least so long."""
+_UNKNOWN_S = 1.0
 _NUM_LEVELS = max(LANES.values()) + 1
 
 
@@ -69,11 +70,11 @@ class Lanes:
         self._num_waiting = 0
 
     def enter(self, level: int, expected_s: float | None = None, *, crosses: bool = True) -> Issued:
-        """A call has been issued that takes ``expected_s`` by itself; None: not known, it holds others for as long as it lasts.
+        """A call has been issued that takes ``expected_s`` by itself; None: not known, it holds others for a second at most.
 
         ``crosses``: it goes between nodes. Give what is returned to :meth:`leave`.
         """
-        patience_s = float("inf") if expected_s is None else max(expected_s * _PATIENCE, _LEAST_PATIENCE_S)
+        patience_s = _UNKNOWN_S if expected_s is None else max(expected_s * _PATIENCE, _LEAST_PATIENCE_S)
         call = Issued(level, crosses, self._clock() + patience_s)
         with self._changed:
             self._issued[level].add(call)

@@ -49,7 +49,9 @@ _LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE)
 _HELD_OF_TIMEOUT = 0.25
 """How much of its timeout a call may be held: the rest is for what it waits for."""
 _LATENCY_US = 100.0
-"""Without a profile an exchange is taken for so long, and as long as its bytes take at 1 GB/s."""
+_BYTES_PER_US = 100.0
+"""Without a profile an exchange is taken for so long, and as long as its bytes take at so slow a link: what is held for too long
+goes on all the same when the higher lane has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,8 @@ class PlannedGroup:
         if timeline is not None:
             return [0.0 if local else end - start for local, (start, end) in zip(is_local, timeline.spans, strict=True)]
         return [
-            0.0 if local else _LATENCY_US + step.bytes / 1e3 for local, step in zip(is_local, plan.steps, strict=True)
+            0.0 if local else _LATENCY_US + step.bytes / _BYTES_PER_US
+            for local, step in zip(is_local, plan.steps, strict=True)
         ]
 
     def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from commlayer.profiles.errors import UsageError
 from commlayer.traces.clock import ClockReading, exchange_clocks
 
-__all__ = ["CallRecord", "Mark", "Recorder", "StepRecord", "close_recorder", "open_recorder", "recorder"]
+__all__ = ["CallRecord", "Mark", "Recorder", "StepRecord", "close_recorder", "open_recorder", "rank_name", "recorder"]
 
 _MAX_ENTRIES = 100_000
 """Calls, steps and marks of one rank: some 40 MB of memory, 100 while the file is written, and 70 MB in the file."""
@@ -89,11 +89,17 @@ class Mark:
     end_ns: int
 
 
+def rank_name(rank: int, number: int = 1) -> str:
+    """The name of a rank's file: rank-00003.json, and rank-00003-2.json of the second job that its process is part of."""
+    return f"rank-{rank:05d}.json" if number == 1 else f"rank-{rank:05d}-{number}.json"
+
+
 class Recorder:
     """The records of one rank. Thread-safe.
 
-    ``job``: the same on all ranks of a job, and of no other. ``readings``: this rank's clock against rank 0's. After
-    ``max_entries`` calls, steps and marks the rest is counted, but not kept. Writes ``folder``/rank-00003.json when closed.
+    ``job``: the same on all ranks of a job, and of no other. ``readings``: this rank's clock against rank 0's. ``number``: as for
+    :func:`rank_name`, which names the file that is written in ``folder`` at the close. After ``max_entries`` calls, steps and
+    marks the rest is counted, but not kept. ``pid``: of the process that opened it; a child that it forks writes nothing.
     """
 
     def __init__(
@@ -104,9 +110,10 @@ class Recorder:
         *,
         job: str = "",
         readings: tuple[ClockReading, ...] = (),
+        number: int = 1,
         max_entries: int = _MAX_ENTRIES,
     ) -> None:
-        self.path = Path(folder) / f"rank-{rank:05d}.json"  # as traces.files.rank_name, which loads more
+        self.path = Path(folder) / rank_name(rank, number)
         self.rank, self.world_size, self.job = rank, world_size, job
         self.readings = list(readings)
         self.opened_ns = time.perf_counter_ns()
@@ -117,7 +124,7 @@ class Recorder:
         self._left = max_entries
         self._unpaid: deque[CallRecord] = deque()
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
     def add(self, record: CallRecord) -> None:
         """Keep a call. What is set in it later, such as its end, is in the file too, as is a call that never ends."""
@@ -155,7 +162,7 @@ class Recorder:
     def close(self) -> None:
         """Write the file, whole or not at all. Again: nothing. Raises OSError where it cannot be written."""
         with self._lock:
-            if self.is_closed or os.getpid() != self._pid:  # a child that was forked has copies of our records
+            if self.is_closed or os.getpid() != self.pid:  # a child that was forked has copies of our records
                 return
             self.is_closed = True
         from commlayer.traces.files import write_rank
@@ -164,6 +171,8 @@ class Recorder:
 
 
 _recorder: Recorder | None = None
+_opened: dict[str, int] = {}
+"""How many jobs of each folder this process knows of: none may overwrite the file of another."""
 
 
 def recorder() -> Recorder | None:
@@ -187,11 +196,11 @@ def open_recorder(
 
     Args:
         folder: made if it is not there.
-        gather: all-gathers an integer below 2^63 over the job. Then opening is collective: ranks agree on the job's name and
-            compare clocks. Only a job of one rank can do without.
+        gather: all-gathers an integer below 2^63 over the job, in rank order. Then opening is collective: ranks agree on the
+            job's name and its number, and compare clocks. Only a job of one rank can do without.
 
     Raises OSError where the folder cannot be made, UsageError without ``gather``, and what ``gather`` raises. A recorder that is
-    open already is closed first.
+    open already is closed first, without the other ranks: they need not have one.
     """
     global _recorder
     if gather is None and world_size > 1:
@@ -203,9 +212,14 @@ def open_recorder(
         gather = _alone
     # Before a rank may fail at its folder: the others would wait for it.
     job = gather(secrets.randbits(63))[0]
+    place = os.path.abspath(folder)
+    number = 1 + max(gather(_opened.get(place, 0)))  # a rank that was replaced has counted fewer
+    _opened[place] = number
     readings = (exchange_clocks(gather, rank),)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    _recorder = Recorder(folder, rank, world_size, job=f"{job:016x}", readings=readings, max_entries=max_entries)
+    _recorder = Recorder(
+        folder, rank, world_size, job=f"{job:016x}", readings=readings, number=number, max_entries=max_entries
+    )
     atexit.register(close_recorder)
     return _recorder
 

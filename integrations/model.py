@@ -150,7 +150,8 @@ class MoELanguageModel(nn.Module):
         """Forward pass, backward pass and gradients of a whole batch; the mean loss over its tokens, on all ranks alike.
 
         Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before. They are views of
-        buckets that the next step uses again. A step that raises leaves none.
+        buckets that the next step uses again. A step that raises leaves none; where it raised on some ranks alone, the others
+        may return with NaN in gradients that are shared with these.
 
         Args:
             tokens: [S, B] int64, the same on all ranks.
@@ -200,12 +201,12 @@ class MoELanguageModel(nn.Module):
         return GroupCommunicator(self.mesh.group("world"), "ep").all_reduce(loss)
 
     def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
-        """Those of the last step, unless parameters were replaced or frozen since."""
-        buckets = _BUCKETS.get(self)
-        if buckets is None or not buckets.fit(self):
+        """Those of the last step, unless parameters were replaced or frozen since, or the configuration was."""
+        buckets, bucket_bytes = _BUCKETS.get(self), self.config.bucket_bytes
+        if buckets is None or not buckets.fit(self, bucket_bytes=bucket_bytes, wire=wire):
             if buckets is not None:
                 buckets.close()
-            buckets = GradientBuckets(self, self.mesh, bucket_bytes=self.config.bucket_bytes, wire=wire)
+            buckets = GradientBuckets(self, self.mesh, bucket_bytes=bucket_bytes, wire=wire)
             _BUCKETS[self] = buckets
         return buckets
 

@@ -9,11 +9,24 @@ transfers in both directions run beside the computation. One receive is not post
 activations that it is the answer to have been sent. Where messages go one by one in the order in which they were issued (NCCL,
 on one communicator), two neighbours would wait for each other. So is every order that a stage issues safe without buffers; a
 test runs all sizes that way.
+
+An exchange that only sends is waited for two turns later, or what was sent would stay until the end. That cannot deadlock, under
+either schedule, at whatever turn it is done:
+
+- Where exchanges go one by one in the order of issue, without buffers, all that a stage issues later starts after this exchange
+  has ended anyway. So the end of this exchange hangs on nothing that the stage does later, and the stage loses nothing but time
+  by waiting for it. As the schedule ends there without these waits, it ends with them.
+- A network that does more at once ends an exchange as soon as both sides have posted its messages. Go through what happens in
+  the strict one, in its order: whatever has been posted there by then has been posted here too, so each wait ends here that
+  ended there.
+
+Two turns, not one: a message has the time of one whole task, and of what the next one waits for, before it holds anybody up.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -26,6 +39,8 @@ from commlayer.profiles.errors import UsageError
 __all__ = ["Schedule", "run_pipeline"]
 
 Schedule = Literal["gpipe", "1f1b"]
+_TURNS = 2
+"""After which an exchange that only sends is waited for."""
 
 
 class Task(NamedTuple):
@@ -125,11 +140,13 @@ class _Ends:
         self._pp, self._shapes, self._dtype, self._device = pp, shapes, dtype, device
         self._to_send: list[tuple[torch.Tensor, int]] = []
         self._posted: dict[Task, tuple[torch.Tensor, Exchange]] = {}
-        self._under_way: list[Exchange] = []
+        self._turn = 0
+        self._sending: deque[tuple[int, Exchange]] = deque()  # that only send, by the turn in which they were started
 
     def turn(self, task: Task, then: Task | None) -> torch.Tensor | None:
         """What ``task`` needs of a neighbour, once it is there; None where there is no such neighbour. Before that, all that is
         to be sent goes, and what the next task needs is asked for."""
+        self._turn += 1
         is_answer = then is not None and task.is_forward and not then.is_forward
         ahead = [] if then is None or is_answer else [then]
         if task not in self._posted:  # one exchange each: they are waited for one after the other
@@ -138,11 +155,11 @@ class _Ends:
                 self._exchange(ahead)
         else:
             self._exchange(ahead)
-        if task not in self._posted:
-            return None
-        x, under_way = self._posted.pop(task)
-        under_way.wait()
-        self._under_way.remove(under_way)  # or what it sent would stay until the end
+        x = None
+        if task in self._posted:
+            x, under_way = self._posted.pop(task)
+            under_way.wait()
+        self._let_go(self._turn - _TURNS)
         return x
 
     def send(self, task: Task, x: torch.Tensor) -> None:
@@ -153,8 +170,12 @@ class _Ends:
 
     def finish(self) -> None:
         self._exchange([])
-        for under_way in self._under_way:
-            under_way.wait()
+        self._let_go(self._turn)
+
+    def _let_go(self, last_turn: int) -> None:
+        """Wait for what only sends and was started in ``last_turn`` or before. No deadlock: see the module."""
+        while self._sending and self._sending[0][0] <= last_turn:
+            self._sending.popleft()[1].wait()
 
     def _exchange(self, tasks: Sequence[Task]) -> None:
         receives = []
@@ -168,4 +189,5 @@ class _Ends:
         sends, self._to_send = self._to_send, []
         under_way = self._pp.start_exchange(sends, [(x, source) for _, x, source in receives])
         self._posted |= {task: (x, under_way) for task, x, _ in receives}
-        self._under_way.append(under_way)
+        if not receives:
+            self._sending.append((self._turn, under_way))

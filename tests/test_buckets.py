@@ -19,11 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
+from commlayer.compressed import CompressedGroup
+from commlayer.integrations import buckets as buckets_module
+from commlayer.integrations.bucket_lines import needs_one_order
 from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.ddp import plan_ddp
 from commlayer.integrations.fsdp import plan_fsdp
@@ -284,6 +288,55 @@ def test_a_rank_that_is_late_holds_nobody_up_in_the_backward_pass(emulated_clust
     emulated_cluster(1, 4, mode="loopback").run(exchanges_in_the_backward_pass, timeout_s=60)
 
 
+def order_over_groups(is_one: bool, wire: str | None) -> list[int]:
+    """Experts and dense weights, of two groups, whose gradients come in another order on every other rank."""
+    start()
+    with FoldedMesh({"ep": 2}) as mesh, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(buckets_module, "needs_one_order", lambda parameters: is_one)
+        torch.manual_seed(0)
+        experts, dense = (nn.ModuleList(nn.Linear(32, n, bias=False) for n in sizes) for sizes in ((8, 16), (32, 64)))
+        mark_experts(experts)
+        model = nn.ModuleList([experts[0], dense[0], experts[1], dense[1]])
+        buckets = GradientBuckets(model, mesh, bucket_bytes=1, wire=wire)
+        seen: list[int] = []
+        owner: Any = dist if wire is None else CompressedGroup
+        call = owner.all_reduce
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            seen.append(arguments[-1].numel())
+            return call(*arguments, **named)
+
+        monkeypatch.setattr(owner, "all_reduce", noted)
+        parts = [*experts, *dense] if dist.get_rank() % 2 else [*dense, *experts]
+        total = torch.zeros(())
+        for part in parts:
+            total = total + part(torch.ones(1, 32)).sum()
+        total.backward()
+        buckets.finish()
+        assert all((gradient == (4 if len(gradient) > 16 else 2)).all() for gradient in gradients(model).values())
+        return seen
+
+
+@pytest.mark.parametrize("wire", [None, "bf16!"])
+def test_on_one_device_all_groups_have_one_order(emulated_cluster: ClusterFactory, wire: str | None) -> None:
+    cluster = emulated_cluster(1, 4, mode="loopback")
+    for seen in cluster.run(order_over_groups, True, wire, timeout_s=60):
+        assert seen == [2048, 512, 1024, 256]  # the last registered first
+
+
+def test_on_the_cpu_groups_do_not_wait_for_each_other(emulated_cluster: ClusterFactory) -> None:
+    even, odd, *_ = emulated_cluster(1, 4, mode="loopback").run(order_over_groups, False, None, timeout_s=60)
+    assert even == [512, 256, 2048, 1024]
+    assert odd == [2048, 1024, 512, 256]
+
+
+def test_a_cuda_device_needs_one_order() -> None:
+    with FakeTensorMode():
+        on_device = [nn.Parameter(torch.empty(3, device="cuda"))]
+    assert needs_one_order(on_device)
+    assert not needs_one_order(nn.Linear(2, 2).parameters())
+
+
 # Wire formats
 
 
@@ -363,6 +416,50 @@ def test_a_step_that_failed_leaves_nothing_behind(emulated_cluster: ClusterFacto
     emulated_cluster(1, 3, mode="loopback").run(a_failed_step, timeout_s=60)
 
 
+def one_gives_up(where: str, wire: str | None) -> None:
+    """Rank 1 gives the second step up, and rank 0 hears nothing of it."""
+    start()
+    rank = dist.get_rank()
+    with FoldedMesh({}) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+        buckets = GradientBuckets(model, mesh, bucket_bytes=32 * 33 * 4, wire=wire)
+        for step in range(3):
+            model.zero_grad()
+            fails = (rank, step, where) == (1, 1, "in the middle")
+            if fails:
+                handle = model[0].register_full_backward_pre_hook(lambda *_: torch.zeros(2).view(3))
+            total = model(torch.full((1, 32), rank + step + 1.0)).sum()
+            if (rank, step) != (1, 1):
+                total.backward()
+                buckets.finish()
+            elif not fails:
+                buckets.reset()
+            else:
+                with pytest.raises(RuntimeError, match="invalid for input of size"):
+                    total.backward()
+                handle.remove()
+                buckets.reset()
+            given_up = {name: False for name, _ in model.named_parameters()}
+            if step == 1:
+                given_up = {name: where.startswith("before") or name.startswith("0") for name in given_up}
+            for name, parameter in model.named_parameters():
+                if (rank, step) == (1, 1):
+                    assert parameter.grad is None
+                else:
+                    assert parameter.grad is not None
+                    is_nan = parameter.grad.isnan()
+                    assert is_nan.all() if given_up[name] else not is_nan.any(), (step, name)
+
+
+@pytest.mark.parametrize("wire", [None, "bf16!", "fp8_e4m3!"])
+@pytest.mark.parametrize("where", ["before its backward pass", "in the middle"])
+def test_nobody_steps_by_what_another_rank_gave_up(
+    emulated_cluster: ClusterFactory, where: str, wire: str | None
+) -> None:
+    emulated_cluster(1, 2, mode="loopback").run(one_gives_up, where, wire, timeout_s=60)
+
+
 def other_uses() -> None:
     start()
     rank = dist.get_rank()
@@ -421,6 +518,17 @@ def other_uses() -> None:
 
 def test_other_uses(emulated_cluster: ClusterFactory) -> None:
     emulated_cluster(1, 2, mode="loopback").run(other_uses, timeout_s=60)
+
+
+def test_fit_compares_what_the_constructor_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets(model, None, bucket_bytes=100, wire="bf16")
+    assert buckets.fit(model, bucket_bytes=100, wire="bf16")
+    assert not buckets.fit(model, bucket_bytes=101, wire="bf16")
+    assert not buckets.fit(model, bucket_bytes=100, wire="fp8_e4m3")
+    assert not buckets.fit(model, bucket_bytes=100)
+    monkeypatch.setenv("COMMLAYER_WIRE", "dp=bf16")
+    assert buckets.fit(model, bucket_bytes=100)  # as if it had been written
 
 
 def test_alone() -> None:
@@ -515,6 +623,18 @@ def a_model_goes_on() -> None:
 
 def test_a_model_goes_on(emulated_cluster: ClusterFactory) -> None:
     emulated_cluster(1, 2, mode="loopback").run(a_model_goes_on, timeout_s=90)
+
+
+def test_a_model_takes_other_buckets_when_its_configuration_changes() -> None:
+    model = MoELanguageModel(CONFIG)
+    made = model._gradient_buckets(None)
+    assert model._gradient_buckets(None) is made
+    model.config = replace(CONFIG, bucket_bytes=1)
+    smaller = model._gradient_buckets(None)
+    assert smaller is not made
+    encoded = model._gradient_buckets("bf16")
+    assert encoded is not smaller
+    assert model._gradient_buckets("bf16") is encoded
 
 
 def test_a_copy_of_a_model_has_buckets_of_its_own() -> None:

@@ -85,18 +85,19 @@ def test_stages_of_different_chunks_overlap_and_wait_where_the_plan_says(
             for intra in call.steps
             if (inter.resource, intra.resource) == ("inter", "intra") and inter.chunk != intra.chunk
         )
-        inter = sum(step.end_ns - step.start_ns for step in call.steps if step.resource == "inter")
+        intra = sum(step.end_ns - step.start_ns for step in call.steps if step.resource == "intra")
         sent = sum(step.sent_bytes for step in call.steps if step.resource == "inter")
         dist.destroy_process_group()
-        return across, inter, sent, call.inter_bytes
+        return across, intra, sent, call.inter_bytes
 
-    for across, inter, sent, counted in slow_wire.run(job):
-        assert across > 0.05 * inter
+    for across, intra, sent, counted in slow_wire.run(job):
+        assert across > 0.5 * intra  # which is short: nodes share memory
         assert sent == counted == COUNT * 2  # a quarter of the tensor, there and back
 
 
 def test_an_expert_all_to_all_overtakes_gradients(slow_wire: EmulatedCluster, tmp_path: Path) -> None:
     def job() -> tuple[CallRecord, CallRecord]:
+        os.environ["COMMLAYER_LANES"] = "on"  # by itself a lane's name holds nobody where there is no profile
         rank = start(tmp_path)
         dp, ep = on("dp"), on("ep")
         x, out = torch.arange(4.0).repeat_interleave(COUNT // 16), torch.empty(COUNT // 4)

@@ -248,7 +248,7 @@ def test_a_hold_ends_with_the_last_higher_call() -> None:
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.5, 1.0])
 def test_a_lane_keeps_its_share_under_higher_traffic_without_end(share: float) -> None:
     lanes, clock = made(share)
-    lanes.enter(0)
+    lanes.enter(0, expected_s=1e9)
     chunk_s, num_chunks = 0.005, 40
     gate = Gate(lanes, 3, [(chunk_s * 1e6, True)], 1e9)
     for _ in range(num_chunks):
@@ -325,7 +325,7 @@ def test_calls_that_have_ended_leave_no_patience_behind() -> None:
     lanes, clock = made()
     for _ in range(100):
         lanes.leave(lanes.enter(0, expected_s=1.0))
-    lanes.leave(lanes.enter(0, expected_s=None))
+    lanes.leave(lanes.enter(0))
     lanes.enter(0, expected_s=0.0)  # no bytes: it holds others for the least time, not for ever
     assert lanes.hold(3, 1e9) == pytest.approx(0.02)
     assert clock.now == pytest.approx(0.02)

@@ -38,7 +38,7 @@ from commlayer.settings import Settings
 from commlayer.traces.analyse import Selected, Window, lanes, lateness, plans, select
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
 from commlayer.traces.events import merged_events, rank_events, running
-from commlayer.traces.files import RankTrace, rank_name, read_folder, write_rank, write_trace
+from commlayer.traces.files import RankTrace, rank_name, rank_paths, read_folder, write_rank, write_trace
 from commlayer.traces.intervals import length, rows_without_overlap, union
 from commlayer.tracing import RecordedCall, recorded, traced
 
@@ -331,11 +331,60 @@ def test_a_rank_without_records_counts_nowhere() -> None:
 
 
 def test_predictions_are_held_against_what_the_network_did() -> None:
-    flat, pipelined = plans(select(job()))[1], plans(select(job()))[0]
-    assert (pipelined.collective, pipelined.plan, pipelined.num_calls) == ("all_reduce", "pipelined×2", 8)
-    assert pipelined.ratio == pytest.approx((60 - 5) / 40)  # the hold is not the plan's fault
-    assert (flat.plan, flat.ratio) == ("flat", 2.0)
+    pipelined, flat = plans(select(job()))
+    assert (pipelined.collective, pipelined.plan) == ("all_reduce", "pipelined×2")
+    assert (pipelined.num_calls, pipelined.num_held) == (0, 8)
+    assert pipelined.predicted_us is pipelined.measured_us is pipelined.ratio is pipelined.ratio_together is None
+    assert (flat.plan, flat.num_calls, flat.num_held, flat.ratio) == ("flat", 8, 0, 2.0)
     assert flat.ratio_together == 2.0  # rank 2 came late, and took no longer than predicted from there
+
+
+def test_calls_that_any_rank_held_say_nothing_of_the_prediction() -> None:
+    """Predicted 10 ms, but it takes 60; of one call a rank was held for 50 ms meanwhile, which would make it look right."""
+    base = replace(fake_calls(0)[1], ranks=(0, 1), sequence=0, start_ns=1, end_ns=1 + 60 * MS, waited=[])
+    again = replace(base, sequence=1)
+    traces = [
+        fake_trace(0, [replace(base, held_ns=50 * MS), again]),
+        fake_trace(1, [replace(base, rank=1), replace(again, rank=1)]),
+    ]
+    (found,) = plans(select(traces))
+    assert (found.num_calls, found.num_held) == (2, 2)  # also that of the rank which waited for the one that held
+    assert found.ratio == found.ratio_together == 6.0
+
+
+def messages(rank: int, start: int, end: int) -> CallRecord:
+    """A batch that was waited for from the middle on."""
+    return CallRecord(
+        "pp", "pipeline", (rank,), rank, 0, "messages", "messages", 4096, start - MS, start, end, 4096, 0, 2 * MS,
+        [((start + end) // 2, end)],
+    )  # fmt: skip
+
+
+def test_batches_of_messages_count_and_are_matched_with_nothing(tmp_path: Path) -> None:
+    """Rank 1's come later than rank 0's, and there are more of them: that says nothing of rank 1."""
+    traces = [
+        fake_trace(0, [messages(0, 10 * MS, 20 * MS)]),
+        fake_trace(1, [messages(1, at * MS, (at + 10) * MS) for at in (50, 70, 90)]),
+    ]
+    ranks = select(traces)
+    assert [(each.num_calls, each.num_last, each.late_us) for each in lateness(ranks)] == [(0, 0, [])] * 2
+    assert plans(ranks) == []
+    (times,) = lanes(ranks)
+    assert (times.lane, times.num_calls, times.num_unknown) == ("pp", 4, 0)
+    assert (times.logical_bytes, times.inter_bytes, times.intra_bytes, times.wire_ratio) == (4 * 4096, 4 * 4096, 0, 1.0)
+    assert (times.exposed_us, times.busy_us) == (4 * 5e3 / 2, 4 * 10e3 / 2)
+    assert (times.queued_us, times.held_us) == (4 * 1e3 / 2, 4 * 2e3 / 2)
+    output = invoke(put(tmp_path, traces), "--picture", tmp_path / "p.svg").stdout
+    assert "Stragglers" not in output
+    assert "Predicted" not in output
+    (found,) = slices(list(rank_events(traces[0])), "call")
+    assert found["name"] == "messages #0 messages"
+
+
+def test_without_other_ranks_nobody_came_last() -> None:
+    call = replace(fake_calls(0)[1], ranks=(0,))
+    (found,) = plans(select([fake_trace(0, [call])]))
+    assert (found.num_calls, found.ratio, found.ratio_together) == (1, 2.0, None)
 
 
 def test_a_late_rank_is_not_the_plans_fault() -> None:
@@ -475,11 +524,32 @@ def test_ranks_of_a_job_agree_on_its_name_and_compare_clocks_twice(tmp_path: Pat
     assert opened.job == f"{gathered[0]:016x}"
     count = len(gathered)
     close_recorder(gather)
-    assert len(gathered) == 2 * count - 1
+    assert len(gathered) == 2 * count - 2  # without name and number
     (trace,) = read_folder(tmp_path)
     assert len(trace.readings) == 2
     with pytest.raises(UsageError, match="a gather over the 2 ranks"):
         open_recorder(tmp_path, 0, 2)
+
+
+def test_a_second_job_overwrites_nothing(tmp_path: Path) -> None:
+    jobs = []
+    for _ in range(3):
+        jobs.append(open_recorder(tmp_path, 0, 1).job)
+        close_recorder()
+    assert open_recorder(tmp_path / "another", 0, 1).path.name == "rank-00000.json"
+    assert [path.name for path in rank_paths(tmp_path)] == [rank_name(0), "rank-00000-2.json", "rank-00000-3.json"]
+    assert [next(read_folder(tmp_path, job)).job for job in jobs] == jobs
+
+
+def test_a_rank_that_was_replaced_takes_the_number_of_the_others(tmp_path: Path) -> None:
+    """It has opened nothing before, and they have twice."""
+
+    def gather(value: int) -> list[int]:
+        return [2, value]
+
+    assert open_recorder(tmp_path, 1, 2, gather).path.name == "rank-00001-3.json"
+    close_recorder()
+    assert open_recorder(tmp_path, 1, 2, gather).path.name == "rank-00001-4.json"
 
 
 def test_a_dead_peer_costs_the_second_comparison_only(tmp_path: Path) -> None:
@@ -670,7 +740,9 @@ def test_the_tables(tmp_path: Path) -> None:
     assert rows["all"][1] == "24"
     assert rows["ep"][-1] == "0.500"
     assert "rank 2 is last most often: in 2 of 6 calls" in output
-    assert rows["all_to_all"][2:] == ["8", "10.000", "20.000", "2.000", "2.000"]
+    assert "Predicted and measured: medians of the calls that no rank held for a higher lane" in output
+    assert rows["all_to_all"][2:] == ["8", "0", "10.000", "20.000", "2.000", "2.000"]
+    assert rows["all_reduce"][2:] == ["0", "8", "–", "–", "–", "–"]
 
 
 def test_bytes_that_only_the_inner_backend_knows(tmp_path: Path) -> None:
@@ -694,6 +766,10 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     assert content["together"]["calls"] == 24
     assert content["stragglers"][0]["rank"] == 2
     assert content["plans"][1]["ratio_together"] == 2.0
+    assert [(plan["calls"], plan["held_calls"], plan["ratio"]) for plan in content["plans"]] == [
+        (0, 8, None),
+        (8, 0, 2.0),
+    ]
     step = json.loads(invoke(tmp_path, "--json", "--step", "1").stdout)
     assert step["together"]["calls"] == 12
     assert json.loads(invoke(tmp_path, "--json", "--since", "1s").stdout)["together"] is None
@@ -733,10 +809,30 @@ def test_bad_folders(tmp_path: Path) -> None:
     assert "expected a trace of format 1, got format 2" in invoke(tmp_path, status=2).stderr
     (tmp_path / "rank-00001.json").write_bytes((tmp_path / "rank-00002.json").read_bytes())
     assert "rename it to rank-00002.json" in invoke(tmp_path, status=2).stderr
-    put(tmp_path, [fake_trace(1, job="00000000000000cd")])
+    (tmp_path / "rank-00001-2.json").write_bytes((tmp_path / "rank-00002.json").read_bytes())
+    (tmp_path / "rank-00001.json").unlink()
+    assert "rank 2: rename it to rank-00002-2.json" in invoke(tmp_path, status=2).stderr
+    (tmp_path / "rank-00001-2.json").replace(tmp_path / "rank-00002-2.json")
     text = invoke(tmp_path, status=2).stderr
-    assert "expected files of one job, got rank 0 of job 00000000000000ab" in text
-    assert "rank 1 of job 00000000000000cd" in text
+    assert "one file of rank 2 of job 00000000000000ab, got rank-00002.json and rank-00002-2.json" in text
+
+
+def test_two_jobs_in_one_folder(tmp_path: Path) -> None:
+    put(tmp_path, job())
+    for rank in range(3):
+        again = fake_trace(rank, fake_calls(rank)[:2], job="00000000000000cd", world_size=3)
+        write_trace(tmp_path / rank_name(rank, 2), rank_events(again), commlayer=again)
+    text = invoke(tmp_path, status=2).stderr
+    assert (
+        "expected files of one job, got job 00000000000000ab (4 of 4 ranks, such as rank-00000.json) and job 00000000000000cd "
+        "(3 of 3 ranks, such as rank-00000-2.json): choose one with --job 00000000000000ab" in text
+    )
+    assert "got job 00000000000000ab (4 of 4" in invoke(tmp_path, "--job", "0000", status=2).stderr
+    assert "expected files of job ef, got job 00000000000000ab (4" in invoke(tmp_path, "--job", "ef", status=2).stderr
+    for name, size, calls in (("00000000000000ab", 4, 24), ("00000000000000cd", 3, 6)):
+        content = json.loads(invoke(tmp_path, "--job", name, "--json").stdout)
+        assert (content["job"], content["world_size"], content["missing"]) == (name, size, [])
+        assert content["together"]["calls"] == calls
 
 
 def test_many_ranks_are_shortened(tmp_path: Path) -> None:

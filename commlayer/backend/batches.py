@@ -7,7 +7,8 @@ receiver: ranks may all send before anybody receives, in any order of peers, as 
 Nothing that arrives says how far a message is on the link, as the chunks of the others do in a collective. So the next chunk goes
 when the link has had the time for the one before, and that is how few are in a higher lane's way.
 
-All messages of two ranks keep their order: Gloo matches those of one tag in the order in which they were posted.
+All messages of two ranks keep their order: Gloo matches those of one tag in the order in which they were posted. The n-th pieces
+of all have one tag, so that messages of different sizes at both ends do not shift what comes behind them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ Parcel = tuple[torch.Tensor, int]
 _NO_TIMEOUT = timedelta(0)
 _TAG = (1 << 31) - 1
 """Beyond what programs use: torch's tags are 32 bits."""
+_TAGS = 1 << 16
 _PACE = 0.8
 """Of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
 
@@ -74,8 +76,10 @@ class Batch(Work):
         if self._done or recording is None or self.record is None:
             self._wait(timeout)
         else:
-            waiting(recording, self.record, lambda: self._wait(timeout))
-            self.record.end_ns = now()
+            try:
+                waiting(recording, self.record, lambda: self._wait(timeout))
+            finally:
+                self.record.end_ns = now()
         if self._error is not None:
             raise self._error
         return True
@@ -143,8 +147,8 @@ class Batches(Encodings):
         for x, peer in receives:
             moved = landing(x)
             batch.landings.append((x, moved))
-            for piece in self._pieces(moved, peer):
-                self._post(batch, "recv", piece, peer)
+            for nth, piece in enumerate(self._pieces(moved, peer)):
+                self._post(batch, "recv", piece, peer, nth)
             self.counters.flat["recv"].add(x.nbytes, 0)
         if sends:
             self._send(batch, [(flat(x), peer) for x, peer in sends])
@@ -206,7 +210,7 @@ class Batches(Encodings):
                     if batch.record is not None:
                         batch.record.held_ns += int(held_s * 1e9)
                 for piece, peer in here:
-                    self._post(batch, "send", piece, peer)
+                    self._post(batch, "send", piece, peer, nth)
                 if any(nth + 1 < len(each) for each, _ in pieces):
                     time.sleep(alone_s * _PACE)
         except Exception as error:  # noqa: BLE001  carried to whoever waits
@@ -214,10 +218,10 @@ class Batches(Encodings):
         else:
             batch.posted()
 
-    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int) -> None:
+    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int) -> None:
         what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._named(peer)}"
         try:
-            batch.works.append((getattr(self._gloo, verb)([piece], peer, _TAG), what))
+            batch.works.append((getattr(self._gloo, verb)([piece], peer, _TAG - nth % _TAGS), what))
         except RuntimeError as error:
             raise self.message_error(error, what) from error
 

@@ -204,12 +204,10 @@ class CommlayerGroup(Batches):
         gloo, who = self._gloo, self.who
         if drain:
             self._finish()
-            if self._is_default:
-                end(gloo, self._size, with_others=True)
+            end(gloo, self._size, with_others=True)
             self._planned.close()
         else:
-            if self._is_default:
-                end(gloo, self._size, with_others=False)
+            end(gloo, self._size, with_others=False)
             self._planned.abort(f"{who} was aborted")
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
@@ -237,12 +235,6 @@ class CommlayerGroup(Batches):
         for queue in (self._progress, self._sender):
             if queue is not None:
                 queue.drain()
-
-    @property
-    def _is_default(self) -> bool:
-        from commlayer.backend import world
-
-        return world.is_default(self)
 
     def _forget_world(self) -> None:
         from commlayer.backend import world

@@ -59,7 +59,7 @@ class GroupLane:
         """Before a call that is not cut: its beginning is the only edge that it has. Returns ns held."""
         if not (self.level and self.is_on):
             return 0
-        alone_us = num_bytes / self._bytes_per_s * 1e6 if self._bytes_per_s else num_bytes / 1e3
+        alone_us = num_bytes / self._bytes_per_s * 1e6 if self._bytes_per_s else num_bytes / 1e2
         longest_us = longest_hold_us(max(alone_us, 100.0), lanes().policy)
         return int(lanes().hold(self.level, longest_us, crosses=self._crosses) * 1e9)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer.planned import PlannedGroup
@@ -87,31 +90,89 @@ def _steps(plan: Plan, found: Recorded, step_bytes: list[int]) -> tuple[StepReco
     )
 
 
-def begin(settings: Settings, gloo: Any, global_ranks: Sequence[int], rank: int, world_size: int) -> None:
-    """Open the recorder that ``COMMLAYER_TRACE`` asks for, at the job's first group of all ranks. Collective over it."""
-    if settings.trace is None or recorder() is not None:
-        return
-    if len(global_ranks) == world_size:
-        open_recorder(settings.trace, global_ranks[rank], world_size, partial(_gather, gloo, world_size, None))
-    else:
+class _Opener(NamedTuple):
+    """The group that opened the recorder of ``job``. ``gloo``: its own; a group's threads must not live on for its trace.
+    ``places``: where in a gather over it each global rank is."""
+
+    gloo: weakref.ref[Any]
+    places: list[int]
+    job: str
+
+
+_opener: _Opener | None = None
+
+
+def begin(settings: Settings, gloo: Any, global_ranks: Sequence[int], rank: int, world_size: int) -> bool:
+    """Open the recorder that ``COMMLAYER_TRACE`` asks for, at a group of all ranks. Collective over it, whether or not this rank
+    records already: the others may have been replaced since. It goes on where all record one job, and otherwise all begin anew.
+
+    Returns whether this group has opened it: then its :func:`end` writes the file.
+    """
+    global _opener
+    if not settings.trace:
+        return False
+    if len(global_ranks) != world_size:
+        if recorder() is None:
+            warnings.warn(
+                "COMMLAYER_TRACE: nothing is recorded before there is a group of all ranks, whose clocks can be compared: make "
+                "the default group with backend commlayer, or one with planned_group()",
+                stacklevel=2,
+            )
+        return False
+    places = sorted(range(world_size), key=global_ranks.__getitem__)
+    gather = partial(_gather, gloo, places, None)
+    jobs = gather(_open_job(world_size))
+    if jobs[0] and len(set(jobs)) == 1:
+        return False
+    try:
+        opened = open_recorder(settings.trace, global_ranks[rank], world_size, gather)
+    except OSError as error:  # the job's results are worth more than its trace
         warnings.warn(
-            "COMMLAYER_TRACE: nothing is recorded before there is a group of all ranks, whose clocks can be compared: make the "
-            "default group with backend commlayer, or one with planned_group()",
+            f"COMMLAYER_TRACE: rank {global_ranks[rank]} records nothing, because it cannot make the folder "
+            f"{settings.trace}: {error}",
             stacklevel=2,
         )
+        return False
+    _opener = _Opener(weakref.ref(gloo), places, opened.job)
+    return True
+
+
+def _open_job(world_size: int) -> int:
+    """The job that this rank records and can go on with; 0: none."""
+    found = recorder()
+    if found is None or found.pid != os.getpid() or found.world_size != world_size:
+        return 0
+    if _opener is not None and _opener.job == found.job:
+        is_over = (
+            _opener.gloo() is None or not dist.is_initialized()
+        )  # a default group is being made: there was another
+        if is_over:
+            return 0
+    return int(found.job, 16)
 
 
 def end(gloo: Any, world_size: int, *, with_others: bool) -> None:
-    """Write the file, at the end of the group that opened it. ``with_others``: all ranks come here."""
-    if recorder() is not None:
-        close_recorder(partial(_gather, gloo, world_size, _END_S) if with_others else None)
+    """Write the file, at the end of the group that opened it; of any other group: nothing.
+
+    ``with_others``: all ranks come here, and compare their clocks again. Without, as where the group is aborted, nobody is
+    asked.
+    """
+    global _opener
+    if _opener is None or _opener.gloo() is not gloo:
+        return
+    opener, _opener = _opener, None
+    found = recorder()
+    if found is None or found.job != opener.job:  # the program has closed it, or opened one of its own
+        return
+    close_recorder(partial(_gather, gloo, opener.places, _END_S) if with_others else None)
 
 
-def _gather(gloo: Any, world_size: int, timeout_s: float | None, value: int) -> list[int]:
+def _gather(gloo: Any, places: Sequence[int], timeout_s: float | None, value: int) -> list[int]:
+    """``value`` of every rank, by global rank."""
     options = AllgatherOptions()
     if timeout_s is not None:
         options.timeout = timedelta(seconds=timeout_s)
-    found = torch.empty(world_size, dtype=torch.int64)
+    found = torch.empty(len(places), dtype=torch.int64)
     gloo._allgather_base(found, torch.tensor([value], dtype=torch.int64), options).wait()
     values: list[int] = found.tolist()
-    return values
+    return [values[place] for place in places]

@@ -28,7 +28,7 @@ from commlayer.settings import Settings
 if TYPE_CHECKING:
     from commlayer.backend.group import CommlayerGroup
 
-__all__ = ["World", "agree", "current", "forget", "is_default", "remember"]
+__all__ = ["World", "agree", "current", "forget", "remember"]
 
 _AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra", "wire", "lanes", "lane_share", "trace")
 """Settings of which ranks must not hold different ones: their calls would not meet."""
@@ -64,11 +64,6 @@ def remember(world: World, group: CommlayerGroup) -> None:
     """``group`` is the default group, and ``world`` what it agreed on."""
     global _current
     _current = world, group
-
-
-def is_default(group: CommlayerGroup) -> bool:
-    """Whether ``group`` is the default group."""
-    return _current is not None and _current[1] is group
 
 
 def forget(group: CommlayerGroup) -> None:

@@ -24,6 +24,7 @@ _MOST_RANKS = 16
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Where the merged trace goes.  [DIR/merged.json]")
+@click.option("--job", help="Which one, where DIR holds the files of several; the beginning of its name is enough.")
 @click.option("--step", type=click.IntRange(min=0), help="Only calls that the program issued in this training step.")
 @click.option("--since", "since_us", type=DURATION_US, help="Only calls issued so long after the first one: 2s, 150ms.")
 @click.option("--until", "until_us", type=DURATION_US, help="Only calls issued before.")
@@ -33,6 +34,7 @@ _MOST_RANKS = 16
 def trace(
     folder: Path,
     output: Path | None,
+    job: str | None,
     step: int | None,
     since_us: float | None,
     until_us: float | None,
@@ -52,7 +54,7 @@ def trace(
     """
     with progress("reading", len(rank_paths(folder))) as advance:
         traces: list[RankTrace] = []
-        for each in read_folder(folder):
+        for each in read_folder(folder, job):
             traces.append(each)
             advance(f"rank {each.rank}")
     ranks = select(traces, Window(step, since_us, until_us))
@@ -144,14 +146,19 @@ def _as_dict(ranks: Sequence[Selected], notes: Sequence[str]) -> dict[str, Any]:
                 "collective": each.collective,
                 "plan": each.plan,
                 "calls": each.num_calls,
-                "predicted_us": rounded(each.predicted_us),
-                "measured_us": rounded(each.measured_us),
-                "ratio": rounded(each.ratio, 6),
-                "ratio_together": None if each.ratio_together is None else rounded(each.ratio_together, 6),
+                "held_calls": each.num_held,
+                "predicted_us": _known(each.predicted_us),
+                "measured_us": _known(each.measured_us),
+                "ratio": _known(each.ratio, 6),
+                "ratio_together": _known(each.ratio_together, 6),
             }
             for each in plans(ranks)
         ],
     }
+
+
+def _known(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else rounded(value, digits)
 
 
 def _lane(times: LaneTimes) -> dict[str, Any]:
@@ -167,7 +174,7 @@ def _lane(times: LaneTimes) -> dict[str, Any]:
         "wire_bytes": {"inter": times.inter_bytes, "intra": times.intra_bytes},
         "unknown_calls": times.num_unknown,
         "unfinished_calls": times.num_unfinished,
-        "wire_ratio": None if times.wire_ratio is None else rounded(times.wire_ratio, 6),
+        "wire_ratio": _known(times.wire_ratio, 6),
     }
 
 
@@ -224,7 +231,7 @@ def _lane_cells(times: LaneTimes) -> list[str]:
         format_bytes(times.logical_bytes),
         sent(times.inter_bytes),
         sent(times.intra_bytes),
-        "–" if times.wire_ratio is None else f"{times.wire_ratio:.3f}",
+        _cell(times.wire_ratio),
     ]
 
 
@@ -264,15 +271,21 @@ def _show_plans(ranks: Sequence[Selected]) -> None:
             each.collective,
             each.plan,
             str(each.num_calls),
-            f"{each.predicted_us / 1e3:.3f}",
-            f"{each.measured_us / 1e3:.3f}",
-            f"{each.ratio:.3f}",
-            "–" if each.ratio_together is None else f"{each.ratio_together:.3f}",
+            str(each.num_held),
+            _cell(each.predicted_us, 1e3),
+            _cell(each.measured_us, 1e3),
+            _cell(each.ratio),
+            _cell(each.ratio_together),
         ]
         for each in found
     ]
-    columns = ["collective", "plan", ">calls", ">predicted ms", ">measured ms", ">ratio", ">without late ranks"]
-    print_table(columns, rows, title="Predicted and measured: medians; without what was held for higher lanes")
+    columns = ["collective", "plan", ">calls", ">left out: held", ">predicted ms", ">measured ms", ">ratio"]
+    columns.append(">without late ranks")
+    print_table(columns, rows, title="Predicted and measured: medians of the calls that no rank held for a higher lane")
+
+
+def _cell(value: float | None, unit: float = 1.0) -> str:
+    return "–" if value is None else f"{value / unit:.3f}"
 
 
 def _draw(path: Path, ranks: Sequence[Selected], step: int | None) -> None:

@@ -172,7 +172,8 @@ class RankLateness:
 
 
 def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
-    """Each rank, also one without calls; those that are last most often first. Calls of one rank alone do not count."""
+    """Each rank, also one without calls; those that are last most often first. Calls of one rank alone do not count, and so no
+    batch of messages: nobody says which of another rank's belongs to it."""
     found = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
     errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
     for shared in _matched(ranks).values():
@@ -210,19 +211,22 @@ def _matched(ranks: Iterable[Selected]) -> dict[_Key, dict[int, tuple[CallRecord
 
 @dataclass(slots=True)
 class PlanErrors:
-    """Predicted against measured times of one collective moved by one plan; holds for higher lanes are taken out.
+    """Predicted against measured times of one collective moved by one plan, of the calls that no rank held for a higher lane:
+    of the others nobody knows how long they would have taken.
 
     ``ratio``: median over the ranks' calls of measured / predicted time, each from where the rank came to the call;
     ``ratio_together``: median over calls of the time from where the last rank came to the last end, which no late rank makes
-    longer; None where no call has the records of all its ranks. ``num_calls`` counts ranks' calls.
+    longer; None where no call has the records of all its ranks. ``num_calls`` counts ranks' calls that are compared, and
+    ``num_held`` those left out because a rank held its part; where that is all of them, the times are None.
     """
 
     collective: str
     plan: str
     num_calls: int
-    predicted_us: float
-    measured_us: float
-    ratio: float
+    num_held: int
+    predicted_us: float | None
+    measured_us: float | None
+    ratio: float | None
     ratio_together: float | None
 
 
@@ -230,25 +234,28 @@ def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
     """By collective and plan, of the calls that had a prediction and have ended; times are medians."""
     alone: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    held: Counter[tuple[str, str]] = Counter()
     for shared in _matched(ranks).values():
         compared = [(call, clock) for call, clock in shared.values() if _is_compared(call)]
+        if any(call.held_ns > 0 for call, _ in shared.values()):  # the others waited for those who held theirs
+            held.update((call.collective, call.plan) for call, _ in compared)
+            continue
         for call, _ in compared:
-            measured_us = (call.end_ns - call.start_ns - call.held_ns) / 1e3
-            alone[call.collective, call.plan].append((call.predicted_us, measured_us))
+            alone[call.collective, call.plan].append((call.predicted_us, (call.end_ns - call.start_ns) / 1e3))
         kinds = {(call.collective, call.plan) for call, _ in compared}
-        if len(kinds) == 1 and len(compared) == len(compared[0][0].ranks):
+        if len(kinds) == 1 and len(compared) == len(compared[0][0].ranks) > 1:
             together[kinds.pop()].append(_together(compared))
     return [
         PlanErrors(
-            collective,
-            plan,
-            len(times),
-            median(predicted for predicted, _ in times),
-            median(measured for _, measured in times),
-            median(measured / predicted for predicted, measured in times),
-            median(ratios) if (ratios := together.get((collective, plan))) else None,
+            *kind,
+            len(times := alone.get(kind, [])),
+            held[kind],
+            _median([predicted for predicted, _ in times]),
+            _median([measured for _, measured in times]),
+            _median([measured / predicted for predicted, measured in times]),
+            _median(together.get(kind, [])),
         )
-        for (collective, plan), times in sorted(alone.items())
+        for kind in sorted({*alone, *held})
     ]
 
 
@@ -256,8 +263,11 @@ def _is_compared(call: CallRecord) -> bool:
     return call.predicted_us > 0 and call.end_ns > 0
 
 
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
 def _together(shared: Sequence[tuple[CallRecord, Callable[[int], int]]]) -> float:
     came_ns = max(clock(call.start_ns) for call, clock in shared)
     ended_ns = max(clock(call.end_ns) for call, clock in shared)
-    held_ns = max(call.held_ns for call, _ in shared)
-    return (ended_ns - came_ns - held_ns) / 1e3 / max(call.predicted_us for call, _ in shared)
+    return (ended_ns - came_ns) / 1e3 / max(call.predicted_us for call, _ in shared)

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from commlayer.profiles.errors import UsageError
-from commlayer.recorder import CallRecord, Mark
+from commlayer.recorder import CallRecord, Mark, rank_name
 from commlayer.traces.clock import ClockReading, to_job_ns
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT", "RankTrace", "rank_name", "rank_paths", "read_folder", "write_rank", "write_trace"]
 
 FORMAT = 1
-_NAME = re.compile(r"rank-\d+\.json")
+_NAME = re.compile(r"rank-(\d+)(?:-(\d+))?\.json")
+_T = TypeVar("_T")
 _PACKAGES = ("commlayer", "torch", "numpy")
 
 
@@ -64,12 +65,17 @@ class _File(msgspec.Struct):
     commlayer: RankTrace
 
 
-class _Format(msgspec.Struct):
+class _Head(msgspec.Struct):
+    """What is read of a file before it is known to be one that is wanted."""
+
     format: int
+    job: str = ""
+    rank: int = 0
+    world_size: int = 0
 
 
 class _Probe(msgspec.Struct):
-    commlayer: _Format
+    commlayer: _Head
 
 
 def write_rank(recorder: Recorder) -> None:
@@ -91,11 +97,6 @@ def write_rank(recorder: Recorder) -> None:
         marks=tuple(recorder.marks),
     )
     write_trace(recorder.path, rank_events(trace), commlayer=trace)
-
-
-def rank_name(rank: int) -> str:
-    """The name of a rank's file."""
-    return f"rank-{rank:05d}.json"
 
 
 def _versions() -> dict[str, str]:
@@ -126,49 +127,90 @@ def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
         raise
 
 
-def read_folder(folder: Path) -> Iterator[RankTrace]:
+def read_folder(folder: Path, job: str | None = None) -> Iterator[RankTrace]:
     """The traces in ``folder``, one file after the other, by rank; :func:`rank_paths` says which.
 
+    Args:
+        job: only the files of this one, or of the one whose name begins so.  [the only one]
+
     Raises:
-        UsageError: no trace in the folder, a damaged file, or files of different jobs.
+        UsageError: no trace in the folder, a damaged file, files of different jobs or none of ``job``, a rank's file twice.
     """
+    found: dict[int, Path] = {}
     first: RankTrace | None = None
     for path in rank_paths(folder):
-        trace = _read(path)
+        trace = _read(path, job or "")
+        if trace is None:
+            continue
         first = first or trace
         if (trace.job, trace.world_size) != (first.job, first.world_size):
             raise UsageError(
-                f"{folder}: expected files of one job, got rank {first.rank} of job {first.job} ({first.world_size} ranks) and "
-                f"rank {trace.rank} of job {trace.job} ({trace.world_size} ranks): remove those of the other one, and give every "
-                "job a folder of its own"
+                f"{folder}: expected files of one job, got {_jobs(folder, job or '')}: choose one with --job {first.job}, or "
+                "give every job a folder of its own"
             )
+        if trace.rank in found:
+            raise UsageError(
+                f"{folder}: expected one file of rank {trace.rank} of job {trace.job}, got {found[trace.rank].name} and "
+                f"{path.name}: remove one"
+            )
+        found[trace.rank] = path
         yield trace
+    if first is None:
+        raise UsageError(f"{folder}: expected files of job {job}, got {_jobs(folder)}")
 
 
 def rank_paths(folder: Path) -> list[Path]:
-    """The files of ranks in ``folder``. Raises UsageError where there are none."""
-    paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-    if not paths:
+    """The files of ranks in ``folder``, first those of the first job. Raises UsageError where there are none."""
+    numbers = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
+    places = {path: (int(found[2] or 1), int(found[1])) for path, found in numbers.items() if found}
+    if not places:
         raise UsageError(
             f"{folder}: expected files such as rank-00000.json, got none: run the job with COMMLAYER_TRACE={folder}, and collect "
             "the files of all machines; a rank writes its own when it ends"
         )
-    return paths
+    return sorted(places, key=places.__getitem__)
 
 
-def _read(path: Path) -> RankTrace:
+def _jobs(folder: Path, begin: str = "") -> str:
+    """The jobs of the files in ``folder``, those whose names begin so."""
+    jobs: dict[tuple[str, int], list[str]] = {}
+    for path in rank_paths(folder):
+        with contextlib.suppress(UsageError):
+            head, _ = _head(path)
+            if head.job.startswith(begin):
+                jobs.setdefault((head.job, head.world_size), []).append(path.name)
+    each = [
+        f"job {job} ({len(names)} of {size} ranks, such as {names[0]})" for (job, size), names in sorted(jobs.items())
+    ]
+    return " and ".join(each)
+
+
+def _head(path: Path) -> tuple[_Head, bytes]:
     data = path.read_bytes()
+    head = _decoded(path, data, _Probe).commlayer
+    if head.format != FORMAT:
+        raise UsageError(
+            f"{path}: expected a trace of format {FORMAT}, got format {head.format}: read it with the commlayer that wrote it"
+        )
+    return head, data
+
+
+def _read(path: Path, begin: str) -> RankTrace | None:
+    """The trace in ``path``; None for one of a job whose name does not begin so."""
+    head, data = _head(path)
+    if not head.job.startswith(begin):
+        return None
+    trace = _decoded(path, data, _File).commlayer
+    name = _NAME.fullmatch(path.name)
+    if name is None or path.name != (right := rank_name(trace.rank, int(name[2] or 1))):
+        raise UsageError(f"{path}: expected a name that fits its content, rank {trace.rank}: rename it to {right}")
+    return trace
+
+
+def _decoded(path: Path, data: bytes, kind: type[_T]) -> _T:
     try:
-        found = msgspec.json.decode(data, type=_Probe).commlayer.format
-        if found != FORMAT:
-            raise UsageError(
-                f"{path}: expected a trace of format {FORMAT}, got format {found}: read it with the commlayer that wrote it"
-            )
-        trace = msgspec.json.decode(data, type=_File).commlayer
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path}: expected the trace of a rank, got a damaged file: {error}. Copy it again, or remove it to go on without"
         ) from error
-    if path.name != (name := rank_name(trace.rank)):
-        raise UsageError(f"{path}: expected a name that fits its content, rank {trace.rank}: rename it to {name}")
-    return trace

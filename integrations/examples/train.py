@@ -33,6 +33,7 @@ from commlayer.integrations.mesh_ranks import FoldedMapping
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import CommlayerError, UsageError
+from commlayer.recorder import recorder
 from commlayer.units import format_bytes
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]
@@ -92,13 +93,15 @@ def train(
     layers = [layer for layer in model.layers.values() if isinstance(layer, MoETransformerLayer)]
     with progress("training", options.steps) as advance:
         for step in range(options.steps):
-            started = time.perf_counter()
+            started, began_ns = time.perf_counter(), time.perf_counter_ns()
             tokens, labels = corpus.batch(step, options.sequence, options.batch)
             optimizer.zero_grad()
             loss = model.train_step(tokens, labels, num_micro_batches=options.micro_batches)
             optimizer.step()
             losses.append(loss.item())
             times.append((time.perf_counter() - started) * 1e6)
+            if (recording := recorder()) is not None:
+                recording.mark(f"step {step}", began_ns, time.perf_counter_ns())
             for decision in (layer.moe.dispatcher.decision for layer in layers):
                 if decision is not None:
                     dispatch[decision.name] += 1

@@ -3,7 +3,9 @@ an order that needs no buffers; with as many activations kept as promised."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from queue import Queue
@@ -284,6 +286,53 @@ def test_graphs_go_as_soon_as_they_may() -> None:
     weight = torch.ones(3, requires_grad=True)
     run_pipeline(lambda m, x: cast("Any", Counted).apply(weight).sum(), GroupCommunicator(None, "pp"), [(3,)] * 5)
     assert (Counted.alive, Counted.most) == (0, 1)
+
+
+class _Kept:
+    """An exchange keeps its tensors as long as somebody keeps the exchange."""
+
+    def __init__(self, network: _Keeping, sends: Sequence[Any], only_sends: bool) -> None:
+        self.network, self.sends, self.only_sends, self.number = network, sends, only_sends, network.started
+
+    def wait(self) -> None:
+        if self.only_sends:
+            self.network.later.append(self.network.started - self.number)
+
+
+class _Keeping:
+    """A stage whose neighbours always answer at once."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.sent: list[weakref.ref[torch.Tensor]] = []
+        self.later: list[int] = []  # how many exchanges had been started since, when one that only sends was waited for
+        self.started = self.most = 0
+
+    @property
+    def alive(self) -> int:
+        return sum(x() is not None for x in self.sent)
+
+    def start_exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> _Kept:
+        self.started += 1
+        self.sent += [weakref.ref(x) for x, _ in sends]
+        for x, _ in receives:
+            x.zero_()
+        self.most = max(self.most, self.alive)
+        return _Kept(self, sends, not receives)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 4), (1, 4), (3, 4)])
+def test_what_was_sent_goes_two_turns_later(schedule: Schedule, rank: int, size: int) -> None:
+    pp = _Keeping(rank, size)
+    gc.disable()
+    try:
+        run_stage(cast("GroupCommunicator", pp), [2] * 16, schedule)
+    finally:
+        gc.enable()
+    assert pp.most <= 4, "two turns' and this one's, and what the last task used"
+    assert all(later >= 2 for later in pp.later[:-2]), "not at once"
+    assert pp.alive == 0
 
 
 def test_what_is_next_is_asked_for_before_computing() -> None:
