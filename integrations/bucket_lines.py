@@ -95,6 +95,19 @@ class Bucket:
             view.copy_(gradient)
         parameter.grad = view
 
+    def check(self) -> None:
+        """Whether what came is still there. Raises UsageError."""
+        for name, parameter, view, is_there in zip(
+            self.names, self.parameters, self.views, self.is_there, strict=False
+        ):
+            if not parameter.requires_grad:
+                raise UsageError(f"{name} was frozen since these GradientBuckets were made: close them and make others")
+            if is_there and (parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr()):
+                raise UsageError(
+                    f"the gradient of {name} was replaced between its backward pass and finish(), where it may be on its way to "
+                    "other ranks: scale, clip or drop gradients after finish()"
+                )
+
     def all_reduce(self, flat: torch.Tensor) -> dist.Work | None:
         if self.compressed is None:
             work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)

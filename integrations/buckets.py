@@ -33,6 +33,10 @@ _OF_GRADIENTS = {"dp", "dp_cp", "edp", "stage", "world"}
 """Axes on whose groups nothing else happens in a backward pass."""
 
 
+_ALIVE: weakref.WeakSet[GradientBuckets] = weakref.WeakSet()
+"""All that have hooks."""
+
+
 class GradientBuckets:
     """The sums of ``module``'s gradients, as :func:`~commlayer.integrations.gradients.synchronise_gradients` makes them, started
     during the backward pass::
@@ -77,6 +81,7 @@ class GradientBuckets:
         policy = flat_policy(wire, "dp")
         self._made_for = _signature(module), bucket_bytes, policy
         self._lines: list[Line] = []
+        self._shared_groups: set[dist.ProcessGroup | None] = set()
         self._is_last = True
         self._places: dict[int, tuple[Line, Bucket, int]] = {}
         self._handles: list[Any] = []
@@ -92,6 +97,9 @@ class GradientBuckets:
             bucket.group, bucket.is_free = mesh.group(bucket.axis), _is_free(mesh, bucket.axis)
             GroupCommunicator(bucket.group, "dp")  # puts the group on its lane
             bucket.compressed = compressed_axis(mesh, bucket.axis, policy)
+        self._share_groups({bucket.group for bucket in buckets})
+        for bucket in buckets:
+            bucket.is_free &= bucket.group not in self._shared_groups
         is_one = needs_one_order(parameter for bucket in buckets for parameter in bucket.parameters)
         self._lines = lines_of(buckets, is_one=is_one)
         for line in self._lines:
@@ -112,6 +120,15 @@ class GradientBuckets:
         )
         return f"GradientBuckets({found or 'nobody to sum with'})"
 
+    def _share_groups(self, groups: set[dist.ProcessGroup | None]) -> None:
+        """A group's sums start in one order on all ranks. That of one set's hooks is its buckets'; of several sets' it is when
+        autograd comes to them, which ranks may see differently. So all sets on one group start in their finish()."""
+        for other in list(_ALIVE):
+            for bucket in (bucket for line in other._lines for bucket in line.buckets if bucket.group in groups):
+                bucket.is_free = False
+                self._shared_groups.add(bucket.group)
+        _ALIVE.add(self)
+
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Around backward passes after which more follow in this step: nothing is sent, gradients add up."""
@@ -128,13 +145,17 @@ class GradientBuckets:
         A parameter without a gradient counts as zero, and has one afterwards. Without a backward pass before it sums the
         gradients that are there.
 
-        Raises PeerError and CollectiveTimeoutError as collectives do, UsageError for a sparse gradient or after :meth:`close`.
+        Raises PeerError and CollectiveTimeoutError as collectives do; UsageError for a sparse gradient, for one that was replaced
+        after it came, for a parameter that was frozen since the buckets were made, and after :meth:`close`.
         """
         if self._lines and not self._handles:
             raise UsageError("these GradientBuckets were closed: make others")
         for parameter in self._alone:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        for line in self._lines:
+            for bucket in line.buckets:
+                bucket.check()
         try:
             for line in self._lines:
                 line.start_rest()
@@ -170,6 +191,7 @@ class GradientBuckets:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        _ALIVE.discard(self)
         for line in self._lines:
             line.close()
 

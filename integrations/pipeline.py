@@ -34,7 +34,7 @@ import torch
 
 from commlayer.collectives import Exchange, GroupCommunicator
 from commlayer.integrations.buckets import GradientBuckets
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["Schedule", "run_pipeline"]
 
@@ -113,12 +113,14 @@ def run_pipeline(
         if task.is_forward:
             x = inputs[m] = None if received is None else received.requires_grad_()
             outputs[m] = stage(m, x)
+            ends.check(task, outputs[m])
             ends.send(task, outputs[m].detach())
             continue
         x, y = inputs.pop(m), outputs.pop(m)
         more_follow = gradients is not None and m < len(shapes) - 1
         with gradients.accumulating() if gradients is not None and more_follow else contextlib.nullcontext():
-            torch.autograd.backward(y, received)
+            if y.requires_grad:  # not behind a first stage that is frozen: what comes back is of no use there
+                torch.autograd.backward(y, received)
         if x is not None:
             ends.send(task, torch.zeros_like(x) if x.grad is None else x.grad)
         if pp.rank == pp.size - 1:
@@ -161,6 +163,16 @@ class _Ends:
             under_way.wait()
         self._let_go(self._turn - _TURNS)
         return x
+
+    def check(self, task: Task, y: torch.Tensor) -> None:
+        """The next stage has room for what was said, and would take other bytes for it. Raises TensorError."""
+        wanted = tuple(self._shapes[task.m])
+        if self._pp.rank < self._pp.size - 1 and (tuple(y.shape) != wanted or y.dtype != self._dtype):
+            raise TensorError(
+                f"stage {self._pp.rank} of {self._pp.size}, micro-batch {task.m}: expected activations of shape {list(wanted)}, "
+                f"{self._dtype}, as run_pipeline() was told; got {list(y.shape)}, {y.dtype}: pass their shapes and dtype (under "
+                "autocast that of the activations, or cast them)"
+            )
 
     def send(self, task: Task, x: torch.Tensor) -> None:
         """At the next turn: what ``task`` has made, to whoever goes on with it."""

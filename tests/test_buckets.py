@@ -686,3 +686,52 @@ def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Pat
     path.write_text(program, "utf-8")
     printed = emulated_cluster(2, 2, mode="loopback").run(the_program_of_the_page, path, timeout_s=60)[0]
     assert len(re.findall(r"gradient \d", printed)) == 3
+
+
+@pytest.mark.cluster
+def test_two_sets_on_one_group_start_in_the_order_of_the_program(emulated_cluster: ClusterFactory) -> None:
+    """One parameter has no gradient on one rank, so that hooks alone would start the sets in another order there."""
+
+    def job() -> list[float]:
+        start()
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        first, second = (nn.ModuleDict({"u": nn.Linear(4, 4), "v": nn.Linear(4, 4)}) for _ in range(2))
+        with FoldedMesh({}) as mesh, GradientBuckets(first, mesh) as one, GradientBuckets(second, mesh) as two:
+            x = torch.ones(1, 4) * (rank + 1)
+            (first["v"](x).sum() + (first["u"](x).sum() if rank else 0)).backward()
+            (second["v"](x).sum() * 100 + second["u"](x).sum() * 100).backward()
+            two.finish()
+            one.finish()
+            assert "started in finish()" in repr(one)
+            found: list[Any] = [p.grad for p in (*first.parameters(), *second.parameters())]
+            return [gradient.flatten()[0].item() for gradient in found]
+
+    assert emulated_cluster(2, 2).run(job) == [[9, 3, 10, 4, 1000, 400, 1000, 400]] * 4
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("how", ["replaced", "dropped", "frozen"])
+def test_gradients_that_the_program_changes_too_early(emulated_cluster: ClusterFactory, how: str) -> None:
+    def job() -> str:
+        start()
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        with FoldedMesh({}) as mesh, GradientBuckets(model, mesh) as buckets:
+            model(torch.ones(1, 4)).sum().backward()
+            buckets.finish()
+            weight: Any = model[0].weight
+            if how == "frozen":
+                weight.requires_grad_(False)
+            model(torch.ones(1, 4)).sum().backward()
+            if how == "replaced":
+                assert weight.grad is not None
+                weight.grad = weight.grad * 2
+            elif how == "dropped":
+                model.zero_grad()
+            with pytest.raises(UsageError) as caught:
+                buckets.finish()
+            buckets.reset()
+            return str(caught.value)
+
+    for text in emulated_cluster(1, 2).run(job):
+        assert ("was frozen since" if how == "frozen" else "was replaced between") in text

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import Queue
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.pipeline import Schedule, Task, run_pipeline, tasks_of
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b")
@@ -522,3 +523,43 @@ def early_and_late(uses: list[int] | None, num_heads: int) -> None:
 @pytest.mark.parametrize(("uses", "num_heads"), [(None, 2), ([1, 2], 0), ([], 0)])
 def test_early_and_late(emulated_cluster: ClusterFactory, uses: list[int] | None, num_heads: int) -> None:
     emulated_cluster(1, 3, mode="loopback").run(early_and_late, uses, num_heads, timeout_s=60)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_stage_returns_is_checked_before_it_is_sent(emulated_cluster: ClusterFactory, schedule: Any) -> None:
+    """Under autocast activations are BF16 where run_pipeline was told nothing; the next stage would read them as FP32."""
+
+    def job() -> str:
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=5))
+        pp = GroupCommunicator(dist.new_group(backend="commlayer", timeout=timedelta(seconds=5)), "pp")
+        try:
+            run_pipeline(lambda m, x: torch.ones(3, 8, dtype=torch.bfloat16), pp, [(3, 8)] * 2, schedule=schedule)
+        except (TensorError, PeerError, CollectiveTimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    outcomes = emulated_cluster(1, 2).run(job, check=False, grace_s=15.0)
+    assert "stage 0 of 2, micro-batch 0: expected activations of shape [3, 8], torch.float32" in outcomes[0].value
+    assert outcomes[1].value
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_first_stage_that_is_frozen(emulated_cluster: ClusterFactory, schedule: Any) -> None:
+    def job() -> bool:
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer")
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        stages = [torch.nn.Linear(8, 8) for _ in range(3)]
+        stages[0].requires_grad_(False)
+        pp = GroupCommunicator(dist.new_group(backend="commlayer"), "pp")
+
+        def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
+            y: torch.Tensor = stages[rank](torch.ones(3, 8) if x is None else x)
+            return y.sum() if rank == 2 else y
+
+        run_pipeline(stage, pp, [(3, 8)] * 4, schedule=schedule)
+        return all((p.grad is None) == (rank == 0) for p in stages[rank].parameters())
+
+    assert emulated_cluster(1, 3).run(job) == [True] * 3
