@@ -6,6 +6,9 @@ what a loop would measure. So the verbs have a direct path: a call of plain tens
 nor signatures to look at, goes to Gloo in the verb itself (see ``_is_direct``). It takes no lock: without calls under way
 there is only its caller's thread, unless a program issues on one group from several threads that nothing orders, and then
 ranks do not agree on an order anyway.
+
+The module is long because one class holds what every call passes through; what needs none of its state is in lane.py, recording.py,
+issued.py and progress.py.
 """
 
 from __future__ import annotations
