@@ -7,8 +7,8 @@ nor signatures to look at, goes to Gloo in the verb itself (see ``_is_direct``).
 there is only its caller's thread, unless a program issues on one group from several threads that nothing orders, and then
 ranks do not agree on an order anyway.
 
-The module is long because one class holds what every call passes through; what needs none of its state is in lane.py, recording.py,
-issued.py and progress.py.
+The module is long because one class holds what every call passes through; what needs none of its state is in lane.py,
+recording.py, issued.py and progress.py.
 """
 
 from __future__ import annotations
