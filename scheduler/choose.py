@@ -25,7 +25,6 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
-_CUT_FINELY = ("all_gather", "all_reduce", "reduce_scatter")
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
 _MOST_BASES = 3
 _EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
@@ -197,8 +196,6 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
 def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, policy: Policy) -> Timeline:
     """Of the plans in the format of ``chosen`` that keep its speed and the link's, as the lanes' policy says, the one that puts
     least on the slowest link at once: so much a higher lane finds in its way. ``chosen`` where none puts less."""
-    if chosen.plan.traffic.collective not in _CUT_FINELY or chosen.plan.traffic.logical_bytes == 0:
-        return chosen
     most_us = chosen.total_us * (1 + policy.lanes.most_loss)
     fast = [t for t in priced if t.plan.wire == chosen.plan.wire and t.total_us <= most_us]
     # Of chunks that are no smaller than the speed asks for, and of the chosen plan: pieces cost less than chunks do.

@@ -107,6 +107,8 @@ def finer_plans(plan: Plan, min_slice_bytes: float) -> Iterator[Plan]:
     rank or more.
     """
     traffic = plan.traffic
+    if traffic.collective not in _IN_PIECES or not traffic.logical_bytes:
+        return
     if plan.wire.is_native and plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED):
         for pieces in _PIECES:
             with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
