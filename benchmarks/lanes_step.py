@@ -43,7 +43,7 @@ from commlayer.emulation import EmulatedCluster
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.mesh_ranks import AXES, FoldedMapping
+from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.lanes import lanes

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
     from commlayer.integrations.linear import ReplicatedLinear as ReplicatedLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
+    from commlayer.integrations.mesh import FoldedMapping as FoldedMapping
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
     from commlayer.integrations.mesh import mark_experts as mark_experts
-    from commlayer.integrations.mesh_ranks import FoldedMapping as FoldedMapping
     from commlayer.integrations.model import ModelConfig as ModelConfig
     from commlayer.integrations.model import MoELanguageModel as MoELanguageModel
     from commlayer.integrations.moe.dispatcher import TokenDispatcher as TokenDispatcher
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ColumnParallelLinear": "linear",
     "DispatchWire": "moe.ways",
-    "FoldedMapping": "mesh_ranks",
+    "FoldedMapping": "mesh",
     "FoldedMesh": "mesh",
     "GradientBuckets": "buckets",
     "GroupedExperts": "moe.experts",

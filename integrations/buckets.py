@@ -21,7 +21,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.bucket_lines import Bucket, Line, lines_of, needs_one_order
 from commlayer.integrations.gradients import compressed_axis, gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.mesh_ranks import AXES
+from commlayer.scheduler.mapping.folded import AXES
 from commlayer.integrations.wire import WireChoice, flat_policy
 from commlayer.profiles.errors import UsageError
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.mesh import FoldedMesh, mark_experts
-from commlayer.integrations.mesh_ranks import ATTENTION_AXES, AXES, MOE_AXES, FoldedMapping
+from commlayer.scheduler.mapping.folded import ATTENTION_AXES, AXES, MOE_AXES, FoldedMapping
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
@@ -269,7 +269,7 @@ def test_unknown_axes_and_ranks() -> None:
 
 
 def test_the_pure_part_does_without_torch() -> None:
-    code = "import sys, commlayer.integrations.mesh_ranks; sys.exit('torch' in sys.modules)"
+    code = "import sys, commlayer.scheduler.mapping.folded; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from commlayer.integrations.mesh_describe import MeshDescription, describe_groups
+from commlayer.scheduler.mapping.describe import MeshDescription, describe_groups
 from commlayer.profiles.errors import GroupError
 from commlayer.profiles.topology import Topology
 

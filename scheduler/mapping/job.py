@@ -1,0 +1,175 @@
+"""What is to be trained, and one way of doing it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.scheduler.mapping.folded import FoldedMapping
+from commlayer.scheduler.mapping.model import ModelShape
+
+__all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
+
+Precision = Literal["bf16", "fp8"]
+Recompute = Literal["none", "selective", "full"]
+Dispatch = Literal["all_to_all", "all_gather"]
+Attention = Literal["tensor", "ulysses"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be trained, whatever the mapping.
+
+    Attributes:
+        global_batch: sequences a step, of all GPUs together.
+        sequence: tokens in each.
+        capacity_factor: experts take capacity_factor · tokens · top_k / experts rows each; None: every choice (dropless).
+        imbalance: rows of the busiest rank of an expert group over their mean, at least 1; 1.0: routing is even.
+            (:mod:`commlayer.scheduler.mapping.imbalance` has it from a distribution of experts' loads.)
+
+    Raises:
+        UsageError: a number out of its range.
+    """
+
+    model: ModelShape
+    gpus: int
+    global_batch: int
+    sequence: int
+    capacity_factor: float | None = None
+    imbalance: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "global_batch", "sequence"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise UsageError(f"capacity_factor: expected a positive number or None, got {self.capacity_factor!r}")
+        if not 1 <= self.imbalance < math.inf:
+            raise UsageError(f"imbalance: expected at least 1 (the busiest rank over the mean), got {self.imbalance!r}")
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.global_batch * self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A mapping and how it is run: what the search chooses.
+
+    Attributes:
+        gpus, tp, cp, pp, ep, etp: as :class:`~commlayer.scheduler.mapping.folded.FoldedMapping`.
+        vpp: chunks of layers that each pipeline rank has (interleaved 1F1B); 1: plain 1F1B.
+        micro_batch: sequences of a micro-batch of one data-parallel rank.
+        recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input stays).
+        precision: of matrix products. dispatch: how tokens go to experts. attention: ``tensor`` (Megatron's TP with sequence
+            parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
+        zero: what data parallelism shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
+        folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp.
+
+    Raises:
+        UsageError: a number or a word out of its range.
+        GroupError: degrees that do not divide, or that are not of the unfolded kind although ``folded`` is False.
+    """
+
+    gpus: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+    precision: Precision = "bf16"
+    dispatch: Dispatch = "all_to_all"
+    attention: Attention = "tensor"
+    zero: int = 1
+    folded: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if type(self.zero) is not int or not 0 <= self.zero <= 3:
+            raise UsageError(f"zero: expected 0, 1, 2 or 3, got {self.zero!r}")
+        words = {"recompute": Recompute, "precision": Precision, "dispatch": Dispatch, "attention": Attention}
+        for name, kind in words.items():
+            if getattr(self, name) not in get_args(kind):
+                raise UsageError(f"{name}: expected {' or '.join(get_args(kind))}, got {getattr(self, name)!r}")
+        if self.gpus % (self.tp * self.cp * self.pp) or self.gpus % (self.etp * self.ep * self.pp):
+            # its message names the nearest degrees that do divide
+            FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
+        if not self.folded and (self.etp != self.tp or self.dp % self.ep):
+            raise GroupError(
+                f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a divisor of dp={self.dp}: "
+                "change them, or let the mapping fold"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Data parallelism of attention."""
+        return self.gpus // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Data parallelism of experts."""
+        return self.gpus // (self.etp * self.ep * self.pp)
+
+    def layout(self, axis: str) -> tuple[tuple[int, int], ...]:
+        """How the ranks of ``axis`` lie: (size, stride) of each part; its first group holds rank 0.
+
+        Axes: tp, cp, dp, pp, etp, ep, edp, tp_cp, dp_cp, etp_ep, stage. Folded: as FoldedMapping, innermost tp-cp-dp-pp and
+        etp-ep-edp-pp. Unfolded: ep lies in dp, beyond tp·cp, so that etp's ranks are tp's and edp's are cp and the rest of dp.
+        """
+        beyond = self.tp * self.cp
+        stage = self.gpus // self.pp
+        parts: dict[str, tuple[tuple[int, int], ...]] = {
+            "tp": ((self.tp, 1),),
+            "cp": ((self.cp, self.tp),),
+            "dp": ((self.dp, beyond),),
+            "pp": ((self.pp, stage),),
+            "tp_cp": ((beyond, 1),),
+            "dp_cp": ((stage // self.tp, self.tp),),
+            "stage": ((stage, 1),),
+            "etp": ((self.etp, 1),),
+        }
+        if self.folded:
+            parts["ep"] = ((self.ep, self.etp),)
+            parts["edp"] = ((self.edp, self.etp * self.ep),)
+            parts["etp_ep"] = ((self.etp * self.ep, 1),)
+        else:
+            parts["ep"] = ((self.ep, beyond),)
+            parts["edp"] = ((self.cp, self.tp), (self.dp // self.ep, beyond * self.ep))
+            parts["etp_ep"] = ((self.tp, 1), (self.ep, beyond))
+        if axis not in parts:
+            raise GroupError(f"expected one of the axes {', '.join(parts)}, got {axis!r}")
+        return parts[axis]
+
+    def micro_batches(self, job: Job) -> int:
+        """Of each data-parallel rank in a step. Raises GroupError where the batch cannot be split so."""
+        each = self.dp * self.micro_batch
+        if job.global_batch % each:
+            raise GroupError(
+                f"global_batch={job.global_batch} is no multiple of dp={self.dp} × micro_batch={self.micro_batch} = {each}: "
+                "change the batch, the micro-batch or the degrees"
+            )
+        return job.global_batch // each
+
+    def __str__(self) -> str:
+        """Such as ``TP2 CP1 EP8 ETP1 PP8 VPP7 DP8 mb1 bf16 all_to_all``."""
+        words = [
+            f"TP{self.tp} CP{self.cp} EP{self.ep} ETP{self.etp} PP{self.pp} VPP{self.vpp} DP{self.dp}",
+            f"micro-batch {self.micro_batch}",
+            "" if self.recompute == "none" else f"recompute {self.recompute}",
+            "" if self.precision == "bf16" else self.precision,
+            "" if self.dispatch == "all_to_all" else self.dispatch,
+            "" if self.attention == "tensor" else self.attention,
+            "" if self.zero == 1 else f"ZeRO {self.zero}",
+            "" if self.folded else "unfolded",
+        ]
+        return ", ".join(word for word in words if word)

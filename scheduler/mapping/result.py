@@ -1,0 +1,86 @@
+"""What an estimate says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from commlayer.scheduler.conflicts import Forecast
+from commlayer.scheduler.mapping.job import Job, Setup
+
+__all__ = ["Memory", "StepEstimate", "Traffics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of the fullest GPU. ``buffers``: what communication and the largest temporary tensors need."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Traffics:
+    """What one collective of a step moves: ``count`` calls of ``logical_bytes`` each (nccl-tests' S), by one rank.
+
+    ``name``: what it is for (dispatch, combine, gather_tokens …); ``axis``: whose group; ``us``: priced alone, of one call.
+    """
+
+    name: str
+    axis: str
+    lane: str
+    collective: str
+    logical_bytes: int
+    nodes: tuple[int, ...]
+    count: int
+    us: float
+    plan: str
+    bottleneck: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """One step of ``job`` by ``setup``. Times in µs.
+
+    Attributes:
+        step_us: of the whole step. tokens_per_s: of all GPUs. mfu: model FLOPs over peak (causal attention counted by half).
+        parts: step_us taken apart, by name, in order; they add up to it: attention, experts, dense, memory (what is bound by
+            it: norms, SwiGLU, permutations), head, recompute, dispatch, combine, tp, cp, pp, gradients, parameters (what is
+            exposed of each), bubble, optimizer.
+        exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp).
+        traffics: every collective of a step. forward, backward: the simulated course of the stage that is slowest.
+        bottleneck: the link class, or compute, that the step waits for longest.
+    """
+
+    job: Job
+    setup: Setup
+    cluster: str
+    software: str
+    step_us: float
+    mfu: float
+    tflops: float
+    memory: Memory
+    memory_limit: float
+    parts: Mapping[str, float]
+    exposed_us: Mapping[str, float]
+    traffics: tuple[Traffics, ...]
+    bubble: float
+    bottleneck: str
+    forward: Forecast | None = None
+    backward: Forecast | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.job.tokens / self.step_us * 1e6
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.memory_limit
