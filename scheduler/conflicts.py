@@ -50,7 +50,8 @@ class Call:
     """One collective call. ``name`` is its own in a program.
 
     ``lane``: "" is no lane, and waits for nobody. ``group``: whose calls run first in, first out; "" is one group for
-    each lane. ``durations_us``: what each step takes alone, µs, instead of what the profile says.
+    each lane. ``durations_us``: what each step takes alone, µs, instead of what the profile says. ``profile``: of its
+    group, where that is another than the program's: groups that lie differently on the nodes may be of one size.
 
     Raises UsageError for a lane that does not exist.
     """
@@ -60,6 +61,7 @@ class Call:
     lane: str = ""
     group: str = ""
     durations_us: tuple[float, ...] | None = None
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         level_of(self.lane)
@@ -235,7 +237,7 @@ def _loads(program: Sequence[Item], profile: Profile, *, by_connection: bool) ->
             raise UsageError(f"the program issues call {call.name!r} twice: give each call a name of its own")
         key = id(call.plan), call.durations_us
         if key not in kept:
-            kept[key] = loads_of(call.plan, profile, call.durations_us, by_connection=by_connection)
+            kept[key] = loads_of(call.plan, call.profile or profile, call.durations_us, by_connection=by_connection)
         found[call.name] = kept[key]
     return found
 

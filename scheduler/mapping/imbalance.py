@@ -1,0 +1,95 @@
+"""How unevenly experts are loaded: as a distribution of their popularity, and what the busiest rank of a group gets of it.
+
+A step waits for its busiest rank, so what counts is the largest sum over a rank's experts, over the mean. It depends on ep: with
+many experts on a rank popular ones and others add up to about the mean, with one expert on each the most popular one rules.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["Loads", "Spread"]
+
+_SAMPLES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The busiest rank's rows over the mean, over many steps: its mean and quantiles, each at least 1."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """``shares[i]``: of all choices that expert i gets; they add up to 1.
+
+    Raises UsageError for no experts, a share below 0, or shares that do not add up to 1.
+    """
+
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shares or min(self.shares) < 0 or not math.isclose(sum(self.shares), 1.0, rel_tol=1e-9):
+            raise UsageError(f"experts' shares: expected one of at least 0 for each, 1 together, got {self.shares[:8]}")
+
+    @classmethod
+    def even(cls, experts: int) -> Loads:
+        """Every expert is as popular as the others: what balancing losses aim at."""
+        return cls.of_counts([1.0] * experts)
+
+    @classmethod
+    def zipf(cls, experts: int, exponent: float) -> Loads:
+        """The i-th most popular expert gets a share proportional to 1/i^exponent. 0: even. Raises UsageError for an exponent
+        below 0."""
+        if not 0 <= exponent < math.inf:
+            raise UsageError(f"the exponent of experts' popularity: expected at least 0, got {exponent!r}")
+        return cls.of_counts([1.0 / (place + 1) ** exponent for place in range(experts)])
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[float]) -> Loads:
+        """From how often each expert was chosen, as a router counts it. Raises UsageError for no choices at all."""
+        whole = float(sum(counts))
+        if not whole > 0:
+            raise UsageError("experts' counts: expected at least one choice")
+        return cls(tuple(count / whole for count in counts))
+
+    def spread(self, ep: int, rows: int, *, seed: int = 0) -> Spread:
+        """What the busiest of ``ep`` ranks gets, where ``rows`` choices are drawn, and experts lie on ranks in random order.
+
+        By 400 draws with a seed, so that the answer is always the same. Choices are drawn independently of each other: each
+        expert's count is normal around its share, as large samples are. Raises UsageError where ep does not divide the experts.
+        """
+        if ep < 1 or len(self.shares) % ep or rows < 1:
+            raise UsageError(
+                f"expected ep to divide the {len(self.shares)} experts and at least one row, got ep={ep}, rows={rows}"
+            )
+        return _spread(self.shares, ep, rows, seed)
+
+
+@lru_cache(maxsize=1024)
+def _spread(shares: tuple[float, ...], ep: int, rows: int, seed: int) -> Spread:
+    if ep == 1:
+        return Spread(1.0, 1.0, 1.0, 1.0)
+    draw = random.Random(seed)
+    local = len(shares) // ep
+    order = list(shares)
+    found = []
+    for _ in range(_SAMPLES):
+        draw.shuffle(order)
+        counts = [max(0.0, draw.gauss(rows * share, math.sqrt(rows * share * (1 - share)))) for share in order]
+        ranks = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
+        mean = sum(ranks) / ep
+        found.append(max(ranks) / mean if mean else 1.0)
+    found.sort()
+    quantiles = (found[min(_SAMPLES - 1, int(part * _SAMPLES))] for part in (0.5, 0.95, 0.99))
+    return Spread(sum(found) / _SAMPLES, *quantiles)

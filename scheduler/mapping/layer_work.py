@@ -1,0 +1,252 @@
+"""What a layer computes on one GPU, forward and backward, µs: matrix products, attention, and what memory bounds.
+
+T: tokens that a tensor-parallel group shares (micro_batch · sequence / cp), t = T/tp: tokens of one rank between the sharded
+parts. A product of T rows takes 2·T·inner·columns FLOPs forward; backward one such product for its input's gradient and one for
+its weight's. Everything between products is bound by memory: bytes read and written, BF16, one kernel each where software fuses
+them (RMSNorm; SwiGLU; rotary embeddings; residual sums; rows in the order of experts and back, and where a rank has several
+experts once more, as rows arrive by sender).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from commlayer.scheduler.mapping.compute import Compute, MeasuredCompute
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import ModelShape
+
+__all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "tokens_of"]
+
+AnyCompute = Compute | MeasuredCompute
+_BYTES = 2
+_LOGIT_PASSES = 4 + 4 + 2
+"""Bytes per logit forward: FP32 maximum and sum, and BF16 logits written; backward the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows."""
+
+    rows: float
+    inner: float
+    columns: float
+    groups: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Forward: a multiply and an add count 2."""
+        return 2.0 * self.rows * self.inner * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """µs of one segment: forward; backward for the input's gradient and the weight's (0.0 where there is none)."""
+
+    forward: float
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient + self.weight_gradient
+
+    def __add__(self, other: Times) -> Times:
+        return Times(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """Segments between which a layer communicates.
+
+    ``norm``: before attention; ``projections``: q, k, v and their rotation; ``core``; ``out``; ``middle``: residual sum and the
+    norm before the FFN; ``router``; ``permute``: rows into the order of experts; ``experts`` with their SwiGLU; ``unpermute``:
+    the weighted sum of what came home; ``shared``: what all tokens pass through (also a dense layer's FFN).
+    """
+
+    norm: Times
+    projections: Times
+    rotation: Times
+    core: Times
+    out: Times
+    middle: Times
+    router: Times
+    permute: Times
+    experts: Times
+    expert_memory: Times
+    unpermute: Times
+    shared: Times
+
+    def total(self) -> Times:
+        """Of all segments."""
+        return sum((getattr(self, name) for name in self.__slots__), Times(0.0))
+
+    def remade(self) -> float:
+        """What selective recomputation computes again (MegaScale-MoE, A.2): norms, the order of experts, SwiGLU."""
+        return (self.norm + self.middle + self.expert_memory + self.permute).forward
+
+    def step_us(self, recompute: str) -> float:
+        """Of a forward and a backward pass."""
+        total = self.total()
+        again = {"none": 0.0, "selective": self.remade(), "full": total.forward}[recompute]
+        return total.forward + total.backward + again
+
+
+def tokens_of(job: Job, setup: Setup) -> tuple[float, float]:
+    """T of a tensor-parallel group and t of one rank, per micro-batch."""
+    shared = setup.micro_batch * job.sequence / setup.cp
+    return shared, shared / setup.tp
+
+
+def expert_rows(job: Job, setup: Setup) -> float:
+    """Rows that a rank's experts compute in a micro-batch (the busiest rank's): its tokens' choices times those of the etp ranks
+    with which it shares them. Padded to the capacity where there is one, in place of the imbalance."""
+    _, own = tokens_of(job, setup)
+    spread = job.imbalance if job.capacity_factor is None else job.capacity_factor
+    return own * job.model.top_k * spread * setup.etp
+
+
+def layer_work(
+    job: Job, setup: Setup, compute: AnyCompute, is_moe: bool = True, splits_shared: bool = True
+) -> LayerWork:
+    """The work of one layer for a micro-batch. Cached by what it depends on.
+
+    ``splits_shared``: tp splits shared experts; else each rank has them whole, for its own tokens.
+    """
+    key = _Key(
+        job.model,
+        job.sequence,
+        expert_rows(job, setup),
+        (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch),
+        setup.attention == "tensor",
+        splits_shared or not is_moe,
+        setup.precision,
+        is_moe,
+    )
+    return _layer_work(key, compute)
+
+
+class _Key(NamedTuple):
+    model: ModelShape
+    sequence: int
+    rows: float
+    degrees: tuple[int, int, int, int, int]
+    splits_attention: bool
+    splits_shared: bool
+    precision: str
+    is_moe: bool
+
+
+@lru_cache(maxsize=65536)
+def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
+    model, rows, precision = key.model, key.rows, key.precision
+    tp, cp, ep, etp, micro_batch = key.degrees
+    whole = micro_batch * key.sequence / cp
+    own = whole / tp
+    split, at = (tp, whole) if key.splits_attention else (1, own)
+    hidden, tokens = model.hidden, own * model.hidden
+    router = permute = unpermute = experts = expert_memory = Times(0.0)
+    if key.is_moe:
+        local, width, sent = max(1, model.experts // ep), model.width / etp, rows / etp * hidden
+        again = 2 * rows * hidden if local * etp > 1 else 0.0  # rows arrive by sender, and are wanted by expert
+        router = _products([Product(own, hidden, model.experts)], precision, compute)
+        permute = _memory(tokens + sent + again, tokens + sent + again, compute)
+        unpermute = _memory(sent + tokens + again, 2 * sent + tokens + again, compute)
+        experts, expert_memory = _ffn(model, rows, width, local, precision, compute)
+    shared_width = model.shared_width if key.is_moe else model.dense_width
+    shared = Times(0.0)
+    if shared_width:
+        parts, rows_of_shared = (tp, whole) if key.splits_shared else (1, own)
+        products, memory = _ffn(model, rows_of_shared, shared_width / parts, 1, precision, compute)
+        shared = products + memory
+    rotated = 2 * _rotated(model) * at / split
+    return LayerWork(
+        norm=_memory(2 * tokens, 4 * tokens, compute),
+        projections=_products(_projections(model, at, split), precision, compute),
+        rotation=_memory(rotated, rotated, compute),
+        core=_core(model, key.sequence, whole, tp, precision, compute),
+        out=_products([Product(at, _values(model) / split, hidden)], precision, compute),
+        middle=_memory(5 * tokens, 6 * tokens, compute) + _memory(3 * tokens, 2 * tokens, compute),
+        router=router,
+        permute=permute,
+        experts=experts,
+        expert_memory=expert_memory,
+        unpermute=unpermute,
+        shared=shared,
+    )
+
+
+def _ffn(
+    model: ModelShape, rows: float, width: float, groups: int, precision: str, compute: AnyCompute
+) -> tuple[Times, Times]:
+    """Products of an FFN of that inner width, and its activation function between them."""
+    first = Product(rows, model.hidden, (model.matrices - 1) * width, groups)
+    products = _products([first, Product(rows, width, model.hidden, groups)], precision, compute)
+    return products, _memory(model.matrices * rows * width, (2 * model.matrices - 1) * rows * width, compute)
+
+
+def _memory(forward: float, backward: float, compute: AnyCompute) -> Times:
+    """Elements read and written."""
+    return Times(compute.memory_us(forward * _BYTES), compute.memory_us(backward * _BYTES))
+
+
+def _products(wanted: Iterable[Product], precision: str, compute: AnyCompute) -> Times:
+    return sum((_product(each, precision, compute) for each in wanted), Times(0.0))
+
+
+def head_work(job: Job, setup: Setup, compute: AnyCompute) -> Times:
+    """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp."""
+    whole, own = tokens_of(job, setup)
+    model = job.model
+    columns = model.vocabulary / setup.tp
+    times = _product(Product(whole, model.hidden, columns), setup.precision, compute)
+    logits = compute.memory_us(whole * columns * _LOGIT_PASSES)
+    norm = compute.memory_us(2 * own * model.hidden * _BYTES)
+    return times + Times(logits + norm, logits + 2 * norm)
+
+
+def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
+    rows, inner, columns, groups = product.rows / product.groups, product.inner, product.columns, product.groups
+    return Times(
+        compute.gemm_us(rows, inner, columns, precision, groups),
+        compute.gemm_us(rows, columns, inner, precision, groups),
+        compute.gemm_us(inner, rows, columns, precision, groups),
+    )
+
+
+def _core(model: ModelShape, sequence: int, tokens: float, tp: int, precision: str, compute: AnyCompute) -> Times:
+    """Causal attention: each token meets half the sequence. Backward takes 2.5 times the FLOPs: scores are made again (Dao
+    2022)."""
+    latent = model.latent
+    each = 2 * model.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
+    flops = 2.0 * tokens * sequence / 2 * each * model.heads / tp
+    return Times(compute.attention_us(flops, precision), compute.attention_us(2.5 * flops, precision, backward=True))
+
+
+def _projections(model: ModelShape, rows: float, split: int) -> list[Product]:
+    latent = model.latent
+    if latent is None:
+        keys = max(model.kv_heads / split, 1.0)  # fewer key-value heads than ranks: each has one
+        return [Product(rows, model.hidden, (model.heads / split + 2 * keys) * model.head_dim)]
+    query = model.heads * (latent.nope_dim + latent.rope_dim) / split
+    down = [Product(rows, model.hidden, latent.kv_rank + latent.rope_dim + latent.q_rank)]
+    up = [Product(rows, latent.q_rank or model.hidden, query)]
+    return [*down, *up, Product(rows, latent.kv_rank, model.heads * (latent.nope_dim + latent.value_dim) / split)]
+
+
+def _rotated(model: ModelShape) -> float:
+    """Elements per token that rotary embeddings read, and write."""
+    if model.latent is not None:
+        return model.latent.rope_dim * (model.heads + 1)
+    return model.head_dim * (model.heads + model.kv_heads)
+
+
+def _values(model: ModelShape) -> float:
+    """Elements per token that attention gives to its output projection."""
+    return model.heads * (model.head_dim if model.latent is None else model.latent.value_dim)

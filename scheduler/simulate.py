@@ -1,0 +1,301 @@
+"""A training step that nobody has run: how long it takes on a cluster, what of it is communication, what it needs in memory.
+
+Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layer_build`). Every collective in
+them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
+what that
+costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
+
+- the pipeline: micro-batches through the slowest stage, and the bubble of 1F1B or of its interleaved form (mapping/pipeline.py);
+- activations between stages: hidden in the interleaved form but for filling and draining, as Megatron-Core does, else exposed
+  twice per micro-batch;
+- gradients and sharded weights at the edges of a step, as far as the backward and the forward pass do not hide them
+  (mapping/stage.py);
+- the optimizer: Adam reads and writes the sharded state once, bound by memory.
+
+Not modelled: data loading, checkpoints, stragglers, host stalls, and collectives that :mod:`mapping.calls` lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping import flops, memory, parameters
+from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_of
+from commlayer.scheduler.mapping.imbalance import Loads
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.layer_program import Course, Part, run
+from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
+from commlayer.scheduler.mapping.pipeline import bubble_us
+from commlayer.scheduler.mapping.pricing import Pricer
+from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
+from commlayer.scheduler.mapping.software import COMMLAYER, Software
+from commlayer.scheduler.mapping.stage import (
+    Edge,
+    Stage,
+    boundary_us,
+    ends_course,
+    gradient_edge,
+    parameter_edge,
+    stages_of,
+)
+
+__all__ = ["RESERVE", "Estimator"]
+
+RESERVE = 0.06
+"""Of a GPU's memory, that CUDA, NCCL and fragmentation take before a model does."""
+_ADAM_BYTES = 4 + 4 + 8 + 8 + 8 + 2
+"""Per parameter: its FP32 gradient is read for the norm and for the step, weight and both moments are read and written in
+FP32, and a BF16 weight is written."""
+
+
+class Estimator:
+    """Estimates of one job on one cluster, for any setup. Not for several threads.
+
+    Args:
+        software: what the trainer's software does (:mod:`commlayer.scheduler.mapping.software`).
+        efficiency: factor on the GPU's declared rates of matrix products and attention; None: what was calibrated for the model's
+            family, else 1.
+        compute: in place of the GPU's declared one, such as a measured one.
+        loads: experts' popularity; in place of ``job.imbalance``, which then follows from ep.
+
+    Raises:
+        UsageError: loads of another number of experts than the model's.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: Cluster,
+        software: Software = COMMLAYER,
+        *,
+        efficiency: float | None = None,
+        compute: AnyCompute | None = None,
+        loads: Loads | None = None,
+    ) -> None:
+        if loads is not None and len(loads.shares) != job.model.experts:
+            raise UsageError(
+                f"loads: expected a share for each of {job.model.experts} experts, got {len(loads.shares)}"
+            )
+        if efficiency is None:
+            efficiency = efficiency_of(job.model.family or job.model.name) or DEFAULT_FACTOR
+        self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
+        self.compute = compute or Compute(cluster.gpu, efficiency)
+        self.pricer = Pricer(cluster, software.strategies)
+        self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
+        self._builders: dict[float, LayerBuilder] = {}
+        self._layers: dict[tuple[object, ...], tuple[list[Part], list[Part]]] = {}
+        self._timed: dict[tuple[object, ...], tuple[Course, Course]] = {}
+
+    def memory(self, setup: Setup) -> Memory:
+        """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
+        return memory.estimate(self._job(setup), setup, self.software.gradient_bytes)
+
+    def bound_us(self, setup: Setup, level: int = 0) -> float:
+        """A time that :meth:`estimate` is never below, µs: 0 of computation and bubble, 1 also of all calls that layers make.
+
+        Raises as :meth:`estimate`.
+        """
+        builder = self._builder(setup)
+        stages = stages_of(builder, setup)
+        if level:
+            return self._pipeline(setup, stages, is_bound=True).total_us + self._optimizer_us(setup)
+        per_stage = [self._work_us(setup, stage) for stage in stages]
+        steady = setup.micro_batches(self.job) * max(per_stage)
+        return steady + bubble_us(_all(per_stage, setup.pp), setup.vpp) + self._optimizer_us(setup)
+
+    def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
+        """The step of ``setup``. ``detail``: with its traffic and its courses, which take longer than its time.
+
+        Raises:
+            UsageError, GroupError: degrees that do not go with the model or the batch; names what would.
+            PlanError: the cluster's profile lacks a curve that a call needs.
+        """
+        job, builder = self._job(setup), self._builder(setup)
+        parameters.check(job.model, setup)
+        stages = stages_of(builder, setup)
+        course = self._pipeline(setup, stages)
+        gradients = self._edge(gradient_edge, setup, stages[0])
+        weights = self._edge(parameter_edge, setup, stages[0])
+        for part, edge in (("gradients", gradients), ("parameters", weights)):
+            _expose(course, part, "dp", edge.us, edge.links)
+        optimizer_us = self._optimizer_us(setup)
+        course.parts["optimizer"] = optimizer_us
+        course.total_us += optimizer_us
+        of_step = flops.of_step(job) / job.gpus / course.total_us * 1e-6
+        found = StepEstimate(
+            job=job,
+            setup=setup,
+            cluster=self.cluster.name,
+            software=self.software.name,
+            step_us=course.total_us,
+            mfu=of_step / self.cluster.gpu.bf16_tflops,
+            tflops=of_step,
+            memory=self.memory(setup),
+            memory_limit=self.memory_limit,
+            parts={part: course.parts[part] for part in _ORDER if course.parts.get(part)},
+            exposed_us={lane: us for lane, us in course.exposed.items() if us},
+            traffics=(),
+            bubble=course.parts.get("bubble", 0.0) / course.total_us,
+            bottleneck=_bottleneck(course),
+        )
+        return self._detailed(found, stages, gradients, weights) if detail else found
+
+    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...], *, is_bound: bool = False) -> Course:
+        """All micro-batches, with the bubble and what is exposed between stages."""
+        builder, count = self._builder(setup), setup.micro_batches(self.job)
+        courses = []
+        for stage in stages:
+            course = Course()
+            for is_moe in (True, False):
+                if number := stage.layers.count(is_moe):
+                    forward, backward = self._courses(setup, is_moe, is_bound)
+                    course.add(forward, number)
+                    course.add(backward, number)
+            course.add(ends_course(builder, setup, stage))
+            courses.append(course)
+        slowest = max(courses, key=lambda each: each.total_us)
+        found = Course()
+        found.add(slowest, count)
+        found.parts["bubble"] = bubble_us(_all([each.total_us for each in courses], setup.pp), setup.vpp)
+        found.total_us += found.parts["bubble"]
+        us, link = boundary_us(builder, setup)
+        if us:
+            # Interleaved: hidden but where the pipeline fills and drains (Megatron-LM's overlap of send and receive).
+            hops = 2 * count if setup.vpp == 1 else 2 * (setup.pp - 1)
+            _expose(found, "pp", "pp", hops * us, {link: hops * us})
+        return found
+
+    def _courses(self, setup: Setup, is_moe: bool, is_bound: bool) -> tuple[Course, Course]:
+        key = (is_bound, *self._layer_key(setup, is_moe))
+        if key not in self._timed:
+            builder = self._builder(setup)
+            forward, backward = self._programs(setup, is_moe)
+            time = run if is_bound else builder.course
+            self._timed[key] = time(forward), time(backward)
+        return self._timed[key]
+
+    def _programs(self, setup: Setup, is_moe: bool) -> tuple[list[Part], list[Part]]:
+        key = self._layer_key(setup, is_moe)
+        if key not in self._layers:
+            builder = self._builder(setup)
+            self._layers[key] = builder.forward(setup, is_moe), builder.backward(setup, is_moe)
+        return self._layers[key]
+
+    def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
+        """What a layer's program depends on: not on the pipeline, unless it sends to the whole stage."""
+        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch, setup.folded)
+        ways = (setup.recompute, setup.precision, setup.dispatch, setup.attention, max(setup.zero, 1))
+        size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances else 0
+        return (is_moe, *degrees, *ways, size)
+
+    def _edge(self, edge: Callable[..., Edge], setup: Setup, stage: Stage) -> Edge:
+        side = 1 if edge is gradient_edge else 0
+
+        def template(is_moe: bool) -> tuple[list[Part], float]:
+            return self._programs(setup, is_moe)[side], self._courses(setup, is_moe, False)[side].total_us
+
+        return edge(self._builder(setup), setup, stage, template)
+
+    def _work_us(self, setup: Setup, stage: Stage) -> float:
+        """Of computation alone, for one micro-batch through ``stage``."""
+        total = 0.0
+        for is_moe in (True, False):
+            if number := stage.layers.count(is_moe):
+                work = layer_work(self._job(setup), setup, self.compute, is_moe, self.software.splits_ends)
+                total += number * work.step_us(setup.recompute)
+        if stage.index == setup.pp - 1:
+            head = head_work(self.job, setup, self.compute)
+            total += head.forward + head.backward
+        return total
+
+    def _optimizer_us(self, setup: Setup) -> float:
+        """Adam on this rank's share, and the gradients' buffers set to zero."""
+        dense, expert = parameters.per_gpu(self.job.model, setup)
+        dense_share, expert_share = (setup.dp * setup.cp, setup.edp) if setup.zero else (1, 1)
+        kept = (dense + expert) if setup.zero < 2 else dense / dense_share + expert / expert_share
+        moved = (dense / dense_share + expert / expert_share) * _ADAM_BYTES + kept * self.software.gradient_bytes
+        return self.compute.memory_us(moved)
+
+    def _job(self, setup: Setup) -> Job:
+        return self._builder(setup).job
+
+    def _builder(self, setup: Setup) -> LayerBuilder:
+        """Of this setup's imbalance, which depends on ep where experts' popularity is given."""
+        ratio = self.job.imbalance
+        if self.loads is not None:
+            rows = round(tokens_of(self.job, setup)[1] * setup.ep * self.job.model.top_k)
+            ratio = self.loads.spread(setup.ep, max(rows, 1)).mean
+        if ratio not in self._builders:
+            job = replace(self.job, imbalance=ratio)
+            self._builders[ratio] = LayerBuilder(job, self.cluster, self.software, self.pricer, self.compute)
+        return self._builders[ratio]
+
+    def _detailed(self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Edge, weights: Edge) -> StepEstimate:
+        """With its traffic, and the courses of the first stage's edges (of one layer, where nothing is overlapped there)."""
+        setup = found.setup
+        builder = self._builder(setup)
+        forward, backward = self._programs(setup, True)
+        return replace(
+            found,
+            traffics=_traffics(builder, setup, stages[-1].index),
+            forward=weights.forecast or builder.simulated(forward)[1],
+            backward=gradients.forecast or builder.simulated(backward)[1],
+        )
+
+
+_ORDER = (
+    *("attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"),
+    *("gradients", "parameters", "bubble", "optimizer"),
+)
+_WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
+
+
+def _all(per_stage: Sequence[float], pp: int) -> list[float]:
+    """Of every stage, from the first, the second and the last."""
+    return [per_stage[0], *[per_stage[1]] * (pp - 2), per_stage[-1]] if pp > 2 else list(per_stage)
+
+
+def _expose(course: Course, part: str, lane: str, us: float, links: Mapping[str, float]) -> None:
+    course.total_us += us
+    course.parts[part] = course.parts.get(part, 0.0) + us
+    course.exposed[lane] = course.exposed.get(lane, 0.0) + us
+    for link, share in links.items():
+        course.links[link] = course.links.get(link, 0.0) + share
+
+
+def _bottleneck(course: Course) -> str:
+    busy = {"compute": sum(course.parts.get(part, 0.0) for part in _WORK), **course.links}
+    return max(busy, key=lambda name: busy[name])
+
+
+def _traffics(builder: LayerBuilder, setup: Setup, stage: int) -> tuple[Traffics, ...]:
+    """Every collective of a step of one rank, equal ones together, in order of first use."""
+    counted: dict[Exchange, int] = {}
+    for exchange in whole_step(builder.job, setup, builder.software, stage=stage):
+        key = replace(exchange, count=1)
+        counted[key] = counted.get(key, 0) + exchange.count
+    return tuple(_traffic(builder, setup, exchange, count) for exchange, count in counted.items())
+
+
+def _traffic(builder: LayerBuilder, setup: Setup, exchange: Exchange, count: int) -> Traffics:
+    nodes = group_nodes(builder.cluster, setup, exchange)
+    name, axis, lane, collective, size = (
+        exchange.name,
+        exchange.axis,
+        exchange.lane,
+        exchange.collective,
+        exchange.logical_bytes,
+    )
+    if collective == SEND_RECV:
+        us = builder.pricer.us(SEND_RECV, size, nodes)
+        return Traffics(
+            name, axis, lane, collective, size, nodes, count, us, SEND_RECV, "inter" if len(nodes) > 1 else "intra"
+        )
+    decision = builder.pricer.decide(collective, size, nodes, lane)
+    us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value
+    return Traffics(name, axis, lane, collective, size, nodes, count, us, plan, link)
