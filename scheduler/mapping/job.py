@@ -68,7 +68,8 @@ class Setup:
         precision: of matrix products. dispatch: how tokens go to experts. attention: ``tensor`` (Megatron's TP with sequence
             parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
         zero: what data parallelism shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
-        folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp.
+        folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp,
+            and where it is more than that (or another factor of it) of cp too.
 
     Raises:
         UsageError: a number or a word out of its range.
@@ -104,10 +105,10 @@ class Setup:
         if self.gpus % (self.tp * self.cp * self.pp) or self.gpus % (self.etp * self.ep * self.pp):
             # its message names the nearest degrees that do divide
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
-        if not self.folded and (self.etp != self.tp or self.dp % self.ep):
+        if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
-                f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a divisor of dp={self.dp}: "
-                "change them, or let the mapping fold"
+                f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "
+                f"cp={self.cp}: change them, or let the mapping fold"
             )
 
     @property
@@ -123,8 +124,10 @@ class Setup:
     def layout(self, axis: str) -> tuple[tuple[int, int], ...]:
         """How the ranks of ``axis`` lie: (size, stride) of each part; its first group holds rank 0.
 
-        Axes: tp, cp, dp, pp, etp, ep, edp, tp_cp, dp_cp, etp_ep, stage. Folded: as FoldedMapping, innermost tp-cp-dp-pp and
-        etp-ep-edp-pp. Unfolded: ep lies in dp, beyond tp·cp, so that etp's ranks are tp's and edp's are cp and the rest of dp.
+        Axes: tp, cp, dp, pp, etp, ep, edp, tp_cp, dp_cp, etp_ep, stage, world. Folded: as FoldedMapping, innermost tp-cp-dp-pp and
+        etp-ep-edp-pp. Unfolded: ep lies in dp, beyond tp·cp, and what dp has no room for in cp; etp's ranks are tp's, edp's are
+        what is left of cp and dp. (MoE Parallel Folding, section 4.4: then "the EP group spans across multiple context
+        parallelism groups". Its table 5 has such mappings with ep > dp.)
         """
         beyond = self.tp * self.cp
         stage = self.gpus // self.pp
@@ -136,6 +139,7 @@ class Setup:
             "tp_cp": ((beyond, 1),),
             "dp_cp": ((stage // self.tp, self.tp),),
             "stage": ((stage, 1),),
+            "world": ((self.gpus, 1),),
             "etp": ((self.etp, 1),),
         }
         if self.folded:
@@ -143,9 +147,11 @@ class Setup:
             parts["edp"] = ((self.edp, self.etp * self.ep),)
             parts["etp_ep"] = ((self.etp * self.ep, 1),)
         else:
-            parts["ep"] = ((self.ep, beyond),)
-            parts["edp"] = ((self.cp, self.tp), (self.dp // self.ep, beyond * self.ep))
-            parts["etp_ep"] = ((self.tp, 1), (self.ep, beyond))
+            outer = math.gcd(self.ep, self.dp)
+            inner = self.ep // outer
+            parts["ep"] = ((inner, self.tp), (outer, beyond))
+            parts["edp"] = ((self.cp // inner, self.tp * inner), (self.dp // outer, beyond * outer))
+            parts["etp_ep"] = ((self.tp, 1), *parts["ep"])
         if axis not in parts:
             raise GroupError(f"expected one of the axes {', '.join(parts)}, got {axis!r}")
         return parts[axis]
