@@ -1,40 +1,313 @@
-"""A cluster that nobody may have: GPUs, NVLink domains, a network, each with a declared efficiency; a profile for any group."""
+"""A cluster, perhaps one that nobody has: GPUs, NVLink domains and a network; and a profile for any group of its ranks.
+
+A *declared* cluster states a peak rate and an efficiency for each link, from public measurements; the curves of a group
+follow from its shape (:mod:`commlayer.scheduler.mapping.group_curves`). A *measured* one has profiles of `commlayer profile`,
+which know the groups that were measured, and no others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
 
-from commlayer.profiles.links import Peaks
-from commlayer.profiles.profile import Profile
+from commlayer.profiles.errors import PlanError, UsageError
+from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.profile import Interference, Profile
+from commlayer.profiles.topology import Topology
 
-__all__ = ["Cluster", "Gpu"]
+__all__ = ["Cluster", "Gpu", "Link", "Points"]
+
+Points = tuple[tuple[float, float], ...]
+"""(bytes, fraction of the peak), by increasing bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """``bf16_tflops``, ``fp8_tflops``: dense peaks (fp8 0: it has none). ``memory_bytes``; ``memory_gbps``: reads and writes, 1e9 B/s."""
+    """One GPU: its peaks, and what public benchmarks reach of them (fractions).
+
+    Attributes:
+        bf16_tflops, fp8_tflops: dense peaks (fp8 0: it has none).
+        memory_bytes: of which a training job can use nearly all. memory_gbps: reads and writes together, 1e9 B/s.
+        multiprocessors: that do a tile of a matrix product each.
+        gemm, gemm_fp8: of the peak, by large matrix products without what tiles and waves lose.
+        attention, attention_backward: of the BF16 peak, by fused causal attention, FLOPs counted as causal.
+        memory: of memory_gbps, by kernels that only move data.
+        launch_us: of each kernel that nothing hides.
+    """
 
     name: str
     bf16_tflops: float
     fp8_tflops: float
     memory_bytes: float
     memory_gbps: float
+    multiprocessors: int = 132
+    gemm: float = 0.80
+    gemm_fp8: float = 0.70
+    attention: float = 0.58
+    attention_backward: float = 0.46
+    memory: float = 0.90
+    launch_us: float = 3.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("bf16_tflops", "memory_bytes", "memory_gbps", "multiprocessors"):
+            _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, math.inf)
+        for name in ("gemm", "gemm_fp8", "attention", "attention_backward", "memory"):
+            _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, 1)
+        for name in ("fp8_tflops", "launch_us"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What calls reach of a link's peak.
+
+    The argument of ``ring`` and ``messages`` is what one rank sends over this link in the whole call, in bytes; the fraction
+    is of ``gbps``, with all latencies of the group that was measured. Beyond the points: a latency and a bandwidth, fitted
+    to the nearest (as :class:`~commlayer.profiles.curve.Curve`). A link that is k times as fast as ``gbps`` takes for k
+    times the bytes the same time: exact for a latency and a bandwidth, and a faster link does not shorten the latency.
+
+    Attributes:
+        gbps: the peak of the link that was measured, GB/s.
+        ring: of the backend's own calls, whose ranks pass blocks on (all_gather, reduce_scatter, all_reduce, broadcast).
+        messages: where each rank sends to each other (all_to_all, steps of plans, send and receive).
+        latency_us: the least time of a call over this link.
+        hop_us: of each hop of a ring or a tree beyond ``measured_hops``.
+        message_us: of each message of a rank beyond ``measured_hops``.
+        measured_hops: hops and messages of a rank in the group that the points were measured on (8 ranks: 7).
+
+    Raises:
+        UsageError: fractions that are not in (0, 1], sizes that do not increase, a time that falls with bytes.
+    """
+
+    ring: Points
+    messages: Points
+    gbps: float
+    latency_us: float
+    hop_us: float = 0.0
+    message_us: float = 0.0
+    measured_hops: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("ring", "messages"):
+            _check_points(name, getattr(self, name))
+        _check("gbps", self.gbps, 0, math.inf)
+        for name in ("latency_us", "hop_us", "message_us", "measured_hops"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}: expected at least 0, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """``domain``: GPUs that NVLink joins (a node; 72 in a rack). ``peaks``: per GPU and direction (links.Peaks)."""
+    """GPUs in NVLink domains, and a network between them with a card for each GPU.
+
+    Attributes:
+        domain: GPUs that NVLink joins (8 in a node; 72 in a rack): what the rest of this code calls a node.
+        peaks: of one GPU, one direction (:class:`~commlayer.profiles.links.Peaks`).
+        inter, intra, device: what calls reach of them; None in a measured cluster. ``device``: of copies and sums in memory.
+        interference: slowdowns of resources that work side by side; nothing listed, nothing slowed.
+        measured: profiles instead, each for its own shape (:meth:`from_profile`).
+
+    Raises:
+        UsageError: a number out of its range, or neither links nor profiles.
+    """
 
     name: str
     gpu: Gpu
     domain: int
     peaks: Peaks
+    inter: Link | None = None
+    intra: Link | None = None
+    device: Link | None = None
+    interference: tuple[Interference, ...] = ()
     source: str = ""
+    measured: tuple[Profile, ...] = ()
+    _profiles: dict[tuple[int, ...], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _nodes: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if type(self.domain) is not int or self.domain < 1:
+            raise UsageError(
+                f"cluster {self.name!r}, domain: expected a whole number of at least 1, got {self.domain!r}"
+            )
+        if not self.measured and None in (self.inter, self.intra, self.device):
+            raise UsageError(f"cluster {self.name!r}: expected inter, intra and device, or a measured profile")
+
+    @classmethod
+    def from_profile(cls, profile: Profile, gpu: Gpu, *more: Profile) -> Cluster:
+        """The cluster on which ``profile`` was measured.
+
+        Args:
+            more: profiles of the same machines with fewer nodes, or fewer ranks on each: for groups of those shapes.
+
+        Raises:
+            UsageError: a profile of nodes with different numbers of ranks, or one of more ranks on a node than ``profile``.
+        """
+        domain = Topology.parse(profile.topology).ranks_per_node
+        for other in more:
+            if Topology.parse(other.topology).ranks_per_node > domain:
+                raise UsageError(
+                    f"expected profiles of at most {domain} ranks on a node beside {profile.name!r} ({profile.topology}), got "
+                    f"{other.name!r} ({other.topology}): give the one with the most ranks first"
+                )
+        return cls(
+            name=profile.name,
+            gpu=gpu,
+            domain=domain,
+            peaks=profile.peaks,
+            interference=profile.interference,
+            source=profile.source,
+            measured=(profile, *more),
+        )
+
+    @property
+    def kind(self) -> Literal["declared", "profile"]:
+        return "profile" if self.measured else "declared"
+
+    def replace(self, **changes: Any) -> Cluster:
+        """A copy with other fields. Raises UsageError for a field that does not exist."""
+        names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        for name in changes:
+            if name not in names:
+                raise UsageError(f"cluster {self.name!r}: expected one of the fields {', '.join(names)}, got {name!r}")
+        return replace(self, **changes)
 
     def nodes_of(self, layout: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """How many ranks of a group (Setup.layout) each domain holds."""
-        raise NotImplementedError
+        """How many ranks of the group of rank 0 each domain holds, in order of the domains.
+
+        Args:
+            layout: (size, stride) of each part of the group (``Setup.layout``).
+
+        Returns:
+            Always the same object for the same layout, so that it can be looked up by identity.
+
+        Raises:
+            UsageError: a size or a stride below 1.
+        """
+        found = self._nodes.get(layout)
+        if found is None:
+            nodes = _count(layout, self.domain)
+            known = {shape: shape for shape in self._nodes.values()}
+            found = self._nodes[layout] = known.get(nodes, nodes)
+        return found
 
     def profile_of(self, nodes: tuple[int, ...]) -> Profile:
-        """A profile with every curve that plans of a group on ``nodes`` are priced by; the same object for the same nodes."""
-        raise NotImplementedError
+        """A profile with every curve that plans of a group on ``nodes`` are priced by; the same object for the same nodes.
+
+        Raises:
+            PlanError: a measured cluster on which no such group was measured; a group that does not fit the domains.
+        """
+        found = self._profiles.get(nodes)
+        if found is None:
+            found = self._profiles[nodes] = self._measured_of(nodes) if self.measured else self._declared_of(nodes)
+        return found
+
+    def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
+        from commlayer.scheduler.mapping.group_curves import curves_of_group  # it needs the classes above
+
+        if not nodes or min(nodes) < 1 or max(nodes) > self.domain:
+            raise PlanError(
+                f"cluster {self.name!r}: expected 1 to {self.domain} ranks on each node, got the group {nodes}"
+            )
+        even = len(set(nodes)) == 1
+        shape = f"{len(nodes)}x{nodes[0]}" if even else "+".join(map(str, nodes))
+        return Profile.create(
+            name=f"{self.name} {shape}",
+            kind="published",
+            source=f"declared: {self.source}",
+            topology=shape,
+            peaks=self.peaks,
+            gather="remote",
+            curves=curves_of_group(self, nodes),
+            interference=self.interference,
+        )
+
+    def _measured_of(self, nodes: tuple[int, ...]) -> Profile:
+        for profile in self.measured:
+            if nodes in measured_shapes(profile):
+                return profile
+        link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
+        have = "; ".join(f"{p.name!r}: {', '.join(map(str, measured_shapes(p)))}" for p in self.measured)
+        raise PlanError(
+            f"cluster {self.name!r} was measured, but has no curves on {link} for a group of {sum(nodes)} ranks on nodes "
+            f"{nodes}; measured were {have}. Choose degrees whose groups are among those, give Cluster.from_profile a "
+            "profile of that shape as well (`commlayer profile` with so many ranks on each node), or plan with a declared "
+            "cluster"
+        )
+
+    @cached_property
+    def kept(self) -> dict[Any, Any]:
+        """What :mod:`commlayer.scheduler.mapping.group_curves` computes once for many groups."""
+        return {}
+
+    def link(self, link: Resource) -> Link:
+        """What is declared for ``link``. Raises PlanError for a measured cluster, and for a resource that is no link."""
+        found = {Resource.INTER: self.inter, Resource.INTRA: self.intra, Resource.DEVICE: self.device}.get(link)
+        if found is None:
+            raise PlanError(
+                f"cluster {self.name!r}: nothing is declared for {link}: it was measured, or that is no link"
+            )
+        return found
+
+
+def measured_shapes(profile: Profile) -> tuple[tuple[int, ...], ...]:
+    """The groups that `commlayer profile` measures: all ranks, those of one node, one rank on each node.
+
+    A curve's key has the size of its group, not its shape: groups of other shapes and the same size must not use it.
+    """
+    topology = Topology.parse(profile.topology)
+    num, each = topology.num_nodes, topology.ranks_per_node
+    return tuple(dict.fromkeys([(each,) * num, (each,), (1,) * num]))
+
+
+def _count(layout: Sequence[tuple[int, int]], domain: int) -> tuple[int, ...]:
+    for size, stride in layout:
+        if size < 1 or stride < 1:
+            raise UsageError(f"layout: expected sizes and strides of at least 1, got {layout}")
+    if len(layout) == 1:
+        size, stride = layout[0]
+        if stride % domain == 0:  # a node for each of them
+            return (1,) * size
+        if domain % stride == 0:
+            each = domain // stride
+            full, rest = divmod(size, each)
+            return (each,) * full + ((rest,) if rest else ())
+    ranks = [0]
+    for size, stride in layout:
+        ranks = [rank + index * stride for index in range(size) for rank in ranks]
+    counts: dict[int, int] = {}
+    for rank in sorted(ranks):
+        counts[rank // domain] = counts.get(rank // domain, 0) + 1
+    return tuple(counts.values())
+
+
+def _check(what: str, value: float, least: float, most: float) -> None:
+    """Above ``least``, and at most ``most`` (below infinity)."""
+    if not (least < value <= most and value < math.inf):
+        expected = "a positive number" if most == math.inf else f"more than {least:g} and at most {most:g}"
+        raise UsageError(f"{what}: expected {expected}, got {value!r}")
+
+
+def _check_points(name: str, points: Points) -> None:
+    if not points:
+        raise UsageError(f"{name}: expected at least one point (bytes, fraction of the peak), got none")
+    for index, (size, fraction) in enumerate(points):
+        if not 1 <= size < math.inf:
+            raise UsageError(f"{name}[{index}]: expected a size of at least 1 byte, got {size!r}")
+        _check(f"{name}[{index}]", fraction, 0, 1)
+    for index, ((before, slow), (after, fast)) in enumerate(pairwise(points)):
+        if after <= before:
+            raise UsageError(f"{name}[{index + 1}]: expected sizes that increase, got {after:g} after {before:g}")
+        if after / fast < before / slow:
+            raise UsageError(
+                f"{name}[{index + 1}]: expected that more bytes take no less time, got {fast:g} of the peak at {after:g} bytes "
+                f"after {slow:g} at {before:g}"
+            )

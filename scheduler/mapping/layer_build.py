@@ -35,8 +35,9 @@ _PARTS = {
     "router": "dispatch",
     "gradients": "gradients",
     "parameters": "parameters",
+    "dp": "gradients",
 }
-"""As what a call counts; others by their lane."""
+"""As what a call counts, by its place, or by its lane; others as their lane."""
 Places = dict[str, list[Move]]
 
 
@@ -52,7 +53,7 @@ class LayerBuilder:
     def move(self, setup: Setup, exchange: Exchange) -> Move:
         """The call of an exchange (once), by the plan that the run time would choose."""
         nodes = group_nodes(self.cluster, setup, exchange)
-        part = _PARTS.get(exchange.place, exchange.lane)
+        part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         named = partial(Move, exchange.name, part, exchange.axis, exchange.lane)
         if sum(nodes) == 1 or not exchange.logical_bytes:
             return named(0.0, None, None)

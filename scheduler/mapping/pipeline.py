@@ -38,7 +38,8 @@ def bubble_us(stages_us: Sequence[float], chunks: int) -> float:
 def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
     """Of all micro-batches, µs: the slowest rank works without a pause but for the bubble.
 
-    Exact for equal stages, and for any where the slowest is the first or the last with 1F1B; else an estimate.
+    Exact for equal stages, and where the slowest is the last, as it is by the head; where it is another, never too short: of the
+    bubble behind it a part is then hidden.
     """
     return micro_batches * max(stages_us) + bubble_us(stages_us, chunks)
 

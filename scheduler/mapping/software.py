@@ -24,6 +24,17 @@ class Software:
         overlaps_parameters: sharded weights are gathered beside the forward pass.
         lanes: traffic yields by class (:mod:`commlayer.scheduler.lanes`).
         hides_dispatch: tokens go to experts in chunks, beside the experts' work (:mod:`commlayer.scheduler.overlap`).
+        activation_bytes, parameter_bytes: of an element that travels; 2: BF16.
+        gathers_again: a sequence that was gathered for a product is not kept, but gathered once more for the weight's gradient
+            (Megatron-LM's linear layers).
+        splits_ends: tp splits embedding, head and shared experts; else each of its ranks has them whole, for its own rows.
+        sums_replicas_over_tp: gradients of what all tp ranks have whole (norms, routers) are summed over tp by themselves, then
+            with the others; else at once, over tp, cp and dp.
+        sends_weights: gating weights (FP32) go with the tokens, and experts apply them; else they stay, for the combine.
+        count_words: int64 numbers that a rank tells the others of etp·ep before its tokens go: so many, and so many per expert.
+        bucket_bytes: gradients are summed in buckets of at most so many bytes; None: layer by layer.
+        balances: a router's losses look at the tokens of all ranks of a stage.
+        sums_loss_over_world: all ranks learn the loss; else the last stage's.
     """
 
     name: str
@@ -34,11 +45,33 @@ class Software:
     overlaps_parameters: bool = True
     lanes: bool = False
     hides_dispatch: bool = False
+    activation_bytes: int = 2
+    parameter_bytes: int = 2
+    gathers_again: bool = True
+    splits_ends: bool = True
+    sums_replicas_over_tp: bool = True
+    sends_weights: bool = True
+    count_words: tuple[int, int] = (0, 1)
+    bucket_bytes: int | None = None
+    balances: bool = False
+    sums_loss_over_world: bool = False
 
 
 MEGATRON = Software(name="megatron", strategies=(Strategy.FLAT,))
 COMMLAYER = Software(
-    name="commlayer", strategies=tuple(Strategy), context="gather", lanes=True, hides_dispatch=True, overlaps_parameters=False
+    name="commlayer",
+    strategies=tuple(Strategy),
+    context="gather",
+    lanes=True,
+    hides_dispatch=True,
+    overlaps_parameters=False,
+    gathers_again=False,
+    splits_ends=False,
+    sums_replicas_over_tp=False,
+    sends_weights=False,
+    count_words=(11, 8),
+    bucket_bytes=25 << 20,
+    sums_loss_over_world=True,
 )
 SOFTWARE = {entry.name: entry for entry in (COMMLAYER, MEGATRON)}
 

@@ -1,0 +1,217 @@
+"""The clusters that are known by name, and those of JSON files (docs/clusters.md)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Peaks
+from commlayer.profiles.profile import Interference, load_profile
+from commlayer.scheduler.mapping import hardware
+from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
+
+__all__ = ["from_peaks", "load", "names", "parse", "resolve"]
+
+_ASSUMED = "peaks as given, efficiencies as declared for H100 clusters (docs/clusters.md)"
+
+
+def from_peaks(
+    name: str,
+    gpu: Gpu,
+    domain: int,
+    inter_gbps: float,
+    intra_gbps: float,
+    device_gbps: float = 0.0,
+    *,
+    source: str = "",
+) -> Cluster:
+    """A cluster of three numbers, and the declared efficiency curves.
+
+    Args:
+        domain: GPUs that NVLink joins.
+        inter_gbps, intra_gbps: of one GPU, one direction, 1e9 B/s.
+        device_gbps: bytes that copies copy in memory; 0: half of what ``gpu.memory_gbps`` says.
+
+    Raises:
+        ProfileError: a rate that is not positive. UsageError: a domain below 1.
+    """
+    return Cluster(
+        name=name,
+        gpu=gpu,
+        domain=domain,
+        peaks=Peaks(inter_gbps, intra_gbps, device_gbps or gpu.memory_gbps / 2),
+        inter=hardware.NETWORK,
+        intra=hardware.NVLINK,
+        device=hardware.MEMORY,
+        source=source or _ASSUMED,
+    )
+
+
+_KNOWN: dict[str, tuple[str, int, float, float, str]] = {
+    # name: (GPU, domain, inter GB/s, intra GB/s, source of the peaks)
+    "a100": ("a100", 8, 25, 300, "DGX A100: eight 200 Gb/s cards, NVLink 3; NVIDIA's data sheet, MoNTA table 5"),
+    "b200-hgx": ("b200", 8, 50, 900, "DGX B200: eight 400 Gb/s cards, NVLink 5; NVIDIA's data sheet"),
+    "gb200-nvl72": (
+        "gb200",
+        72,
+        50,
+        900,
+        "GB200 NVL72: 72 GPUs on NVLink 5, a 400 Gb/s card each; NVIDIA's data sheet",
+    ),
+    "h100-eos": ("h100", 8, 50, 450, "NVLink 450 GB/s, InfiniBand 400 Gb/s: MoE Parallel Folding, section 4.1 (Eos)"),
+    "h20": ("h20", 8, 50, 450, "NVLink: MegaScale-MoE table 4; network: assumed, one 400 Gb/s card per GPU"),
+    "h200": ("h200", 8, 50, 450, "DGX H200: eight 400 Gb/s cards, NVLink 4; NVIDIA's data sheet"),
+    "h800": ("h800", 8, 50, 200, "NVLink: MegaScale-MoE table 4; network: DeepEP's H800 (400 Gb/s per GPU)"),
+}
+
+
+def names() -> list[str]:
+    """The clusters that :func:`load` knows, sorted."""
+    return sorted([*_KNOWN, "a800-monta"])
+
+
+@cache
+def load(name: str) -> Cluster:
+    """The declared cluster ``name``; always the same object. Raises UsageError for another name, with the closest."""
+    if name == "a800-monta":
+        return _monta()
+    if name not in _KNOWN:
+        raise UsageError(
+            f"cluster: expected one of {', '.join(names())}, or the path of a cluster file, got {name!r}{_meant(name, names())}"
+        )
+    gpu, domain, inter, intra, source = _KNOWN[name]
+    cluster = from_peaks(name, hardware.GPUS[gpu], domain, inter, intra, source=source)
+    return cluster.replace(intra=hardware.NVLINK5) if intra == 900 else cluster
+
+
+def resolve(name_or_path: str) -> Cluster:
+    """A known cluster by its name, or any by the path of its file (what contains "/", ends with ".json" or exists).
+
+    Raises UsageError: neither; or a file that is not a sound cluster.
+    """
+    if name_or_path in names() or not (
+        "/" in name_or_path or name_or_path.endswith(".json") or Path(name_or_path).exists()
+    ):
+        return load(name_or_path)
+    try:
+        text = Path(name_or_path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{name_or_path}: expected a cluster file, got no such file. Known are {', '.join(names())}"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{name_or_path}: cannot read the cluster file: {error}") from error
+    return parse(text, name_or_path)
+
+
+def parse(text: str, where: str) -> Cluster:
+    """The cluster of a JSON text; ``where`` begins every message, and profiles are looked for beside it.
+
+    Raises UsageError: names the field and the reason.
+    """
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: line {error.lineno}, column {error.colno}: expected JSON ({error.msg})") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{where}: expected a JSON object with a cluster, got {type(content).__name__}")
+    if content.get("format") == "commlayer-profile":
+        raise UsageError(
+            f"{where}: this is a profile, which says nothing about GPUs. Write a cluster file beside it: "
+            f'{{"name": …, "gpu": "h100", "profiles": ["{Path(where).name}"]}} (docs/clusters.md)'
+        )
+    _refuse_unknown(where, "", content, _File.__struct_fields__)
+    gpu, links = content.get("gpu"), {name: content.get(name) for name in ("inter", "intra", "device")}
+    if isinstance(gpu, dict):
+        _refuse_unknown(where, "gpu.", gpu, [field.name for field in fields(Gpu)])
+    for name, link in links.items():
+        if isinstance(link, dict):
+            _refuse_unknown(where, f"{name}.", link, [field.name for field in fields(Link)])
+    try:
+        return _built(msgspec.convert(content, _File), Path(where).parent)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {str(error).replace('Expected', 'expected', 1)}") from error
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+class _PeaksFile(msgspec.Struct, forbid_unknown_fields=True):
+    inter_gbps: float
+    intra_gbps: float
+    device_gbps: float = 0.0
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The file: either ``domain`` and ``peaks``, or ``profiles``."""
+
+    name: str
+    gpu: str | Gpu
+    domain: int = 0
+    peaks: _PeaksFile | None = None
+    inter: Link | None = None
+    intra: Link | None = None
+    device: Link | None = None
+    interference: tuple[Interference, ...] = ()
+    profiles: tuple[str, ...] = ()
+    source: str = ""
+
+
+def _built(file: _File, folder: Path) -> Cluster:
+    gpu = file.gpu
+    if isinstance(gpu, str):
+        if gpu not in hardware.GPUS:
+            raise UsageError(
+                f"gpu: expected one of {', '.join(hardware.GPUS)}, or an object with its numbers, got {gpu!r}"
+                f"{_meant(gpu, hardware.GPUS)}"
+            )
+        gpu = hardware.GPUS[gpu]
+    if file.profiles:
+        given = [
+            name for name in ("domain", "peaks", "inter", "intra", "device", "interference") if getattr(file, name)
+        ]
+        if given:
+            raise UsageError(f"{given[0]}: expected it not beside profiles, which say it")
+        first, *more = (load_profile(folder / path) for path in file.profiles)
+        return Cluster.from_profile(first, gpu, *more).replace(name=file.name)
+    if not file.domain or file.peaks is None:
+        raise UsageError("expected domain and peaks, or profiles")
+    peaks = file.peaks
+    cluster = from_peaks(
+        file.name, gpu, file.domain, peaks.inter_gbps, peaks.intra_gbps, peaks.device_gbps, source=file.source
+    )
+    links = {name: link for name in ("inter", "intra", "device") if (link := getattr(file, name)) is not None}
+    return cluster.replace(**links, interference=file.interference)
+
+
+def _monta() -> Cluster:
+    return Cluster(
+        name="a800-monta",
+        gpu=hardware.GPUS["a800"],
+        domain=8,
+        peaks=Peaks(25, 200, 1600),
+        inter=hardware.A800_MONTA_NETWORK,
+        intra=hardware.A800_MONTA_NVLINK,
+        device=hardware.MONTA_MEMORY,
+        source="MoNTA, table 8 and figure 13; its device peak is implied by table 8's copy",
+    )
+
+
+def _refuse_unknown(where: str, prefix: str, content: dict[str, Any], known: Iterable[str]) -> None:
+    for name in content:
+        if name not in (names := list(known)):
+            raise UsageError(
+                f"{where}: field {prefix}{name}: unknown field; expected some of {', '.join(names)}{_meant(name, names)}"
+            )
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=2, cutoff=0.5)
+    return f". Did you mean {' or '.join(close)}?" if close else ""

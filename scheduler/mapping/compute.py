@@ -1,0 +1,144 @@
+"""How long a GPU computes: matrix products, fused attention, and kernels that only move data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.mapping.cluster import Gpu
+
+__all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_of"]
+
+TILE = 128
+"""Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
+
+DEFAULT_FACTOR = 1.0
+"""Of a family that nobody has calibrated: what public benchmarks reach, as declared in :class:`Gpu`."""
+
+_ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
+
+
+class Compute:
+    """µs of what one GPU computes.
+
+    A matrix product takes the longer of two times, and a launch: its FLOPs at the declared part of the peak, rounded up to
+    whole tiles and whole waves of tiles over the multiprocessors; and its bytes at the declared part of the memory's rate.
+
+    ``factor`` multiplies the rate of matrix products and of attention, and of nothing else.
+
+    Raises UsageError for a factor that is not positive.
+    """
+
+    def __init__(self, gpu: Gpu, factor: float = DEFAULT_FACTOR) -> None:
+        if not 0 < factor < math.inf:
+            raise UsageError(f"factor: expected a positive number, got {factor!r}")
+        self.gpu = gpu
+        self.factor = factor
+
+    @staticmethod
+    def measured(points: Sequence[tuple[float, float]], memory_gbps: float) -> MeasuredCompute:
+        """Of a machine whose products were timed: see :class:`MeasuredCompute`."""
+        return MeasuredCompute(points, memory_gbps)
+
+    def gemm_us(self, rows: float, inner: float, columns: float, precision: str = "bf16", groups: int = 1) -> float:
+        """``groups`` products [rows, inner] × [inner, columns] in one launch (experts: a group each, with ``rows`` tokens).
+
+        ``rows`` may be a mean. 0 where there is nothing to multiply. Raises UsageError for another precision than bf16 and
+        fp8, a negative size, or fp8 on a GPU that has none.
+        """
+        if min(rows, inner, columns, groups) < 0:
+            raise UsageError(
+                f"expected sizes of at least 0, got rows={rows}, inner={inner}, columns={columns}, groups={groups}"
+            )
+        peak, element = self._peak(precision), _ELEMENT_BYTES[precision]
+        if not rows * inner * columns * groups:
+            return 0.0
+        gpu = self.gpu
+        tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * groups
+        waves = math.ceil(tiles / gpu.multiprocessors)
+        flops = waves * gpu.multiprocessors * 2.0 * TILE * TILE * inner
+        # operands in `precision`, the result in BF16
+        moved = groups * (element * inner * (rows + columns) + 2 * rows * columns)
+        return max(flops / (peak * self.factor * 1e6), moved / (gpu.memory_gbps * gpu.memory * 1e3)) + gpu.launch_us
+
+    def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
+        """Fused attention of ``flops`` (a causal mask counted by half), in BF16 whatever the precision of products.
+
+        ``flops`` of the backward pass are its own: 2.5 times the forward pass's in FlashAttention's count.
+        Raises UsageError for an unknown precision or a negative number.
+        """
+        self._peak(precision)
+        if flops < 0:
+            raise UsageError(f"flops: expected at least 0, got {flops!r}")
+        if not flops:
+            return 0.0
+        part = self.gpu.attention_backward if backward else self.gpu.attention
+        return flops / (self.gpu.bf16_tflops * part * self.factor * 1e6) + self.gpu.launch_us
+
+    def memory_us(self, nbytes: float) -> float:
+        """A kernel that reads and writes ``nbytes`` together. Raises UsageError for a negative number."""
+        if nbytes < 0:
+            raise UsageError(f"nbytes: expected at least 0, got {nbytes!r}")
+        return nbytes / (self.gpu.memory_gbps * self.gpu.memory * 1e3) + self.gpu.launch_us if nbytes else 0.0
+
+    def _peak(self, precision: str) -> float:
+        """TFLOP/s that large products reach."""
+        if precision == "bf16":
+            return self.gpu.bf16_tflops * self.gpu.gemm
+        if precision != "fp8":
+            raise UsageError(f"precision: expected bf16 or fp8, got {precision!r}")
+        if not self.gpu.fp8_tflops:
+            raise UsageError(f"precision fp8: {self.gpu.name} has no such units; use bf16")
+        return self.gpu.fp8_tflops * self.gpu.gemm_fp8
+
+
+class MeasuredCompute:
+    """As :class:`Compute`, of a machine whose products were timed: (FLOPs, µs) of one product each.
+
+    Between points the logarithm of time is linear in that of FLOPs; beyond them, a latency and a rate (as a profile's
+    curves). Attention is looked up by its FLOPs too. Precision makes no difference.
+
+    Raises UsageError for points that are no increasing FLOPs with times that do not fall, or a memory rate that is not positive.
+    """
+
+    def __init__(self, points: Sequence[tuple[float, float]], memory_gbps: float) -> None:
+        if not 0 < memory_gbps < math.inf:
+            raise UsageError(f"memory_gbps: expected a positive number of 1e9 bytes/s, got {memory_gbps!r}")
+        self.memory_gbps = memory_gbps
+        ordered = sorted(points)
+        # A profile's curve, of FLOPs in place of bytes: the same rules between the points and beyond them.
+        self._curve = Curve(
+            "copy", Resource.DEVICE, 1, tuple(round(flops) for flops, _ in ordered), tuple(us for _, us in ordered)
+        )
+
+    def gemm_us(self, rows: float, inner: float, columns: float, precision: str = "bf16", groups: int = 1) -> float:
+        """``groups`` products one after the other."""
+        return groups * self._curve.at(2.0 * rows * inner * columns)
+
+    def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
+        """As one product of so many FLOPs."""
+        return self._curve.at(flops)
+
+    def memory_us(self, nbytes: float) -> float:
+        """At the memory's rate."""
+        return nbytes / (self.memory_gbps * 1e3)
+
+
+def efficiency_of(family: str) -> float | None:
+    """The calibrated factor of a family of models (``ModelShape.family``); None: nobody calibrated it."""
+    return _calibrated().get(family)
+
+
+@cache
+def _calibrated() -> dict[str, float]:
+    path = Path(__file__).with_name("calibrated.json")
+    if not path.exists():
+        return {}
+    factors = json.loads(path.read_text(encoding="utf-8"))["factors"]
+    return {str(family): float(factor) for family, factor in factors.items()}

@@ -1,0 +1,142 @@
+"""Why a setup wins: against the runner-up and against the best without folding, in milliseconds and in words."""
+
+from __future__ import annotations
+
+from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.search import SearchResult, describe_memory
+
+__all__ = ["compare", "explain"]
+
+_SHOWN = 3  # parts that are named on each side of a comparison
+_LEAST = 0.001  # of the slower step: what is below is not worth a word
+_WORDS = {
+    "attention": "attention",
+    "experts": "the experts' products",
+    "dense": "dense products",
+    "memory": "work that memory bounds",
+    "head": "the head and the loss",
+    "recompute": "recomputation",
+    "dispatch": "sending tokens to experts",
+    "combine": "bringing them back",
+    "tp": "tp exchanges",
+    "cp": "cp exchanges",
+    "pp": "pp exchanges",
+    "gradients": "gradients that nothing hides",
+    "parameters": "gathers of parameters that nothing hides",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "the optimizer",
+}
+_DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp")
+
+
+def explain(result: SearchResult) -> list[str]:
+    """Why the best is the best, a line for each reason: what it is, the runner-up, the best of the other kind of mapping,
+    what it waits for, and how much memory is left."""
+    best = result.best
+    lines = [
+        f"{best.setup} takes {_ms(best.step_us)} a step on {best.cluster} ({best.software}): MFU {best.mfu:.1%}, "
+        f"{best.tokens_per_s:,.0f} tokens/s."
+    ]
+    if len(result.ranked) > 1:
+        lines.append(f"Against the runner-up, {compare(best, result.ranked[1])}")
+    else:
+        lines.append("There is no runner-up: nothing else fits.")
+    lines += _other_kind(result)
+    lines += [_waits(best), _memory(best)]
+    return lines
+
+
+def compare(faster: StepEstimate, slower: StepEstimate) -> str:
+    """What one saves and what it costs, the largest parts first."""
+    saved_us = slower.step_us - faster.step_us
+    differences = sorted(
+        (
+            (slower.parts.get(name, 0.0) - faster.parts.get(name, 0.0), name)
+            for name in {**faster.parts, **slower.parts}
+        ),
+        key=lambda found: (-abs(found[0]), found[1]),
+    )
+    least = _LEAST * slower.step_us
+    saves = [f"{_ms(us)} of {_words(name)}" for us, name in differences if us > least][:_SHOWN]
+    costs = [f"{_ms(-us)} of {_words(name)}" for us, name in differences if us < -least][:_SHOWN]
+    change = _changes(faster.setup, slower.setup)
+    gain = (
+        f"it is {saved_us / slower.step_us:.1%} ({_ms(saved_us)}) faster"
+        if saved_us > 0
+        else "it is as fast, and simpler"
+    )
+    said = f"{slower.setup} ({_ms(slower.step_us)}), {gain}"
+    if saves:
+        said += f": {change} saves {_and(saves)}" + (f", and costs {_and(costs)}" if costs else "")
+    elif costs:
+        said += f": {change} costs {_and(costs)}, and small savings make up for it"
+    else:
+        said += f": {change}; no part of the step differs by {_LEAST:.1%}"
+    return f"{said}."
+
+
+def _other_kind(result: SearchResult) -> list[str]:
+    best = result.best
+    other = result.best_unfolded if best.setup.folded else result.best_folded
+    kind = "unfolded" if best.setup.folded else "folded"
+    if other is None:
+        return [f"No {kind} mapping was searched that fits."]
+    if len(result.ranked) > 1 and other == result.ranked[1]:
+        return [f"The runner-up is also the best {kind} one."]
+    return [f"Against the best {kind} one, {compare(best, other)}"]
+
+
+def _waits(best: StepEstimate) -> str:
+    exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
+    if not exposed:
+        return f"It waits longest for {best.bottleneck}; all communication is hidden."
+    total = sum(us for us, _ in exposed)
+    lanes = _and([f"{lane} {_ms(us)}" for us, lane in exposed])
+    return (
+        f"It waits longest for {best.bottleneck}; {_ms(total)} of communication ({total / best.step_us:.1%}) is hidden by "
+        f"nothing: {lanes}."
+    )
+
+
+def _memory(best: StepEstimate) -> str:
+    used, limit = best.memory.total, best.memory_limit
+    return (
+        f"The fullest GPU has {used / 1e9:.1f} of {limit / 1e9:.1f} GB in use ({describe_memory(best.memory)}): "
+        f"{(limit - used) / 1e9:.1f} GB ({1 - used / limit:.0%}) are left."
+    )
+
+
+def _changes(one: Setup, other: Setup) -> str:
+    """What ``one`` does in place of what."""
+    words = [
+        f"{axis.upper()}{getattr(one, axis)} instead of {axis.upper()}{getattr(other, axis)}"
+        for axis in _DEGREES
+        if getattr(one, axis) != getattr(other, axis)
+    ]
+    if one.micro_batch != other.micro_batch:
+        words.append(f"micro-batches of {one.micro_batch} instead of {other.micro_batch}")
+    if one.recompute != other.recompute:
+        words.append(f"{one.recompute} instead of {other.recompute} recomputation")
+    for name in ("precision", "dispatch", "attention"):
+        if getattr(one, name) != getattr(other, name):
+            words.append(f"{getattr(one, name)} instead of {getattr(other, name)}")
+    if one.zero != other.zero:
+        words.append(f"ZeRO {one.zero} instead of {other.zero}")
+    if one.folded != other.folded:
+        words.append("folding" if one.folded else "not folding")
+    return _and(words) if words else "the same setup"
+
+
+def _words(part: str) -> str:
+    return _WORDS.get(part, part)
+
+
+def _ms(us: float) -> str:
+    """With three figures that count."""
+    ms = us / 1e3
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"
+
+
+def _and(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,251 @@
+"""A mapping as the configuration of a trainer: Megatron-LM's flags, torchtitan's TOML, DeepSpeed's JSON.
+
+A trainer that cannot run a mapping says so (UsageError) rather than run another one. What it does slightly differently, or wants
+told in the program, is in the notes. Sources: Megatron-LM, see :mod:`commlayer.scheduler.mapping.exports_megatron`; torchtitan
+v0.2.2, torchtitan/config/job_config.py and distributed/parallel_dims.py; DeepSpeed 0.19, docs/_pages/config-json.md,
+module_inject/auto_ep_config.py and auto_ep_folding.py, runtime/pipe/engine.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes
+from commlayer.scheduler.mapping.job import Job, Setup
+
+__all__ = ["TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
+
+TRAINERS = ("megatron", "deepspeed", "torchtitan")
+
+Section = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """``values``: the arguments, or the configuration by section. ``text``: as the trainer reads it. ``notes``: what differs."""
+
+    trainer: str
+    values: list[str] | Section
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def export(trainer: str, job: Job, setup: Setup) -> Export:
+    """``setup`` for ``trainer``.
+
+    Raises:
+        UsageError: an unknown trainer, or a mapping that it cannot run: says what stands in the way and what to change.
+        GroupError: a batch that the mapping does not divide.
+    """
+    if trainer not in TRAINERS:
+        raise UsageError(f"export: expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {trainer!r}")
+    if trainer == "megatron":
+        flags = megatron(job, setup)
+        return Export(trainer, flags, _lines(flags), megatron_notes(job, setup))
+    make: Callable[[Job, Setup], Section] = deepspeed if trainer == "deepspeed" else torchtitan
+    config = make(job, setup)
+    if trainer == "deepspeed":
+        return Export(trainer, config, json.dumps(config, indent=2), _deepspeed_notes(job, setup))
+    return Export(trainer, config, _toml(config), _torchtitan_notes(job, setup))
+
+
+# torchtitan
+
+
+def torchtitan(job: Job, setup: Setup) -> Section:
+    """Sections training, parallelism, activation_checkpoint and quantize of a job's TOML; ``[model]`` and the rest are yours.
+
+    Raises as :func:`export`.
+    """
+    micro_batches = setup.micro_batches(job)
+    _refuse("torchtitan", setup, _torchtitan_limits(job, setup))
+    shards = setup.zero >= 1
+    config: Section = {
+        "training": {
+            # of a data-parallel rank: a pipeline splits it, otherwise a micro-batch is one forward
+            "local_batch_size": setup.micro_batch * (micro_batches if setup.pp > 1 else 1),
+            "global_batch_size": job.global_batch,
+            "seq_len": job.sequence,
+            "mixed_precision_param": "bfloat16",
+            "mixed_precision_reduce": "float32",
+        },
+        "parallelism": {
+            "data_parallel_replicate_degree": 1 if shards else setup.dp,
+            "data_parallel_shard_degree": setup.dp if shards else 1,
+            "fsdp_reshard_after_forward": "always" if setup.zero == 3 else "never",
+            "tensor_parallel_degree": setup.tp,
+            "context_parallel_degree": setup.cp,
+            "pipeline_parallel_degree": setup.pp,
+            "expert_parallel_degree": setup.ep,
+            "expert_tensor_parallel_degree": setup.etp,
+        },
+        "activation_checkpoint": {"mode": setup.recompute},
+    }
+    if setup.recompute == "selective":
+        config["activation_checkpoint"]["selective_ac_option"] = "op"
+    if setup.pp > 1:
+        config["parallelism"] |= {
+            "pipeline_parallel_schedule": "Interleaved1F1B" if setup.vpp > 1 else "1F1B",
+            "pipeline_parallel_microbatch_size": setup.micro_batch,
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
+        }
+        if setup.vpp not in _DEFAULT_CHUNKS:
+            config["parallelism"]["pipeline_parallel_layers_per_stage"] = _layers_per_stage(job, setup)
+    if setup.precision == "fp8":
+        config["quantize.linear.float8"] = {"filter_fqns": ["output", "router.gate"]}
+        config["quantize.grouped_mm.float8"] = {"fqns": ["experts"]}
+    return config
+
+
+_DEFAULT_CHUNKS = (1, 2)
+"""Of a pipeline rank, by torchtitan's two schedules, where no layers per stage are given."""
+
+
+def _layers_per_stage(job: Job, setup: Setup) -> int:
+    return math.ceil(job.model.layers / (setup.pp * setup.vpp))
+
+
+def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
+    stages = math.ceil(job.model.layers / _layers_per_stage(job, setup))
+    return {
+        "it has no Ulysses attention: choose attention tensor": setup.attention == "ulysses" and setup.tp > 1,
+        "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
+        f"expert_tensor_parallel_degree is 1 or tp={setup.tp}": setup.ep > 1 and setup.etp not in (1, setup.tp),
+        f"without ep the experts have tp={setup.tp} as all else": setup.ep == 1 and setup.etp != setup.tp,
+        "its ep ranks are neighbours, an unfolded ep lies beyond cp: fold": (
+            not setup.folded and setup.ep > 1 and _ranks(setup, "ep") != _ranks(replace(setup, folded=True), "ep")
+        ),
+        "ep cannot go beyond cp · tp where data parallelism shards nothing: choose zero 1 or more": (
+            setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
+        ),
+        "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
+        f"{job.model.layers} layers do not make pp · vpp = {setup.pp * setup.vpp} equal stages: choose vpp 1 or 2": (
+            setup.pp > 1 and setup.vpp not in _DEFAULT_CHUNKS and stages != setup.pp * setup.vpp
+        ),
+    }
+
+
+def _torchtitan_notes(job: Job, setup: Setup) -> tuple[str, ...]:
+    notes = [
+        "of v0.2.2, which reads TOML; later versions take the same degrees in Python, and expert tensor parallelism 1 only"
+    ]
+    if setup.zero == 1 and setup.dp > 1:
+        notes.append(
+            "ZeRO 1 has no counterpart: FSDP shards gradients too (ZeRO 2), which takes less memory and sums each micro-batch"
+        )
+    if setup.zero == 0 and setup.cp > 1:
+        notes.append("weights are sharded over cp in any case")
+    if job.capacity_factor is not None:
+        notes.append("it never drops tokens: the capacity factor has no counterpart")
+    if setup.recompute == "selective":
+        notes.append(
+            "selective means there: keep matrix products and what was exchanged; here it is MegaScale-MoE's (A.2)"
+        )
+    if setup.precision == "fp8":
+        notes.append("FP8 needs torchao, and its converters in model.converters")
+    return tuple(notes)
+
+
+# DeepSpeed
+
+
+def deepspeed(job: Job, setup: Setup) -> Section:
+    """The JSON configuration. Raises as :func:`export`."""
+    micro_batches = setup.micro_batches(job)
+    _refuse("DeepSpeed", setup, _deepspeed_limits(job, setup))
+    config: Section = {
+        "train_batch_size": job.global_batch,
+        "train_micro_batch_size_per_gpu": setup.micro_batch,
+        "gradient_accumulation_steps": micro_batches,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": setup.zero, "overlap_comm": setup.zero >= 2},
+    }
+    if setup.attention == "ulysses" and setup.tp > 1:
+        config["sequence_parallel_size"] = setup.tp
+    elif setup.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": setup.tp}
+    if setup.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": setup.ep, "expert_tensor_parallel_size": setup.etp}
+    return config
+
+
+def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
+    is_tensor = setup.tp > 1 and setup.attention == "tensor"
+    return {
+        "it has no context parallelism beside Ulysses: set cp=1, or attention ulysses with tp": setup.cp > 1,
+        "its pipeline is 1F1B without chunks: set vpp=1": setup.vpp > 1,
+        "its pipeline engine takes ZeRO 0 or 1": setup.pp > 1 and setup.zero >= 2,
+        "its expert parallelism (AutoEP) has no expert tensor parallelism: set etp=1": setup.etp > 1,
+        "AutoEP with tensor parallelism takes pp=1": is_tensor and setup.ep > 1 and setup.pp > 1,
+        "AutoEP with tensor parallelism takes ZeRO 0 to 2": is_tensor and setup.ep > 1 and setup.zero == 3,
+        "tensor parallelism of a MoE model needs autoep_size > 1": is_tensor and setup.ep == 1,
+        "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
+        "its configuration has no FP8 training: choose bf16": setup.precision == "fp8",
+        "AutoEP never drops tokens: leave the capacity factor out": job.capacity_factor is not None and setup.ep > 1,
+    }
+
+
+def _deepspeed_notes(job: Job, setup: Setup) -> tuple[str, ...]:
+    notes = []
+    if setup.pp > 1:
+        notes.append(
+            f"the pipeline is the program's: PipelineModule(..., num_stages={setup.pp}); AutoEP inside it is not proven"
+        )
+    if setup.recompute == "full":
+        notes.append("recomputation is the program's: deepspeed.checkpointing.checkpoint around each layer")
+    elif setup.recompute == "selective":
+        notes.append(
+            "selective recomputation is the program's: checkpoint norms, SwiGLU and dispatch (MegaScale-MoE, A.2)"
+        )
+    if "sequence_parallel_size" in deepspeed(job, setup):
+        notes.append(
+            "Ulysses needs the attention wrapped in the program: DistributedAttention, or UlyssesSPAttentionHF"
+        )
+    if is_autotp := setup.attention == "tensor" and setup.tp > 1:
+        notes.append("AutoTP keeps whole activations on each rank: no sequence parallelism, more activation memory")
+    if setup.ep > 1 and is_autotp:
+        notes.append(
+            "AutoEP with AutoTP is new: the documents of 0.19 still say that they do not go together, its code takes them"
+        )
+    return tuple(notes)
+
+
+# Shared
+
+
+def _refuse(trainer: str, setup: Setup, limits: Mapping[str, bool]) -> None:
+    reasons = [reason for reason, stands in limits.items() if stands]
+    if reasons:
+        raise UsageError(f"{trainer} cannot run {setup}: {'; '.join(reasons)}")
+
+
+def _ranks(setup: Setup, axis: str) -> list[int]:
+    """The group of rank 0."""
+    return sorted(map(sum, product(*(range(0, size * stride, stride) for size, stride in setup.layout(axis)))))
+
+
+def _lines(flags: list[str]) -> str:
+    """One flag with its values a line, quoted for a shell."""
+    lines: list[str] = []
+    for token in flags:
+        if token.startswith("--"):
+            lines.append(token)
+        else:
+            lines[-1] += f" {shlex.quote(token)}"
+    return "\n".join(lines)
+
+
+def _toml(config: Section) -> str:
+    """Sections of plain values: JSON's spelling of text, numbers, truth and lists is TOML's."""
+    blocks = []
+    for name, values in config.items():
+        blocks.append("\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]))
+    return "\n\n".join(blocks)

@@ -1,0 +1,191 @@
+"""A mapping as flags of Megatron-LM.
+
+Flags: megatron/training/arguments.py of Megatron-LM, whose parser took these at core_v0.13.1, core_v0.16.1 and a later state of
+its main branch (ZeRO 2 and 3 from core_v0.16, as ``--use-megatron-fsdp``). Groups: megatron/core/parallel_state.py, which lays
+attention's ranks as tp-cp-dp-pp and the experts' as tp-ep-dp-pp, innermost first: our folded mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import ModelShape
+
+__all__ = ["megatron", "megatron_notes"]
+
+_SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+"""Of Megatron-FSDP, by ZeRO's stage."""
+
+
+def megatron(job: Job, setup: Setup) -> list[str]:
+    """The arguments of the job's model, batch and mapping, as pretrain_gpt.py takes them; data, optimizer and schedule are yours.
+
+    Raises:
+        UsageError: what Megatron-Core has no flags for: groups that are not of the folded kind, chunks without a pipeline.
+        GroupError: a batch that the mapping does not divide.
+    """
+    setup.micro_batches(job)
+    _check(setup)
+    return [
+        *_model(job.model),
+        *_degrees(setup),
+        *_pipeline(job.model, setup),
+        *_batch(job, setup),
+        *_moe(job, setup),
+        *_memory(job, setup),
+    ]
+
+
+def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
+    """Where the flags are the nearest thing and not the same."""
+    notes = []
+    if setup.recompute == "selective":
+        notes.append(
+            "selective recomputation here drops also the gathered inputs and what dispatch brought (MegaScale-MoE, A.2); the "
+            "nearest of Megatron recomputes norms and the experts' activation: its activations are larger"
+        )
+    if setup.attention == "ulysses":
+        notes.append(
+            "Ulysses is a kind of context parallelism there (--cp-comm-type a2a): --context-parallel-size is tp × cp, and the "
+            "vocabulary is not split"
+        )
+    if setup.zero >= 2:
+        notes.append(f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1")
+    if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
+        notes.append(
+            "the router's groups, scores and bias, and multi-token prediction, do not change the mapping: add their flags"
+        )
+    return tuple(notes)
+
+
+def _check(setup: Setup) -> None:
+    if not setup.folded and setup.cp > 1 and setup.ep > 1:
+        raise UsageError(
+            f"Megatron-Core cannot lay {setup} out: its ep={setup.ep} ranks are neighbours (folded over cp={setup.cp}), those "
+            "of an unfolded ep lie beyond cp: export the folded mapping, or one with cp=1"
+        )
+    if setup.vpp > 1 and setup.pp == 1:
+        raise UsageError(
+            f"Megatron-Core has no chunks of layers without a pipeline: got vpp={setup.vpp} with pp=1; set vpp=1"
+        )
+
+
+def _model(model: ModelShape) -> Iterator[str]:
+    yield from _flag("num-layers", model.layers)
+    yield from _flag("hidden-size", model.hidden)
+    yield from _flag("num-attention-heads", model.heads)
+    if model.latent is not None:
+        yield "--multi-latent-attention"
+        if model.latent.q_rank:
+            yield from _flag("q-lora-rank", model.latent.q_rank)
+        yield from _flag("kv-lora-rank", model.latent.kv_rank)
+        yield from _flag("qk-head-dim", model.latent.nope_dim)
+        yield from _flag("qk-pos-emb-head-dim", model.latent.rope_dim)
+        yield from _flag("v-head-dim", model.latent.value_dim)
+    else:
+        yield from _flag("kv-channels", model.head_dim)
+        if model.kv_heads != model.heads:
+            yield "--group-query-attention"
+            yield from _flag("num-query-groups", model.kv_heads)
+    yield from _flag("ffn-hidden-size", model.dense_width or model.width)
+    yield from _flag("num-experts", model.experts)
+    yield from _flag("moe-ffn-hidden-size", model.width)
+    yield from _flag("moe-router-topk", model.top_k)
+    if model.dense_layers:
+        yield from _flag("moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.moe_layers})")
+    if model.shared_width:
+        yield from _flag("moe-shared-expert-intermediate-size", model.shared_width)
+    if model.gated:
+        yield "--swiglu"
+    if model.qkv_bias:
+        yield "--add-qkv-bias"
+    if not model.ties_embeddings:
+        yield "--untie-embeddings-and-output-weights"
+    yield "--disable-bias-linear"
+    yield from _flag("normalization", "RMSNorm")
+    yield from _flag("position-embedding-type", "rope")
+    yield from _flag("vocab-size", model.vocabulary)
+
+
+def _degrees(setup: Setup) -> Iterator[str]:
+    sequence = setup.tp if setup.attention == "ulysses" else 1
+    tp, cp = setup.tp // sequence, setup.cp * sequence
+    yield from _flag("tensor-model-parallel-size", tp)
+    if tp > 1:
+        yield "--sequence-parallel"  # Megatron-Core demands it of MoE layers under tensor parallelism
+    yield from _flag("context-parallel-size", cp)
+    if sequence > 1:
+        if setup.cp == 1:
+            yield from _flag("cp-comm-type", "a2a")
+        else:
+            yield from (
+                "--cp-comm-type",
+                "a2a+p2p",
+                "--hierarchical-context-parallel-sizes",
+                str(sequence),
+                str(setup.cp),
+            )
+    yield from _flag("expert-model-parallel-size", setup.ep)
+    yield from _flag("expert-tensor-parallel-size", setup.etp)
+
+
+def _pipeline(model: ModelShape, setup: Setup) -> Iterator[str]:
+    yield from _flag("pipeline-model-parallel-size", setup.pp)
+    stages = setup.pp * setup.vpp
+    if setup.pp == 1:
+        return
+    if model.layers % stages:
+        yield from _flag("pipeline-model-parallel-layout", _layout(model.layers, stages))
+    elif setup.vpp > 1:
+        yield from _flag("num-layers-per-virtual-pipeline-stage", model.layers // stages)
+
+
+def _layout(layers: int, stages: int) -> str:
+    """Each stage's layers between bars: E the embedding, t a layer, L the loss. The first stages have one more."""
+    fewest, more = divmod(layers, stages)
+    counts = [fewest + (stage < more) for stage in range(stages)]
+    return "|".join(
+        "E" * (stage == 0) + "t" * count + "L" * (stage == stages - 1) for stage, count in enumerate(counts)
+    )
+
+
+def _batch(job: Job, setup: Setup) -> Iterator[str]:
+    yield from _flag("micro-batch-size", setup.micro_batch)
+    yield from _flag("global-batch-size", job.global_batch)
+    yield from _flag("seq-length", job.sequence)
+    yield from _flag("max-position-embeddings", job.sequence)
+
+
+def _moe(job: Job, setup: Setup) -> Iterator[str]:
+    yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.dispatch == "all_to_all" else "allgather")
+    yield "--moe-grouped-gemm"
+    if job.capacity_factor is not None:
+        yield from _flag("moe-expert-capacity-factor", f"{job.capacity_factor:g}")
+        yield "--moe-pad-expert-input-to-capacity"
+
+
+def _memory(job: Job, setup: Setup) -> Iterator[str]:
+    yield "--bf16"
+    if setup.precision == "fp8":
+        yield from _flag("fp8-format", "hybrid")
+        if setup.recompute == "selective":
+            # delayed scaling, the default, cannot recompute norms and activations
+            yield from _flag("fp8-recipe", "blockwise")
+    if setup.recompute == "selective":
+        yield from ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
+    elif setup.recompute == "full":
+        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+    if setup.zero >= 1:
+        yield "--use-distributed-optimizer"
+        yield "--overlap-param-gather"
+    yield "--overlap-grad-reduce"
+    if setup.zero >= 2:
+        yield "--use-megatron-fsdp"
+        yield from _flag("data-parallel-sharding-strategy", _SHARDING[setup.zero])
+        yield from _flag("ckpt-format", "fsdp_dtensor")
+
+
+def _flag(name: str, value: object) -> tuple[str, str]:
+    return f"--{name}", str(value)

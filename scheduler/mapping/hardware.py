@@ -1,0 +1,206 @@
+"""GPUs and links as they are declared: data sheets, and what public benchmarks reach of them, each with its source.
+
+Nothing here was measured by us, and nothing was fitted to a paper's training throughput. An efficiency is bytes that one
+rank sends over the link in one call → fraction of the peak, at the peak of the hardware that was measured; see
+:class:`~commlayer.scheduler.mapping.cluster.Link` for how it is carried over to a faster or a slower link.
+"""
+
+from __future__ import annotations
+
+from commlayer.scheduler.mapping.cluster import Gpu, Link, Points
+
+__all__ = ["A800_MONTA_NETWORK", "A800_MONTA_NVLINK", "GPUS", "MEMORY", "MONTA_MEMORY", "NETWORK", "NVLINK", "NVLINK5"]
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+_MAMF = "large products: maximum achievable matmul FLOPS of ml-engineering (stas00), accelerator table"
+_ATTENTION = (
+    "attention: FlashAttention-3 (arXiv:2407.08608, figures 5 and 6, head dim 128, 4K to 16K tokens): cuDNN 600 and "
+    "FA-3 640 TFLOP/s forward, 500 and 550 backward, without a mask, of 989; a causal mask costs about a tenth of that"
+)
+_MEMORY = "memory 0.80: MoNTA table 8 (a copy of 64 MB); ml-engineering's p2pBandwidthLatencyTest has 0.75 (H100), 0.78 (A100)"
+
+
+def _hopper(
+    name: str,
+    memory_gib: float,
+    memory_gbps: float,
+    *,
+    bf16: float = 989.5,
+    gemm_fp8: float = 0.709,
+    multiprocessors: int = 132,
+) -> Gpu:
+    return Gpu(
+        name=name,
+        bf16_tflops=bf16,
+        fp8_tflops=2 * bf16,
+        memory_bytes=memory_gib * _GIB,
+        memory_gbps=memory_gbps,
+        multiprocessors=multiprocessors,
+        gemm=0.803,
+        gemm_fp8=gemm_fp8,
+        attention=0.57,
+        attention_backward=0.47,
+        source=f"NVIDIA's data sheet; {_MAMF} (H100 0.803 in BF16, 0.709 in FP8); {_ATTENTION}; {_MEMORY}",
+    )
+
+
+def _ampere(name: str) -> Gpu:
+    return Gpu(
+        name=name,
+        bf16_tflops=312,
+        fp8_tflops=0,
+        memory_bytes=80 * _GIB,
+        memory_gbps=2039,
+        multiprocessors=108,
+        gemm=0.869,
+        attention=0.60,
+        attention_backward=0.53,
+        source=f"NVIDIA's data sheet; {_MAMF} (A100 0.869); attention: FlashAttention-2 (arXiv:2307.08691) says 50 to 73 % of "
+        f"an A100's peak; {_MEMORY}",
+    )
+
+
+def _blackwell(name: str, bf16: float, memory_gib: float, gemm: float, gemm_fp8: float) -> Gpu:
+    return Gpu(
+        name=name,
+        bf16_tflops=bf16,
+        fp8_tflops=2 * bf16,
+        memory_bytes=memory_gib * _GIB,
+        memory_gbps=8000,
+        multiprocessors=148,
+        gemm=gemm,
+        gemm_fp8=gemm_fp8,
+        attention=0.57,
+        attention_backward=0.47,
+        source=f"NVIDIA's data sheet; {_MAMF}; attention: the fractions of an H100, which is our assumption; memory: as H100",
+    )
+
+
+GPUS: dict[str, Gpu] = {
+    "a100": _ampere("A100 SXM 80GB"),
+    "a800": _ampere("A800 SXM 80GB"),
+    "b200": _blackwell("B200 SXM", 2250, 180, 0.776, 0.763),
+    "gb200": _blackwell("GB200", 2500, 186, 0.729, 0.723),
+    "h100": _hopper("H100 SXM 80GB", 80, 3350),
+    "h200": _hopper("H200 SXM", 141, 4800, gemm_fp8=0.734),
+    # MegaScale-MoE, table 4: 148 TFLOP/s, 96 GB, 4 TB/s; that fewer multiprocessors reach the same fraction is assumed.
+    "h20": _hopper("H20", 96, 4000, bf16=148, multiprocessors=78),
+    "h800": _hopper("H800 SXM 80GB", 80, 3350),
+}
+"""By the name that a cluster file may use."""
+
+
+def _scaled(points: Points, factor: float) -> Points:
+    return tuple((size, fraction * factor) for size, fraction in points)
+
+
+def _capped(points: Points, most: float) -> Points:
+    return tuple((size, min(fraction, most)) for size, fraction in points)
+
+
+_NETWORK_RING: Points = (
+    # NVIDIA/nccl-tests#232: two nodes, one H100 and so one 400 Gb/s card each at work: bus bandwidth of an all_reduce of S
+    # bytes, of which each card carries S: 18.5, 27.2, 36.2, 39.9 and 41.3 GB/s of 50.
+    (2.0 * _MIB, 0.37),
+    (4.0 * _MIB, 0.54),
+    (8.0 * _MIB, 0.72),
+    (16.0 * _MIB, 0.80),
+    (32.0 * _MIB, 0.83),
+    # NVIDIA/nccl-tests#290, a maintainer of NCCL: 46 to 48 GB/s per 400 Gb/s card over a ring, at large sizes.
+    (1.0 * _GIB, 0.94),
+)
+NETWORK = Link(
+    ring=_NETWORK_RING,
+    # NVIDIA, GTC 2025, session S72583, slide "All-to-all Communication Bandwidth": bus bandwidth 48 GB/s of 32 GPUs on four
+    # DGX H100, of which 24/31 cross a card: 37.2 GB/s, 0.744 of its peak, at large sizes. MoNTA has 0.741 for another
+    # generation (table 8). Smaller sizes: by as much below the ring as large ones are (0.744 / 0.94), which is our
+    # assumption; it gives 0.43 at 4 MiB and 0.63 at 16 MiB, and MoNTA's table 8 has 0.427 and 0.633.
+    messages=_scaled(_NETWORK_RING, 0.744 / 0.94),
+    gbps=50.0,
+    latency_us=17.0,  # NVIDIA/nccl-tests#293: an all_reduce of 8 bytes between two nodes, 17 µs
+    hop_us=4.0,  # NCCL src/graph/tuning.cc, hwLat, network, ring, LL128
+    message_us=1.0,  # assumed: the order of magnitude of posting one send and one receive
+    measured_hops=1,
+    source="NVIDIA/nccl-tests#232, #290, #293; NVIDIA GTC 2025 S72583; NCCL's tuning.cc; a message's cost is assumed",
+)
+"""InfiniBand or RoCE, a card for each GPU."""
+
+_NVLINK_RING: Points = (
+    # ml-engineering (stas00), network, all_reduce of 1 to 32 MiB on 8 H200: bus bandwidth 39.9, 64.5, 107, 156, 220 and 276
+    # GB/s of 450; each GPU sends 1.75·S. (Its two turns have twice the hops of an all_gather: a little too slow for one.)
+    (1.75 * _MIB, 0.089),
+    (3.5 * _MIB, 0.143),
+    (7.0 * _MIB, 0.238),
+    (14.0 * _MIB, 0.346),
+    (28.0 * _MIB, 0.489),
+    (56.0 * _MIB, 0.613),
+    # Above, that all_reduce sums in the switch (NVLS), which no all_gather does. MoNTA, table 8, all_gather over 8 A800 of
+    # 64 and 256 MB: 0.726 and 0.776 of 200 GB/s; the same fractions for 450/200 times the bytes.
+    (126e6, 0.726),
+    (504e6, 0.776),
+    # ml-engineering, 8 H200, 16 GiB over rings: all_gather 361.4, reduce_scatter 362.9, all_reduce 367.2 GB/s of 450.
+    (14.0 * _GIB, 0.803),
+)
+NVLINK = Link(
+    ring=_NVLINK_RING,
+    # The same slide of NVIDIA's: 320 GB/s on 8 H100 (0.711), 210 on 8 A100 (0.70), 640 on 8 B200 (0.711) at large sizes.
+    # Smaller ones as for the network: by as much below the ring. DeepEP's own kernels: 153 to 158 of an H800's 200 GB/s.
+    messages=_scaled(_NVLINK_RING, 0.711 / 0.803),
+    gbps=450.0,
+    latency_us=12.0,  # deepseek-ai/DeepEP#303: an all_reduce of 4 bytes on 8 H20, 12.5 µs
+    hop_us=1.9,  # NCCL src/graph/tuning.cc, hwLat, NVLink, ring, LL128
+    message_us=0.3,  # assumed
+    measured_hops=7,
+    source="ml-engineering (stas00), network; MoNTA table 8; NVIDIA GTC 2025 S72583; NCCL's tuning.cc; a message's cost is "
+    "assumed",
+)
+"""NVLink 3 and 4 through switches."""
+
+NVLINK5 = Link(
+    # ml-engineering, 8 B200, 8 GiB over rings: 682 GB/s of 900 (0.758). The slide's NVL72 bar: 680 without sums in the switch.
+    ring=_capped(NVLINK.ring, 0.758),
+    messages=_capped(NVLINK.messages, 0.711),
+    gbps=450.0,
+    latency_us=NVLINK.latency_us,
+    hop_us=NVLINK.hop_us,
+    message_us=NVLINK.message_us,
+    measured_hops=7,
+    source=f"{NVLINK.source}; its curve as of NVLink 4 up to 0.758, which 8 B200 reach",
+)
+"""NVLink 5: B200, and GB200's racks of 72 (NVIDIA's slide has 640 GB/s for all_to_all there too)."""
+
+_MONTA_ALL_TO_ALL: Points = ((4e6, 0.427), (16e6, 0.633), (128e6, 0.741))
+A800_MONTA_NETWORK = Link(
+    # Table 8: all_to_all over two nodes of 8, 32 and 256 MB, of which half cross. Nothing else is published: rings alike.
+    ring=_MONTA_ALL_TO_ALL,
+    messages=_MONTA_ALL_TO_ALL,
+    gbps=25.0,
+    latency_us=0.0,
+    source="MoNTA table 8, all_to_all; its latency is in its points; rings, hops and messages beyond are not published",
+)
+# Table 8: all_gather over 8 ranks of 64 and 256 MB, of which each sends 7/8; 8192 MB as its text reads figure 13.
+_MONTA_ALL_GATHER: Points = ((56e6, 0.726), (224e6, 0.776), (7168e6, 0.803))
+A800_MONTA_NVLINK = Link(
+    ring=_MONTA_ALL_GATHER,
+    messages=_MONTA_ALL_GATHER,
+    gbps=200.0,
+    latency_us=0.0,
+    measured_hops=7,
+    source="MoNTA table 8 and figure 13, all_gather; its latency is in its points",
+)
+MONTA_MEMORY = Link(
+    ring=((64e6, 0.80),), messages=((64e6, 0.80),), gbps=1600.0, latency_us=0.0, source="MoNTA table 8, copy of 64 MB"
+)
+
+_COPIES: Points = ((1.0 * _MIB, 0.17), (64e6, 0.80))
+MEMORY = Link(
+    # 64 MB: MoNTA table 8. 1 MiB: a kernel of 4 µs, which is our assumption.
+    ring=_COPIES,
+    messages=_COPIES,
+    gbps=1675.0,
+    latency_us=3.0,
+    source="MoNTA table 8 at 64 MB; small copies take a kernel's launch, assumed 3 to 4 µs",
+)
+"""Copies and sums in a GPU's memory; the peak is half of what the memory reads and writes."""

@@ -1,0 +1,251 @@
+"""Bytes of the fullest GPU: weights, gradients, optimizer state, activations and the largest temporary tensors.
+
+Mixed precision as Megatron-Core has it: BF16 weights, gradients summed in FP32 (or BF16), Adam with FP32 weights and two FP32
+moments. FP8 changes nothing here: weights and what is kept for the backward pass are counted in BF16, an upper bound.
+
+Activations are those of flash attention, a fused SwiGLU that applies the gating weights, and permuted tokens; MegaScale-MoE's
+appendix A.2 (:class:`~commlayer.scheduler.activations.LayerShape`) is the special case of heads · head_dim = hidden and no shared
+expert. docs/counting.md derives every formula and the table of ZeRO.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping import parameters
+from commlayer.scheduler.mapping.job import Attention, Job, Recompute, Setup
+from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.result import Memory
+from commlayer.scheduler.mapping.software import MEGATRON, Software
+
+__all__ = [
+    "LayerElements",
+    "estimate",
+    "in_flight",
+    "kept_elements",
+    "monta_activation_bytes",
+    "monta_parallel_activation_bytes",
+    "state_bytes_per_parameter",
+]
+
+_WEIGHT = 2  # bytes of a BF16 weight or activation
+_ADAM = 12  # an FP32 weight and two FP32 moments
+_LOGIT = 6  # BF16 logits, and their FP32 copy that the loss keeps
+
+
+class LayerElements(NamedTuple):
+    """What one layer keeps for its backward pass, in elements.
+
+    ``attention``, ``dense`` (a dense FFN) and ``shared``: per token of a rank's share. ``row``: per row of an expert, of the
+    rank's part of its width.
+    """
+
+    attention: float
+    dense: float
+    shared: float
+    row: float
+
+
+@lru_cache(maxsize=1024)
+def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int) -> LayerElements:
+    """What a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many, narrower.
+
+    ``none``: a layer's input, its norm, queries, keys and values, the attention's output (twice under ``ulysses``, before and
+    after its all_to_all), the second norm's input and output; an expert's input, the products of its first matrices, and what
+    goes into the last. ``selective`` (MegaScale-MoE, A.2): input, queries, keys, values, attention's output, the second norm's
+    input, the products of an expert's first matrices. ``full``: a layer's input alone (Megatron).
+    """
+    if recompute == "full":
+        return LayerElements(model.hidden, 0, 0, 0)
+    first = model.matrices - 1  # products of the first matrices: gate and up, or one
+    if model.latent is None:
+        query = output = model.heads * model.head_dim
+        keys_values = 2 * model.head_dim * max(model.kv_heads, tp)  # tp ranks hold at least one head each
+        down = 0
+    else:
+        latent = model.latent
+        key = latent.nope_dim + latent.rope_dim
+        query, output = model.heads * key, model.heads * latent.value_dim
+        keys_values = query + output
+        down = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
+    if recompute == "selective":
+        kept = 2 * model.hidden + query + keys_values + output
+        return LayerElements(kept, first * model.dense_width, first * model.shared_width, first * model.width / etp)
+    twice = 2 if attention == "ulysses" else 1
+    return LayerElements(
+        attention=4 * model.hidden + query + keys_values + down + twice * output,
+        dense=(first + 1) * model.dense_width,
+        shared=(first + 1) * model.shared_width,
+        row=model.hidden + (first + 1) * model.width / etp,
+    )
+
+
+def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations ``stage`` holds at once, at most.
+
+    1F1B: pp - stage. Interleaved (Narayanan 2021, arXiv:2104.04473; the warm-up of Megatron-Core): ((pp - stage - 1) · 2 +
+    (vpp - 1) · pp + 1) chunks of 1/vpp each, for stage 0 pp · (1 + (pp - 1) / (pp · vpp)); all where they are as many as stages.
+    """
+    warm = setup.pp - stage
+    if setup.vpp == 1:
+        return min(warm, micro_batches)
+    if micro_batches == setup.pp:
+        return micro_batches
+    return min(((warm - 1) * 2 + (setup.vpp - 1) * setup.pp + 1) / setup.vpp, micro_batches)
+
+
+def state_bytes_per_parameter(zero: int, replicas: float, gradient_bytes: int) -> tuple[float, float, float]:
+    """Bytes of weight, gradient and optimizer state that each of ``replicas`` GPUs keeps of a parameter, by ZeRO stage."""
+    return (
+        _WEIGHT / replicas if zero >= 3 else _WEIGHT,
+        gradient_bytes / replicas if zero >= 2 else gradient_bytes,
+        _ADAM / replicas if zero >= 1 else _ADAM,
+    )
+
+
+def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Software = MEGATRON) -> Memory:
+    """Bytes of the fullest GPU in a step of ``job`` by ``setup``.
+
+    Args:
+        gradient_bytes: of an element in the sums of gradients.
+        software: whether tp splits embedding, head and shared experts; whether ZeRO shards what all tp ranks have over these too;
+            and whether a sequence that tp gathered for a product is kept for its weight's gradient, or gathered again.
+
+    Raises:
+        UsageError: degrees that do not divide the model (:func:`~commlayer.scheduler.mapping.parameters.check`), or
+            ``gradient_bytes`` other than 2 or 4.
+        GroupError: the batch does not split over dp and micro-batches.
+    """
+    if gradient_bytes not in (2, 4):
+        raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
+    micro_batches = setup.micro_batches(job)
+    sizes = _sizes(job, setup, software)
+    replicas = _replicas(setup, software)
+    per_split, per_whole, per_expert = (
+        state_bytes_per_parameter(setup.zero, number, gradient_bytes) for number in replicas
+    )
+    most, fullest = -1.0, (0.0, 0.0, 0.0, 0.0, 0.0)
+    for held in parameters.held(job.model, setup, software.splits_ends):
+        stage, split, whole, expert = held.stage, held.split, held.whole, held.expert
+        weights = split * per_split[0] + whole * per_whole[0] + expert * per_expert[0]
+        gradients = split * per_split[1] + whole * per_whole[1] + expert * per_expert[1]
+        optimizer = split * per_split[2] + whole * per_whole[2] + expert * per_expert[2]
+        activations = (stage.layers - stage.dense) * sizes.sparse + stage.dense * sizes.dense
+        activations *= in_flight(setup, stage.number, micro_batches)
+        if stage.number == setup.pp - 1:
+            activations += sizes.logits
+        buffers = sizes.working
+        if setup.zero >= 2:
+            buffers += _absent(held, replicas) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
+        if (total := weights + gradients + optimizer + activations + buffers) > most:
+            most, fullest = total, (weights, gradients, optimizer, activations, buffers)
+    weights, gradients, optimizer, activations, buffers = fullest
+    return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers)
+
+
+def _replicas(setup: Setup, software: Software) -> tuple[int, int, int]:
+    """GPUs over which ZeRO shards what tp splits, what its ranks have whole, and experts."""
+    split = setup.dp * setup.cp
+    apart = software.sums_replicas_over_tp and setup.attention == "tensor"
+    return split, split if apart else split * setup.tp, setup.edp
+
+
+def _absent(held: parameters.Held, replicas: tuple[int, int, int]) -> float:
+    """Parameters of one layer that other GPUs keep, and that are here only while they are needed."""
+    of_layer = (held.layer_split, held.layer_whole, held.layer_expert)
+    return sum(elements * (1 - 1 / number) for elements, number in zip(of_layer, replicas, strict=True))
+
+
+class _Sizes(NamedTuple):
+    """Bytes that are the same on all stages: of a layer and a micro-batch, of the logits, of the largest temporary tensors."""
+
+    sparse: float
+    dense: float
+    logits: float
+    working: float
+
+
+def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
+    """``tokens`` are a rank's share of a micro-batch, ``rows`` what its experts take of it.
+
+    The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a capacity its buffers are as
+    large as the capacity, whatever the routing; without one the busiest rank has ``imbalance`` times the mean.
+    """
+    model, tp = job.model, setup.tp
+    tokens = setup.micro_batch * job.sequence / (setup.cp * tp)
+    spread = job.imbalance if job.capacity_factor is None else job.capacity_factor
+    rows = tokens * model.top_k * setup.etp * spread
+    kept, again = _layer_elements(model, setup.recompute, setup.attention, tp, setup.etp)
+    if not software.gathers_again and tp > 1 and setup.attention == "tensor" and setup.recompute == "none":
+        kept = _with_gathered(kept, model, tp, software.splits_ends)
+    exchanged = rows if setup.dispatch == "all_to_all" else tokens * setup.etp * setup.ep
+    working = 2 * exchanged * model.hidden  # to the experts and back
+    working += max(rows * again.row + tokens * again.shared, tokens * again.dense) + tokens * again.attention
+    # the gradient of the widest tensor
+    working += (model.matrices - 1) * max(
+        rows * model.width / setup.etp, tokens * max(model.shared_width, model.dense_width)
+    )
+    if tp > 1 and setup.attention == "tensor":
+        working += tokens * tp * model.hidden
+    if setup.cp > 1:
+        working += tokens * setup.cp * _gathered(model, tp)
+    return _Sizes(
+        sparse=_WEIGHT * (tokens * (kept.attention + kept.shared) + rows * kept.row),
+        dense=_WEIGHT * tokens * (kept.attention + kept.dense),
+        logits=_LOGIT * tokens * model.vocabulary,  # tp · tokens meet 1 / tp of the vocabulary
+        working=_WEIGHT * working,
+    )
+
+
+def _with_gathered(kept: LayerElements, model: ModelShape, tp: int, splits_ends: bool) -> LayerElements:
+    """With the inputs of attention, in place of the rank's part of it, and of FFNs that tp splits, beside it."""
+    shared = tp * model.hidden if model.shared_width and splits_ends else 0
+    return kept._replace(
+        attention=kept.attention + (tp - 1) * model.hidden,
+        dense=kept.dense + tp * model.hidden,
+        shared=kept.shared + shared,
+    )
+
+
+def _gathered(model: ModelShape, tp: int) -> int:
+    """Elements per token of a rank's share when context parallelism gathers keys and values (latent: what they are made of)."""
+    if model.latent is None:
+        return 2 * model.head_dim * max(model.kv_heads, tp)
+    return tp * (model.latent.kv_rank + model.latent.rope_dim)
+
+
+@lru_cache(maxsize=4096)
+def _layer_elements(
+    model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int
+) -> tuple[LayerElements, LayerElements]:
+    """What is kept, and what recomputation brings back for the layer whose backward pass runs."""
+    kept = kept_elements(model, recompute, attention, tp, etp)
+    whole = kept_elements(model, "none", attention, tp, etp)
+    return kept, LayerElements(*(a - b for a, b in zip(whole, kept, strict=True)))
+
+
+def monta_activation_bytes(batch: int, sequence: int, hidden: int, layers: int, heads: int, top_k: int) -> float:
+    """``b s h l (13 + 21 k + 5 a s / h)``, MoNTA's equation 2: a two-matrix FFN of width 4h, and attention that keeps its scores.
+
+    The scan of table 4 prints 59a/h for the last term; Korthikanti 2022 (arXiv:2205.05198), whose 34 + 5as/h it is at k = 1,
+    and equation 2 itself have 5as/h.
+    """
+    return batch * sequence * hidden * layers * (13 + 21 * top_k + 5 * heads * sequence / hidden)
+
+
+def monta_parallel_activation_bytes(
+    batch: int, sequence: int, hidden: int, layers: int, heads: int, top_k: int, tp: int, recompute: Recompute
+) -> float:
+    """MoNTA's table 4 with tensor, sequence, expert and pipeline parallelism, derived: everything over t.
+
+    ``none``: bshl (13 + 21k + 5as/h) / t. ``selective`` (Korthikanti's: scores are made again): bshl (13 + 21k) / t. ``full``:
+    2bshl / t.
+    """
+    tokens = batch * sequence * hidden * layers
+    if recompute == "full":
+        return 2 * tokens / tp
+    if recompute == "selective":
+        return tokens * (13 + 21 * top_k) / tp
+    return monta_activation_bytes(batch, sequence, hidden, layers, heads, top_k) / tp

@@ -1,0 +1,116 @@
+"""What a collective of a group costs on a cluster: the decision that the run time would make, and its predicted time.
+
+There is no second cost model here: candidates, prices and the choice are :func:`commlayer.scheduler.choose.choose`'s, on
+the cluster's profile of the group. What is here is the memory of what was asked before, because a search asks a million
+times for a few thousand different things.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from commlayer.profiles.errors import PlanError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.choose import Decision, Policy, choose
+from commlayer.scheduler.lanes import LanePolicy
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.traffic import Traffic
+
+__all__ = ["Pricer"]
+
+_MOST_DECISIONS = 512
+"""A decision keeps all its alternatives, up to some 100 KB."""
+_MOST_IDENTITIES = 4096
+
+_Times = dict[tuple[str, float, str], float]
+
+
+class Pricer:
+    """Prices collectives on one cluster. Not for several threads.
+
+    Args:
+        strategies: how they may move; ``(Strategy.FLAT,)`` is the backend alone.
+        lanes: how finely traffic of a lower lane is cut (None: the default policy).
+        min_bytes: traffic of fewer bytes stays flat.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        strategies: Sequence[Strategy] = tuple(Strategy),
+        lanes: LanePolicy | None = None,
+        min_bytes: int = 0,
+    ) -> None:
+        self.cluster = cluster
+        self.policy = Policy(strategies=tuple(strategies), lanes=lanes or LanePolicy(), min_bytes=min_bytes)
+        self._decisions: dict[tuple[str, int, tuple[int, ...], str], Decision] = {}
+        self._times: dict[tuple[int, ...], _Times] = {}
+        # The same by the identity of nodes: hashing those of a thousand nodes takes longer than everything else. They are
+        # kept beside, so that no other object gets that identity.
+        self._by_identity: dict[int, tuple[tuple[int, ...], _Times]] = {}
+
+    def us(self, collective: str, logical_bytes: float, nodes: tuple[int, ...], lane: str = "") -> float:
+        """Predicted µs of one call; 0.0 for a group of one, or of no bytes.
+
+        Args:
+            collective: all_gather, all_reduce, all_to_all_v, broadcast, reduce_scatter, or ``send_recv``: ``logical_bytes``
+                from a rank to another, on the link that two ranks on ``nodes`` have.
+            logical_bytes: nccl-tests' S (:class:`~commlayer.scheduler.traffic.Traffic`).
+            nodes: ranks of the group on each domain (``Cluster.nodes_of``).
+            lane: others may go before it; "": none does.
+
+        Raises:
+            PlanError: nothing that the policy allows can be priced on this cluster.
+        """
+        known = self._by_identity.get(id(nodes))
+        times = known[1] if known is not None else self._of(nodes)
+        key = (collective, logical_bytes, lane)
+        found = times.get(key)
+        if found is None:
+            found = times[key] = self._price(collective, logical_bytes, nodes, lane)
+        return found
+
+    def decide(self, collective: str, logical_bytes: float, nodes: tuple[int, ...], lane: str = "") -> Decision:
+        """The decision for one call: plan, bottleneck, alternatives, reason. As :meth:`us`, but not for send_recv.
+
+        A group of one moves nothing: its plan is flat, of no bytes.
+        """
+        size = math.ceil(logical_bytes) if sum(nodes) > 1 else 0
+        key = (collective, size, nodes, lane)
+        found = self._decisions.get(key)
+        if found is None:
+            if len(self._decisions) >= _MOST_DECISIONS:
+                self._decisions.pop(next(iter(self._decisions)))  # the oldest
+            found = self._decisions[key] = choose(_traffic(*key), self.cluster.profile_of(nodes), self.policy)
+        return found
+
+    def _of(self, nodes: tuple[int, ...]) -> _Times:
+        times = self._times.setdefault(nodes, {})
+        if len(self._by_identity) >= _MOST_IDENTITIES:
+            self._by_identity.clear()
+        self._by_identity[id(nodes)] = (nodes, times)
+        return times
+
+    def _price(self, collective: str, logical_bytes: float, nodes: tuple[int, ...], lane: str) -> float:
+        if sum(nodes) == 1 or not logical_bytes:
+            return 0.0
+        if collective == "send_recv":
+            return self._send(logical_bytes, nodes)
+        traffic = _traffic(collective, math.ceil(logical_bytes), nodes, lane)
+        return choose(traffic, self.cluster.profile_of(nodes), self.policy).predicted_us
+
+    def _send(self, nbytes: float, nodes: tuple[int, ...]) -> float:
+        if sum(nodes) != 2:
+            raise PlanError(f"send_recv: expected two ranks, nodes (2,) or (1, 1), got {nodes}")
+        profile = self.cluster.profile_of(nodes)
+        link = Resource.INTER if len(nodes) == 2 else Resource.INTRA
+        curve = profile.find("send_recv", link, 2)
+        # Measured profiles have none. Two ranks that exchange S send S/2 each.
+        return curve.at(nbytes) if curve is not None else profile.curve("all_to_all", link, 2).at(2 * nbytes)
+
+
+def _traffic(collective: str, logical_bytes: int, nodes: tuple[int, ...], lane: str) -> Traffic:
+    link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
+    return Traffic(logical_bytes, sum(nodes), link=link, collective=collective, nodes=nodes, lane=lane)

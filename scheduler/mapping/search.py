@@ -1,0 +1,326 @@
+"""The best setups of a job on a cluster: an exhaustive search that looks closely only at what may win.
+
+Best first, with bounds (A*; Land and Doig's branch and bound). A heap holds what may still be the fastest, by a time below
+which it cannot be: first families of setups (:class:`~commlayer.scheduler.mapping.space.Family`) by their compute and bubble,
+then setups that fit in memory by that and the exchanges that nothing hides, then setups by their estimate. What comes out
+with an estimate is final: everything else takes at least as long. So the answer is that of a brute force whenever no bound
+exceeds the estimate of what it stands for. Ties go to the simpler setup.
+
+Rejected: a beam, or descent from neighbour to neighbour. Both miss mappings that need several degrees changed at once (TP for
+EP at another PP), and cannot say that they did not.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, get_args
+
+from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.scheduler.mapping import memory
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.result import Memory, StepEstimate
+from commlayer.scheduler.mapping.software import COMMLAYER, Software
+from commlayer.scheduler.mapping.space import Family, Space, families, setups
+
+__all__ = ["MOST_GPUS", "Estimates", "Fit", "SearchResult", "describe_memory", "search", "simplicity", "smallest_fit"]
+
+MOST_GPUS = 65_536
+"""Up to here :func:`smallest_fit` looks."""
+_ROUNDING = 1e-9
+"""By what part a bound may exceed an estimate, as its sums are rounded in another order."""
+
+Progress = Callable[[int, int], None]
+
+
+class Estimates(Protocol):
+    """What the search asks of an estimator (:class:`commlayer.scheduler.simulate.Estimator` is one).
+
+    ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take set aside.
+    """
+
+    @property
+    def job(self) -> Job: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def software(self) -> Software: ...
+    @property
+    def memory_limit(self) -> float: ...
+
+    def memory(self, setup: Setup, /) -> Memory:
+        """Of the fullest GPU."""
+        ...
+
+    def bound_us(self, setup: Setup, level: int, /) -> float:
+        """What the step takes at least. Level 0: also that of every setup that has another dispatch, recomputes more or shards
+        less by ZeRO, and is else the same. Level 1: that of ``setup``."""
+        ...
+
+    def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
+        """All of it; without ``detail`` what takes long and changes no time may be missing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        cluster, software: names.
+        ranked: the best, fastest first; never empty.
+        best_unfolded, best_folded: the best with ``folded`` False and True; None where none fits or the space has none.
+        num_valid: setups in the space. num_checked: whose memory was counted, for the others cannot be among the best.
+            num_fitting: of these. num_estimated: whose step was estimated to the end.
+        seconds: that the search took.
+    """
+
+    job: Job
+    cluster: str
+    software: str
+    ranked: tuple[StepEstimate, ...]
+    best_unfolded: StepEstimate | None
+    best_folded: StepEstimate | None
+    num_valid: int
+    num_checked: int
+    num_fitting: int
+    num_estimated: int
+    seconds: float
+
+    @property
+    def best(self) -> StepEstimate:
+        return self.ranked[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The fewest GPUs on which a job fits, and the setup that takes the least memory there."""
+
+    gpus: int
+    setup: Setup
+    memory: Memory
+
+
+def simplicity(setup: Setup) -> tuple[object, ...]:
+    """Orders setups that are equally fast: fewer degrees in use, less recomputation, smaller degrees, then by name."""
+    degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.vpp)
+    return (
+        sum(degree > 1 for degree in degrees),
+        get_args(Recompute).index(setup.recompute),
+        math.prod(degrees),
+        str(setup),
+    )
+
+
+def search(
+    job: Job, estimator: Estimates, space: Space | None = None, *, top: int = 10, progress: Progress | None = None
+) -> SearchResult:
+    """The ``top`` fastest setups that fit, and the best of the unfolded and of the folded.
+
+    Args:
+        progress: called with what has been looked at so far and of how many, both in setups.
+
+    Raises:
+        UsageError: no setup of the space is valid; or none fits, with the smallest number of GPUs that would do.
+    """
+    if type(top) is not int or top < 1:
+        raise UsageError(f"top: expected a whole number of at least 1, got {top!r}")
+    if estimator.job != job:
+        raise UsageError("the estimator is of another job: make it of the job that is searched")
+    space = space or Space()
+    began = time.perf_counter()
+    frontier = _Frontier(estimator, progress)
+    frontier.fill(families(job, estimator.cluster, space), top)
+    if not frontier.num_valid:
+        raise UsageError(_nothing_valid(job, estimator.cluster, space))
+    ranked = list(frontier.take(top))
+    if not ranked and frontier.lightest:
+        raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest))
+    best = {folded: frontier.best_of(folded, ranked) for folded in (False, True)}
+    return SearchResult(
+        job=job,
+        cluster=estimator.cluster.name,
+        software=estimator.software.name,
+        ranked=tuple(ranked),
+        best_unfolded=best[False],
+        best_folded=best[True],
+        num_valid=frontier.num_valid,
+        num_checked=frontier.num_checked,
+        num_fitting=frontier.num_fitting,
+        num_estimated=frontier.num_estimated,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def smallest_fit(
+    job: Job,
+    cluster: Cluster,
+    space: Space | None = None,
+    *,
+    memory_limit: float,
+    software: Software = COMMLAYER,
+    most_gpus: int = MOST_GPUS,
+) -> Fit | None:
+    """The smallest number of GPUs on which ``job`` fits in memory, whatever its own is; None where not even ``most_gpus`` do.
+
+    Looked at are the divisors of the domain, then 1, 2, 3, 4, 6, 8, 12 … domains (powers of two, and those times 1.5): what
+    clusters come in. ``memory_limit``: as :attr:`Estimates.memory_limit`.
+    """
+    lean = _leanest(space or Space())
+    for gpus in _sizes(cluster.domain, most_gpus):
+        asked = replace(job, gpus=gpus)
+        sizes = (
+            (memory.estimate(asked, setup, software.gradient_bytes), setup) for setup in setups(asked, cluster, lean)
+        )
+        least = min(sizes, key=lambda found: (found[0].total, simplicity(found[1])), default=None)
+        if least is not None and least[0].total <= memory_limit:
+            return Fit(gpus=gpus, setup=least[1], memory=least[0])
+    return None
+
+
+@dataclass(order=True, slots=True)
+class _Entry:
+    """On the heap. At one time what is not yet estimated comes first: it may turn out to be simpler."""
+
+    time_us: float
+    stage: int
+    tie: tuple[Any, ...]
+    folded: bool = field(compare=False)
+    item: Family | Setup | StepEstimate = field(compare=False)
+
+
+class _Frontier:
+    """What may still be the fastest."""
+
+    def __init__(self, estimator: Estimates, progress: Progress | None) -> None:
+        self._estimator, self._progress = estimator, progress
+        self._heap: list[_Entry] = []
+        self._order = itertools.count()
+        self._limit = estimator.memory_limit
+        self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
+        self.lightest: tuple[Memory, Setup] | None = None
+
+    def fill(self, found: Iterable[Family], top: int) -> None:
+        """Put every family on the heap, by its bound."""
+        every = list(found)
+        self.num_valid = sum(family.size for family in every)
+        bounded = 0
+        for index, family in enumerate(every):
+            bound = self._estimator.bound_us(family.lead(), 0)
+            self._heap.append(_Entry(bound, 0, (next(self._order),), family.folded, family))
+            bounded += family.size
+            if self._progress and (index % 1024 == 0 or index + 1 == len(every)):
+                self._progress(bounded, self.num_valid + top)
+        heapq.heapify(self._heap)
+
+    def take(self, top: int) -> Iterator[StepEstimate]:
+        """The next fastest, up to ``top``."""
+        taken = 0
+        while taken < top and self._heap:
+            entry = heapq.heappop(self._heap)
+            if isinstance(entry.item, StepEstimate):
+                taken += 1
+                if self._progress:
+                    self._progress(self.num_valid + taken, self.num_valid + top)
+                yield entry.item
+            elif isinstance(entry.item, Setup):
+                self._estimate(entry.time_us, entry.item)
+            else:
+                self._open(entry.time_us, entry.item)
+        if self._progress and taken < top:
+            self._progress(self.num_valid + top, self.num_valid + top)
+
+    def best_of(self, folded: bool, ranked: Iterable[StepEstimate]) -> StepEstimate | None:
+        """The fastest of one kind: of ``ranked``, or else of what is left of that kind. The others leave the heap."""
+        known = next((entry for entry in ranked if entry.setup.folded is folded), None)
+        if known is not None:
+            return known
+        everything, self._progress = self._heap, None
+        self._heap = [entry for entry in everything if entry.folded is folded]
+        heapq.heapify(self._heap)
+        found = next(self.take(1), None)
+        self._heap = [entry for entry in everything if entry.folded is not folded]
+        heapq.heapify(self._heap)
+        return found
+
+    def _open(self, bound_us: float, family: Family) -> None:
+        for setup in family.members():
+            needed = self._estimator.memory(setup)
+            self.num_checked += 1
+            if self.lightest is None or needed.total < self.lightest[0].total:
+                self.lightest = needed, setup
+            if needed.total > self._limit:
+                continue
+            self.num_fitting += 1
+            bound = max(bound_us, self._estimator.bound_us(setup, 1))
+            heapq.heappush(self._heap, _Entry(bound, 1, (next(self._order),), setup.folded, setup))
+
+    def _estimate(self, bound_us: float, setup: Setup) -> None:
+        found = self._estimator.estimate(setup, detail=False)
+        self.num_estimated += 1
+        if found.step_us < bound_us * (1 - _ROUNDING):
+            raise InternalError(
+                f"the bound of {setup} is {bound_us} µs, above its estimate of {found.step_us} µs: a search by such bounds "
+                "may miss the best; please report it"
+            )
+        heapq.heappush(self._heap, _Entry(found.step_us, 2, simplicity(setup), setup.folded, found))
+
+
+def _leanest(space: Space) -> Space:
+    """``space`` without what never takes less memory than what is left."""
+    recompute = max(space.recompute, key=get_args(Recompute).index)
+    return replace(
+        space,
+        micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
+        vpp=space.vpp or (1,),
+        recompute=(recompute,),
+        zero=(max(space.zero),),
+    )
+
+
+def _sizes(domain: int, most: int) -> Iterator[int]:
+    """Numbers of GPUs that clusters come in, ascending."""
+    yield from (gpus for gpus in range(1, domain) if domain % gpus == 0 and gpus <= most)
+    domains = 1
+    while domains * domain <= most:
+        yield domains * domain
+        if domains > 1 and domains * domain * 3 // 2 <= most:
+            yield domains * domain * 3 // 2
+        domains *= 2
+
+
+def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
+    return (
+        f"no mapping of {job.model.name} onto {job.gpus} GPUs of {cluster.name} is valid with global_batch={job.global_batch}, "
+        f"sequence={job.sequence} in {space}: the data-parallel degree must divide the batch, tp·cp·pp and etp·ep·pp the GPUs; "
+        "try another number of GPUs or sequences, or allow more degrees"
+    )
+
+
+def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[Memory, Setup]) -> str:
+    """What is in the way, and what would do."""
+    needed, setup = lightest
+    limit = estimator.memory_limit
+    message = (
+        f"{job.model.name} fits in no mapping on {job.gpus} GPUs of {estimator.cluster.name}: the least needs "
+        f"{needed.total / 1e9:.1f} GB of {limit / 1e9:.1f} GB on a GPU ({setup}; {describe_memory(needed)})"
+    )
+    fit = smallest_fit(job, estimator.cluster, space, memory_limit=limit, software=estimator.software)
+    if fit is None:
+        return f"{message}. Nor does it on any number up to {MOST_GPUS}: allow recomputation, a higher ZeRO stage or more degrees"
+    return (
+        f"{message}. {fit.gpus} GPUs would do: {fit.setup} takes {fit.memory.total / 1e9:.1f} GB "
+        f"({describe_memory(fit.memory)})"
+    )
+
+
+def describe_memory(needed: Memory) -> str:
+    """Its parts, the largest first."""
+    names = ("weights", "gradients", "optimizer", "activations", "buffers")
+    parts = sorted(((getattr(needed, name), name) for name in names), reverse=True)
+    return ", ".join(f"{name} {size / 1e9:.1f}" for size, name in parts)

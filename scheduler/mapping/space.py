@@ -1,0 +1,234 @@
+"""Every valid way to do a job on a cluster.
+
+Rules, all of them arithmetic (the brute force of the tests asks :class:`~commlayer.scheduler.mapping.job.Setup` instead):
+
+- tp·cp·pp and etp·ep·pp divide the GPUs; dp·micro_batch divides the global batch.
+- tp divides the heads; it divides the key-value heads or is a multiple of them (each is then kept tp / kv_heads times;
+  Megatron-LM itself asks for the first, Megatron-Bridge allows both). Latent attention (MLA) has no such heads: only the
+  first rule holds. Where it is tensor parallelism (not ulysses) it divides the widths of dense FFNs and of what all tokens
+  share as well.
+- tp and etp stay inside NVLink domains, unless ``within_domain`` is False: they divide the domain, or all GPUs are in one.
+- cp·tp divides the sequence (sequence parallelism), and 2·cp·tp does where cp > 1: every rank has one early and one late
+  block of each sequence, so that causal attention is as long on all (Megatron's zigzag).
+- ep divides the experts, etp an expert's width.
+- Chunks of ceil(layers / (pp·vpp)) layers leave at least one for the last
+  (:func:`commlayer.scheduler.mapping.parameters.stages`). vpp > 1 only with pp > 1, and where pp divides the micro-batches
+  (Megatron's interleaved schedule).
+- Unfolded: etp = tp, and ep divides dp. Where folding changes no group (etp = tp, and cp = 1 or ep = 1) the setup counts
+  once, as unfolded where the space has that.
+- What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
+  is taken.
+- fp8 only where the GPU has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import NamedTuple, get_args
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
+
+__all__ = ["Family", "Space", "families", "setups"]
+
+_DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What the search may choose from: the allowed values of each field of a Setup; None: every valid one.
+
+    ``within_domain``: tp and etp stay inside NVLink domains.
+
+    Raises:
+        UsageError: an empty choice, or a value out of its range.
+    """
+
+    tp: tuple[int, ...] | None = None
+    cp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    etp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    vpp: tuple[int, ...] | None = None
+    micro_batch: tuple[int, ...] | None = (1, 2, 4, 8)
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    precision: tuple[Precision, ...] = ("bf16",)
+    dispatch: tuple[Dispatch, ...] = ("all_to_all", "all_gather")
+    attention: tuple[Attention, ...] = ("tensor",)
+    zero: tuple[int, ...] = (1,)
+    folded: tuple[bool, ...] = (True, False)
+    within_domain: bool = True
+
+    def __post_init__(self) -> None:
+        for name in _DEGREES:
+            values = getattr(self, name)
+            if values is not None and (not values or any(type(value) is not int or value < 1 for value in values)):
+                raise UsageError(
+                    f"{name}: expected whole numbers of at least 1, or None for every valid one, got {values!r}"
+                )
+        allowed: dict[str, tuple[object, ...]] = {
+            "recompute": get_args(Recompute),
+            "precision": get_args(Precision),
+            "dispatch": get_args(Dispatch),
+            "attention": get_args(Attention),
+            "zero": (0, 1, 2, 3),
+            "folded": (True, False),
+        }
+        for name, known in allowed.items():
+            values = getattr(self, name)
+            if not values or any(value not in known for value in values):
+                raise UsageError(f"{name}: expected some of {', '.join(map(str, known))}, got {values!r}")
+
+
+class Family(NamedTuple):
+    """Setups that differ only in ``recompute``, ``dispatch`` and ``zero``: their forward passes compute the same on the same
+    ranks. Recomputation is ordered from the least to the most."""
+
+    gpus: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    etp: int
+    vpp: int
+    micro_batch: int
+    precision: Precision
+    attention: Attention
+    folded: bool
+    recompute: tuple[Recompute, ...]
+    dispatch: tuple[Dispatch, ...]
+    zero: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many setups."""
+        return len(self.recompute) * len(self.dispatch) * len(self.zero)
+
+    def lead(self) -> Setup:
+        """The one with the least recomputation and the highest ZeRO stage: none of them computes less."""
+        return self._setup(self.recompute[0], self.dispatch[0], max(self.zero))
+
+    def members(self) -> Iterator[Setup]:
+        """All of them."""
+        for words in product(self.recompute, self.dispatch, self.zero):
+            yield self._setup(*words)
+
+    def _setup(self, recompute: Recompute, dispatch: Dispatch, zero: int) -> Setup:
+        """Without Setup's own checks, which took most of the time: :func:`families` keeps the same rules, as tests show."""
+        setup = object.__new__(Setup)
+        own = (self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp, self.vpp, self.micro_batch)
+        for put, value in zip(
+            _PUT, (*own, recompute, self.precision, dispatch, self.attention, zero, self.folded), strict=True
+        ):
+            put(setup, value)
+        return setup
+
+
+_PUT = tuple(getattr(Setup, field.name).__set__ for field in fields(Setup))
+"""How each slot of a Setup is filled, in the order of its fields."""
+
+
+def setups(job: Job, cluster: Cluster, space: Space | None = None) -> Iterator[Setup]:
+    """All valid setups of ``job`` on ``cluster`` in ``space``, each once."""
+    for family in families(job, cluster, space or Space()):
+        yield from family.members()
+
+
+def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
+    """The valid setups by family."""
+    recompute = tuple(word for word in get_args(Recompute) if word in space.recompute)
+    precisions = tuple(word for word in dict.fromkeys(space.precision) if word == "bf16" or cluster.gpu.fp8_tflops > 0)
+    dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
+    zeros = tuple(dict.fromkeys(space.zero))
+    for pp, tp, cp, dp, batches in _attention_sides(job, cluster, space):
+        attention = _attentions(job, tp, attentions)
+        for etp, ep, folded in _expert_sides(job, cluster, space, (pp, tp, cp, dp)):
+            words = (recompute, dispatches if ep * etp > 1 else dispatches[:1], zeros)
+            for (vpp, micro_batch), precision, kind in product(batches, precisions, attention):
+                yield Family(job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, *words)
+
+
+def _attentions(job: Job, tp: int, allowed: tuple[Attention, ...]) -> tuple[Attention, ...]:
+    if tp == 1:
+        return allowed[:1]
+    divides = job.model.shared_width % tp == 0 and job.model.dense_width % tp == 0
+    return tuple(kind for kind in allowed if divides or kind == "ulysses")
+
+
+def _attention_sides(
+    job: Job, cluster: Cluster, space: Space
+) -> Iterator[tuple[int, int, int, int, list[tuple[int, int]]]]:
+    """pp, tp, cp, dp, and every (vpp, micro_batch) that goes with them."""
+    model = job.model
+    for pp in _divisors(job.gpus, space.pp, model.layers):
+        stage = job.gpus // pp
+        for tp in _divisors(stage, space.tp, model.heads):
+            if not (_heads_divide(job, tp) and _is_within(tp, job, cluster, space)):
+                continue
+            for cp in _divisors(stage // tp, space.cp, job.sequence):
+                dp = stage // tp // cp
+                if job.sequence % (cp * tp * (2 if cp > 1 else 1)) or job.global_batch % dp:
+                    continue
+                batches = list(_batches(job, space, pp, dp))
+                if batches:
+                    yield pp, tp, cp, dp, batches
+
+
+def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int]]:
+    each = job.global_batch // dp
+    for micro_batch in _divisors(each, space.micro_batch, each):
+        for vpp in _chunks(job.model.layers, pp, each // micro_batch, space.vpp):
+            yield vpp, micro_batch
+
+
+def _chunks(layers: int, pp: int, micro_batches: int, allowed: tuple[int, ...] | None) -> list[int]:
+    """Valid numbers of chunks of layers per pipeline rank."""
+    if pp == 1 or micro_batches % pp:
+        return [1] if (allowed is None or 1 in allowed) and _are_full(layers, pp) else []
+    vpps = range(1, layers // pp + 1) if allowed is None else sorted(set(allowed))
+    return [vpp for vpp in vpps if _are_full(layers, pp * vpp)]
+
+
+def _are_full(layers: int, chunks: int) -> bool:
+    """No chunk of layers is empty."""
+    return (chunks - 1) * -(-layers // chunks) < layers
+
+
+def _expert_sides(
+    job: Job, cluster: Cluster, space: Space, attention: tuple[int, int, int, int]
+) -> Iterator[tuple[int, int, bool]]:
+    """etp, ep and whether it is folded."""
+    pp, tp, cp, dp = attention
+    for etp in _divisors(job.gpus // pp, space.etp, job.model.width):
+        if job.model.width % etp or not _is_within(etp, job, cluster, space):
+            continue
+        for ep in _divisors(job.gpus // pp // etp, space.ep, job.model.experts):
+            if job.model.experts % ep:
+                continue
+            unfolded = False in space.folded and etp == tp and dp % ep == 0
+            if unfolded:
+                yield etp, ep, False
+            if True in space.folded and not (unfolded and (cp == 1 or ep == 1)):
+                yield etp, ep, True
+
+
+def _heads_divide(job: Job, tp: int) -> bool:
+    model = job.model
+    if model.heads % tp:
+        return False
+    return model.latent is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+
+
+def _is_within(degree: int, job: Job, cluster: Cluster, space: Space) -> bool:
+    return not space.within_domain or cluster.domain % degree == 0 or job.gpus <= cluster.domain
+
+
+def _divisors(number: int, allowed: tuple[int, ...] | None, most: int) -> list[int]:
+    """The divisors of ``number`` up to ``most``, of those allowed, ascending."""
+    if allowed is not None:
+        return [value for value in sorted(set(allowed)) if value <= most and number % value == 0]
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return [value for value in sorted({*small, *(number // value for value in small)}) if value <= most]

@@ -1,0 +1,168 @@
+"""The simulated step: its parts are the whole, bounds bound, and it moves the right way when something gets better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from commlayer.errors import CommlayerError, GroupError, PlanError, UsageError
+from commlayer.profiles import catalog as profiles
+from commlayer.scheduler.mapping import catalog, clusters
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.imbalance import Loads
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.simulate import Estimator
+
+EOS = clusters.load("h100-eos")
+MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3")
+
+
+@cache
+def estimator(model: str, gpus: int = 64, software: Software = MEGATRON, cluster: Cluster = EOS) -> Estimator:
+    shape = catalog.load(model)
+    shape = replace(shape, layers=8 + shape.dense_layers)  # of 60 layers nothing else is to be learned, and it takes longer
+    job = Job(model=shape, gpus=gpus, global_batch=256, sequence=4096)
+    return Estimator(job, cluster, software, efficiency=0.8)
+
+
+@st.composite
+def setups(draw: st.DrawFn, gpus: int = 64) -> Setup:
+    """Mostly sound ones; what a model refuses is assumed away where it is used."""
+    power = st.sampled_from((1, 2, 4, 8))
+    folded = draw(st.booleans())
+    tp = draw(power)
+    try:
+        return Setup(
+            gpus=gpus,
+            tp=tp,
+            cp=draw(st.sampled_from((1, 2, 4))),
+            pp=draw(st.sampled_from((1, 2, 4))),
+            ep=draw(power),
+            etp=draw(power) if folded else tp,
+            vpp=draw(st.sampled_from((1, 2))),
+            micro_batch=draw(st.sampled_from((1, 2))),
+            recompute=draw(st.sampled_from(("none", "selective", "full"))),
+            dispatch=draw(st.sampled_from(("all_to_all", "all_gather"))),
+            attention=draw(st.sampled_from(("tensor", "ulysses"))),
+            zero=draw(st.sampled_from((0, 1, 2, 3))),
+            folded=folded,
+        )
+    except GroupError:
+        assume(False)
+        raise
+
+
+def estimated(of: Estimator, setup: Setup, *, detail: bool = False):  # type: ignore[no-untyped-def]
+    try:
+        return of.estimate(setup, detail=detail)
+    except (UsageError, GroupError):
+        assume(False)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(MODELS), st.sampled_from((MEGATRON, COMMLAYER)), setups())
+def test_parts_add_up_and_bounds_are_never_above(model: str, software: Software, setup: Setup) -> None:
+    of = estimator(model, software=software)
+    found = estimated(of, setup)
+    assert sum(found.parts.values()) == pytest.approx(found.step_us, rel=1e-9)
+    bounds = of.bound_us(setup, 0), of.bound_us(setup, 1)
+    assert bounds[0] <= bounds[1] * (1 + 1e-9)
+    assert bounds[1] <= found.step_us * (1 + 1e-9)
+    assert 0 < found.mfu < 1
+    assert sum(found.exposed_us.values()) < found.step_us
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(MODELS), setups(), st.sampled_from(("inter_gbps", "intra_gbps")), st.floats(1.1, 10.0))
+def test_time_never_rises_with_bandwidth(model: str, setup: Setup, link: str, factor: float) -> None:
+    peaks = EOS.peaks
+    faster = replace(EOS, peaks=type(peaks)(**{**_rates(EOS), link: getattr(peaks, link) * factor}))
+    slow = estimated(estimator(model), setup)
+    fast = estimated(Estimator(estimator(model).job, faster, MEGATRON, efficiency=0.8), setup)
+    assert fast.step_us <= slow.step_us * (1 + 1e-9)
+
+
+def _rates(cluster: Cluster) -> dict[str, float]:
+    return {name: getattr(cluster.peaks, name) for name in ("inter_gbps", "intra_gbps", "device_gbps")}
+
+
+@settings(max_examples=15)
+@given(st.sampled_from(MODELS), setups(), st.floats(1.0, 3.0))
+def test_time_never_falls_with_bytes(model: str, setup: Setup, imbalance: float) -> None:
+    of = estimator(model)
+    even = estimated(of, setup)
+    more = estimated(Estimator(replace(of.job, imbalance=imbalance), EOS, MEGATRON, efficiency=0.8), setup)
+    assert more.step_us >= even.step_us * (1 - 1e-9)
+    longer = estimated(Estimator(replace(of.job, sequence=8192), EOS, MEGATRON, efficiency=0.8), setup)
+    assert longer.step_us > even.step_us
+
+
+def test_detail_has_traffic_and_courses() -> None:
+    found = estimator("mixtral-8x22b").estimate(Setup(gpus=64, tp=2, ep=8, pp=4, vpp=2))
+    assert {traffic.name for traffic in found.traffics} >= {"dispatch", "combine", "sequence", "activations"}
+    assert found.forward is not None
+    assert found.backward is not None
+    dispatch = next(traffic for traffic in found.traffics if traffic.name == "dispatch")
+    # t · k · h · 2 bytes: 4096 tokens over tp 2, top 2
+    assert dispatch.logical_bytes == 2048 * 2 * 6144 * 2
+    assert dispatch.nodes == (8,)
+    assert found.tokens_per_s == pytest.approx(256 * 4096 / (found.step_us / 1e6))
+
+
+def test_full_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
+    of = estimator("mixtral-8x22b")
+    kept = of.estimate(Setup(gpus=64, tp=2, ep=8, pp=4), detail=False)
+    again = of.estimate(Setup(gpus=64, tp=2, ep=8, pp=4, recompute="full"), detail=False)
+    assert again.parts["recompute"] > 0.2 * kept.parts["experts"]
+    assert again.memory.activations < 0.3 * kept.memory.activations
+
+
+def test_what_a_software_hides_is_not_exposed() -> None:
+    setup = Setup(gpus=64, tp=2, ep=8, pp=4, vpp=2)
+    job = estimator("mixtral-8x22b").job
+    exposing = replace(MEGATRON, name="exposing", overlaps_gradients=False, overlaps_parameters=False)
+    shown = Estimator(job, EOS, exposing, efficiency=0.8).estimate(setup, detail=False)
+    hidden = estimator("mixtral-8x22b").estimate(setup, detail=False)
+    assert shown.parts["gradients"] > 1.5 * hidden.parts["gradients"]
+    assert shown.parts["parameters"] > 1.5 * hidden.parts["parameters"]
+
+
+def test_popular_experts_cost_more_the_fewer_share_a_rank() -> None:
+    job = Job(model=catalog.load("qwen2-57b-a14b"), gpus=64, global_batch=256, sequence=4096)
+    skewed = Estimator(job, EOS, MEGATRON, efficiency=0.8, loads=Loads.zipf(64, 0.5))
+    even = Estimator(job, EOS, MEGATRON, efficiency=0.8)
+
+    def ratio(ep: int) -> float:
+        setup = Setup(gpus=64, tp=2, ep=ep, pp=4)
+        slow, fast = skewed.estimate(setup, detail=False), even.estimate(setup, detail=False)
+        return slow.parts["experts"] / fast.parts["experts"]
+
+    assert 1.05 < ratio(2) < ratio(8)
+    with pytest.raises(UsageError, match="a share for each of 64 experts, got 8"):
+        Estimator(job, EOS, loads=Loads.even(8))
+
+
+def test_a_profile_without_a_curve_says_which_one_it_lacks() -> None:
+    profile = profiles.load("h100-eos-2x8")
+    cluster = Cluster.from_profile(profile, EOS.gpu)
+    job = Job(model=catalog.load("mixtral-8x7b"), gpus=16, global_batch=16, sequence=4096)
+    with pytest.raises(PlanError, match="curve"):
+        Estimator(job, cluster, MEGATRON).estimate(Setup(gpus=16, tp=2, ep=8))
+
+
+@pytest.mark.parametrize(
+    ("setup", "words"),
+    [
+        (Setup(gpus=64, tp=2, ep=8, pp=4, micro_batch=3), "no multiple of dp=8 × micro_batch=3"),
+        (Setup(gpus=64, ep=64), "ep=64"),
+        (Setup(gpus=64, pp=64), "pp=64"),
+    ],
+)
+def test_degrees_that_do_not_go_are_refused(setup: Setup, words: str) -> None:
+    with pytest.raises(CommlayerError, match=words):
+        estimator("mixtral-8x22b").estimate(setup)
