@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import flops, memory, parameters
@@ -88,25 +89,28 @@ class Estimator:
         self.pricer = Pricer(cluster, software.strategies)
         self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
         self._builders: dict[float, LayerBuilder] = {}
-        self._layers: dict[tuple[object, ...], tuple[list[Part], list[Part]]] = {}
-        self._timed: dict[tuple[object, ...], tuple[Course, Course]] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
 
     def memory(self, setup: Setup) -> Memory:
         """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
         return memory.estimate(self._job(setup), setup, self.software.gradient_bytes)
 
     def bound_us(self, setup: Setup, level: int = 0) -> float:
-        """A time that :meth:`estimate` is never below, µs: 0 of computation and bubble, 1 also of all calls that layers make.
+        """A time that :meth:`estimate` is never below, µs.
 
-        Raises as :meth:`estimate`.
+        ``level``: 0 of computation and bubble; 1 also of all calls that layers and ends make; 2 also of gradients and weights,
+        with nothing in each other's way. Each takes ten times as long as the one before. Raises as :meth:`estimate`.
         """
-        builder = self._builder(setup)
-        stages = stages_of(builder, setup)
-        if level:
-            return self._pipeline(setup, stages, is_bound=True).total_us + self._optimizer_us(setup)
-        per_stage = [self._work_us(setup, stage) for stage in stages]
-        steady = setup.micro_batches(self.job) * max(per_stage)
-        return steady + bubble_us(_all(per_stage, setup.pp), setup.vpp) + self._optimizer_us(setup)
+        per_stage = [self._stage_us(setup, stage, level) for stage in self._stages(setup)]
+        count = setup.micro_batches(self.job)
+        total = count * max(per_stage) + bubble_us(_all(per_stage, setup.pp), setup.vpp) + self._optimizer_us(setup)
+        if level >= 1:
+            total += _hops(setup, count) * self._boundary(setup)[0]
+        if level >= 2:
+            stage = self._stages(setup)[0]
+            for edge in (gradient_edge, parameter_edge):
+                total += self._edge(edge, setup, stage, is_bound=True).us
+        return total
 
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
         """The step of ``setup``. ``detail``: with its traffic and its courses, which take longer than its time.
@@ -115,9 +119,9 @@ class Estimator:
             UsageError, GroupError: degrees that do not go with the model or the batch; names what would.
             PlanError: the cluster's profile lacks a curve that a call needs.
         """
-        job, builder = self._job(setup), self._builder(setup)
+        job = self._job(setup)
         parameters.check(job.model, setup)
-        stages = stages_of(builder, setup)
+        stages = self._stages(setup)
         course = self._pipeline(setup, stages)
         gradients = self._edge(gradient_edge, setup, stages[0])
         weights = self._edge(parameter_edge, setup, stages[0])
@@ -145,46 +149,46 @@ class Estimator:
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
 
-    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...], *, is_bound: bool = False) -> Course:
+    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Course:
         """All micro-batches, with the bubble and what is exposed between stages."""
-        builder, count = self._builder(setup), setup.micro_batches(self.job)
+        count = setup.micro_batches(self.job)
         courses = []
         for stage in stages:
             course = Course()
             for is_moe in (True, False):
                 if number := stage.layers.count(is_moe):
-                    forward, backward = self._courses(setup, is_moe, is_bound)
+                    forward, backward = self._courses(setup, is_moe)
                     course.add(forward, number)
                     course.add(backward, number)
-            course.add(ends_course(builder, setup, stage))
+            course.add(self._ends(setup, stage))
             courses.append(course)
         slowest = max(courses, key=lambda each: each.total_us)
         found = Course()
         found.add(slowest, count)
         found.parts["bubble"] = bubble_us(_all([each.total_us for each in courses], setup.pp), setup.vpp)
         found.total_us += found.parts["bubble"]
-        us, link = boundary_us(builder, setup)
+        us, link = self._boundary(setup)
         if us:
-            # Interleaved: hidden but where the pipeline fills and drains (Megatron-LM's overlap of send and receive).
-            hops = 2 * count if setup.vpp == 1 else 2 * (setup.pp - 1)
-            _expose(found, "pp", "pp", hops * us, {link: hops * us})
+            exposed = _hops(setup, count) * us
+            _expose(found, "pp", "pp", exposed, {link: exposed})
         return found
 
-    def _courses(self, setup: Setup, is_moe: bool, is_bound: bool) -> tuple[Course, Course]:
-        key = (is_bound, *self._layer_key(setup, is_moe))
-        if key not in self._timed:
-            builder = self._builder(setup)
+    def _courses(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Course, Course]:
+        """Of one layer, forward and backward."""
+
+        def times() -> tuple[Course, Course]:
+            time = run if is_bound else self._builder(setup).course
             forward, backward = self._programs(setup, is_moe)
-            time = run if is_bound else builder.course
-            self._timed[key] = time(forward), time(backward)
-        return self._timed[key]
+            return time(forward), time(backward)
+
+        return _kept(self._known, ("courses", is_bound, *self._layer_key(setup, is_moe)), times)
 
     def _programs(self, setup: Setup, is_moe: bool) -> tuple[list[Part], list[Part]]:
-        key = self._layer_key(setup, is_moe)
-        if key not in self._layers:
+        def programs() -> tuple[list[Part], list[Part]]:
             builder = self._builder(setup)
-            self._layers[key] = builder.forward(setup, is_moe), builder.backward(setup, is_moe)
-        return self._layers[key]
+            return builder.forward(setup, is_moe), builder.backward(setup, is_moe)
+
+        return _kept(self._known, ("programs", *self._layer_key(setup, is_moe)), programs)
 
     def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
         """What a layer's program depends on: not on the pipeline, unless it sends to the whole stage."""
@@ -193,33 +197,71 @@ class Estimator:
         size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances else 0
         return (is_moe, *degrees, *ways, size)
 
-    def _edge(self, edge: Callable[..., Edge], setup: Setup, stage: Stage) -> Edge:
+    def _edge(self, edge: Callable[..., Edge], setup: Setup, stage: Stage, *, is_bound: bool = False) -> Edge:
         side = 1 if edge is gradient_edge else 0
 
         def template(is_moe: bool) -> tuple[list[Part], float]:
-            return self._programs(setup, is_moe)[side], self._courses(setup, is_moe, False)[side].total_us
+            return self._programs(setup, is_moe)[side], self._courses(setup, is_moe, is_bound=is_bound)[side].total_us
 
-        return edge(self._builder(setup), setup, stage, template)
+        return edge(self._builder(setup), setup, stage, template, is_bound=is_bound)
 
-    def _work_us(self, setup: Setup, stage: Stage) -> float:
-        """Of computation alone, for one micro-batch through ``stage``."""
+    def _stages(self, setup: Setup) -> tuple[Stage, ...]:
+        return _kept(self._known, ("stages", setup.pp, setup.vpp), lambda: stages_of(self._builder(setup), setup))
+
+    def _ends(self, setup: Setup, stage: Stage) -> Course:
+        key = ("ends", stage.index, setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.precision, setup.zero > 1)
+        return _kept(self._known, (*key, setup.attention), lambda: ends_course(self._builder(setup), setup, stage))
+
+    def _boundary(self, setup: Setup) -> tuple[float, str]:
+        key = ("boundary", setup.pp, setup.tp, setup.cp, setup.micro_batch)
+        return _kept(self._known, key, lambda: boundary_us(self._builder(setup), setup))
+
+    def _stage_us(self, setup: Setup, stage: Stage, level: int) -> float:
+        """Of one micro-batch through ``stage``: of computation alone at level 0."""
         total = 0.0
         for is_moe in (True, False):
             if number := stage.layers.count(is_moe):
-                work = layer_work(self._job(setup), setup, self.compute, is_moe, self.software.splits_ends)
-                total += number * work.step_us(setup.recompute)
-        if stage.index == setup.pp - 1:
+                total += number * (self._passes_us(setup, is_moe) if level else self._layer_us(setup, is_moe))
+        if level:
+            return total + self._ends(setup, stage).total_us
+        return total + (self._head_us(setup) if stage.index == setup.pp - 1 else 0.0)
+
+    def _passes_us(self, setup: Setup, is_moe: bool) -> float:
+        def both() -> float:
+            return sum(course.total_us for course in self._courses(setup, is_moe, is_bound=True))
+
+        return _kept(self._known, ("passes", *self._layer_key(setup, is_moe)), both)
+
+    def _layer_us(self, setup: Setup, is_moe: bool) -> float:
+        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
+        key = ("layer", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
+
+        def times() -> float:
+            work = layer_work(self._job(setup), setup, self.compute, is_moe, self.software.splits_ends)
+            return work.step_us(setup.recompute)
+
+        return _kept(self._known, key, times)
+
+    def _head_us(self, setup: Setup) -> float:
+        key = ("head", setup.tp, setup.cp, setup.micro_batch, setup.precision)
+
+        def times() -> float:
             head = head_work(self.job, setup, self.compute)
-            total += head.forward + head.backward
-        return total
+            return head.forward + head.backward
+
+        return _kept(self._known, key, times)
 
     def _optimizer_us(self, setup: Setup) -> float:
         """Adam on this rank's share, and the gradients' buffers set to zero."""
-        dense, expert = parameters.per_gpu(self.job.model, setup)
-        dense_share, expert_share = (setup.dp * setup.cp, setup.edp) if setup.zero else (1, 1)
-        kept = (dense + expert) if setup.zero < 2 else dense / dense_share + expert / expert_share
-        moved = (dense / dense_share + expert / expert_share) * _ADAM_BYTES + kept * self.software.gradient_bytes
-        return self.compute.memory_us(moved)
+
+        def time() -> float:
+            dense, expert = parameters.per_gpu(self.job.model, setup)
+            share = dense / (setup.dp * setup.cp) + expert / setup.edp if setup.zero else dense + expert
+            kept = dense + expert if setup.zero < 2 else share
+            return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes)
+
+        degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp)
+        return _kept(self._known, ("optimizer", *degrees, setup.zero, setup.attention), time)
 
     def _job(self, setup: Setup) -> Job:
         return self._builder(setup).job
@@ -248,11 +290,26 @@ class Estimator:
         )
 
 
+_Value = TypeVar("_Value")
 _ORDER = (
     *("attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"),
     *("gradients", "parameters", "bubble", "optimizer"),
 )
 _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimizer")
+
+
+def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[[], _Value]) -> _Value:
+    """What was made for ``key``, or is made now: a search asks the same of thousands of setups."""
+    if key not in kept:
+        kept[key] = make()
+    value: _Value = kept[key]
+    return value
+
+
+def _hops(setup: Setup, micro_batches: int) -> int:
+    """Sends between stages that nothing hides. Interleaved: those that fill and drain the pipeline (Megatron-LM overlaps the
+    others)."""
+    return 2 * micro_batches if setup.vpp == 1 else 2 * (setup.pp - 1)
 
 
 def _all(per_stage: Sequence[float], pp: int) -> list[float]:

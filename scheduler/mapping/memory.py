@@ -236,16 +236,26 @@ def monta_activation_bytes(batch: int, sequence: int, hidden: int, layers: int, 
 
 
 def monta_parallel_activation_bytes(
-    batch: int, sequence: int, hidden: int, layers: int, heads: int, top_k: int, tp: int, recompute: Recompute
+    batch: int,
+    sequence: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    top_k: int,
+    tp: int,
+    recompute: Recompute,
+    *,
+    sequence_parallel: bool = True,
 ) -> float:
-    """MoNTA's table 4 with tensor, sequence, expert and pipeline parallelism, derived: everything over t.
+    """MoNTA's table 4 with pipeline, tensor and expert parallelism, derived (docs/counting.md): pp and ep change nothing.
 
-    ``none``: bshl (13 + 21k + 5as/h) / t. ``selective`` (Korthikanti's: scores are made again): bshl (13 + 21k) / t. ``full``:
-    2bshl / t.
+    With sequence parallelism everything is over t: ``none``: bshl (13 + 21k + 5as/h) / t; ``selective`` (Korthikanti's: scores
+    are made again): bshl (13 + 21k) / t; ``full``: 2bshl / t. Without, what norms and dropouts keep, and the inputs of products,
+    are on every rank: bshl (5 + 5k + (8 + 16k + 5as/h) / t), and 2bshl.
     """
     tokens = batch * sequence * hidden * layers
+    whole = 1 if sequence_parallel else tp
     if recompute == "full":
-        return 2 * tokens / tp
-    if recompute == "selective":
-        return tokens * (13 + 21 * top_k) / tp
-    return monta_activation_bytes(batch, sequence, hidden, layers, heads, top_k) / tp
+        return 2 * tokens * whole / tp
+    scores = 0.0 if recompute == "selective" else 5 * heads * sequence / hidden
+    return tokens * ((5 + 5 * top_k) * whole + 8 + 16 * top_k + scores) / tp

@@ -278,6 +278,6 @@ def _on_gpu(
     return (split + shared[0], whole + one.router + shared[1]), (split + one.dense_ffn / tp, whole)
 
 
-def per_gpu(model: ModelShape, setup: Setup) -> tuple[float, float]:
-    """(dense, expert) parameters of the fullest GPU: of the stage that has most. Raises UsageError as :func:`check`."""
-    return max(((each.split + each.whole, each.expert) for each in held(model, setup)), key=sum)
+def per_gpu(model: ModelShape, setup: Setup, splits_ends: bool = True) -> tuple[float, float]:
+    """(dense, expert) parameters of the fullest GPU: of the stage that has most. ``splits_ends`` and errors: as :func:`held`."""
+    return max(((each.split + each.whole, each.expert) for each in held(model, setup, splits_ends)), key=sum)

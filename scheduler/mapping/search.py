@@ -32,6 +32,7 @@ __all__ = ["MOST_GPUS", "Estimates", "Fit", "SearchResult", "describe_memory", "
 
 MOST_GPUS = 65_536
 """Up to here :func:`smallest_fit` looks."""
+_CLOSEST = 2  # level of bounds
 _ROUNDING = 1e-9
 """By what part a bound may exceed an estimate, as its sums are rounded in another order."""
 
@@ -59,7 +60,7 @@ class Estimates(Protocol):
 
     def bound_us(self, setup: Setup, level: int, /) -> float:
         """What the step takes at least. Level 0: also that of every setup that has another dispatch, recomputes more or shards
-        less by ZeRO, and is else the same. Level 1: that of ``setup``."""
+        less by ZeRO, and is else the same. Levels 1 and 2: that of ``setup``, closer and slower to find."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -185,7 +186,8 @@ def smallest_fit(
 
 @dataclass(order=True, slots=True)
 class _Entry:
-    """On the heap. At one time what is not yet estimated comes first: it may turn out to be simpler."""
+    """On the heap. ``stage``: the level of the bound that ``time_us`` is, or beyond all of them for an estimate. At one time
+    what is not yet estimated comes first: it may turn out to be simpler."""
 
     time_us: float
     stage: int
@@ -229,7 +231,9 @@ class _Frontier:
                     self._progress(self.num_valid + taken, self.num_valid + top)
                 yield entry.item
             elif isinstance(entry.item, Setup):
-                self._estimate(entry.time_us, entry.item)
+                self._look_closer(entry, entry.item)
+            elif len(entry.item.recompute) > 1:
+                self._divide(entry.time_us, entry.item)
             else:
                 self._open(entry.time_us, entry.item)
         if self._progress and taken < top:
@@ -248,6 +252,13 @@ class _Frontier:
         heapq.heapify(self._heap)
         return found
 
+    def _divide(self, bound_us: float, family: Family) -> None:
+        """By recomputation, of which more takes longer: many a family is never looked at beyond the least."""
+        for recompute in family.recompute:
+            part = family._replace(recompute=(recompute,))
+            bound = max(bound_us, self._estimator.bound_us(part.lead(), 0))
+            heapq.heappush(self._heap, _Entry(bound, 0, (next(self._order),), family.folded, part))
+
     def _open(self, bound_us: float, family: Family) -> None:
         for setup in family.members():
             needed = self._estimator.memory(setup)
@@ -260,6 +271,13 @@ class _Frontier:
             bound = max(bound_us, self._estimator.bound_us(setup, 1))
             heapq.heappush(self._heap, _Entry(bound, 1, (next(self._order),), setup.folded, setup))
 
+    def _look_closer(self, entry: _Entry, setup: Setup) -> None:
+        if entry.stage < _CLOSEST:
+            bound = max(entry.time_us, self._estimator.bound_us(setup, entry.stage + 1))
+            heapq.heappush(self._heap, _Entry(bound, entry.stage + 1, (next(self._order),), entry.folded, setup))
+        else:
+            self._estimate(entry.time_us, setup)
+
     def _estimate(self, bound_us: float, setup: Setup) -> None:
         found = self._estimator.estimate(setup, detail=False)
         self.num_estimated += 1
@@ -268,7 +286,7 @@ class _Frontier:
                 f"the bound of {setup} is {bound_us} µs, above its estimate of {found.step_us} µs: a search by such bounds "
                 "may miss the best; please report it"
             )
-        heapq.heappush(self._heap, _Entry(found.step_us, 2, simplicity(setup), setup.folded, found))
+        heapq.heappush(self._heap, _Entry(found.step_us, _CLOSEST + 1, simplicity(setup), setup.folded, found))
 
 
 def _leanest(space: Space) -> Space:

@@ -11,11 +11,12 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 - cp·tp divides the sequence (sequence parallelism), and 2·cp·tp does where cp > 1: every rank has one early and one late
   block of each sequence, so that causal attention is as long on all (Megatron's zigzag).
 - ep divides the experts, etp an expert's width.
-- Chunks of ceil(layers / (pp·vpp)) layers leave at least one for the last
-  (:func:`commlayer.scheduler.mapping.parameters.stages`). vpp > 1 only with pp > 1, and where pp divides the micro-batches
-  (Megatron's interleaved schedule).
-- Unfolded: etp = tp, and ep divides dp. Where folding changes no group (etp = tp, and cp = 1 or ep = 1) the setup counts
-  once, as unfolded where the space has that.
+- pp·vpp is at most the number of layers: no chunk is empty. vpp > 1 only with pp > 1, and where pp divides the micro-batches
+  (Megatron's interleaved schedule). Unless the space names ``vpp``, the chunks must be nearly equal: fewer than pp layers are
+  missing until all are full (Megatron wants none missing, or a layout that puts embedding and loss into the gaps).
+- Unfolded: etp = tp, and ep divides dp, or the part of it that dp has no room for divides cp. Where folding changes no group
+  (etp = tp, and ep takes nothing of dp, or all of cp: so with cp = 1 or ep = 1) the setup counts once, as unfolded where the
+  space has that.
 - What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
   is taken.
 - fp8 only where the GPU has it.
@@ -23,6 +24,7 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import product
@@ -187,14 +189,11 @@ def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, in
 def _chunks(layers: int, pp: int, micro_batches: int, allowed: tuple[int, ...] | None) -> list[int]:
     """Valid numbers of chunks of layers per pipeline rank."""
     if pp == 1 or micro_batches % pp:
-        return [1] if (allowed is None or 1 in allowed) and _are_full(layers, pp) else []
-    vpps = range(1, layers // pp + 1) if allowed is None else sorted(set(allowed))
-    return [vpp for vpp in vpps if _are_full(layers, pp * vpp)]
-
-
-def _are_full(layers: int, chunks: int) -> bool:
-    """No chunk of layers is empty."""
-    return (chunks - 1) * -(-layers // chunks) < layers
+        return [1] if (allowed is None or 1 in allowed) else []
+    most = layers // pp
+    if allowed is not None:
+        return [vpp for vpp in sorted(set(allowed)) if vpp <= most]
+    return [vpp for vpp in range(1, most + 1) if vpp == 1 or -layers % (pp * vpp) < pp]
 
 
 def _expert_sides(
@@ -208,10 +207,12 @@ def _expert_sides(
         for ep in _divisors(job.gpus // pp // etp, space.ep, job.model.experts):
             if job.model.experts % ep:
                 continue
-            unfolded = False in space.folded and etp == tp and dp % ep == 0
+            beyond = math.gcd(ep, dp)
+            within = ep // beyond
+            unfolded = False in space.folded and etp == tp and cp % within == 0
             if unfolded:
                 yield etp, ep, False
-            if True in space.folded and not (unfolded and (cp == 1 or ep == 1)):
+            if True in space.folded and not (unfolded and (beyond == 1 or within == cp)):
                 yield etp, ep, True
 
 
