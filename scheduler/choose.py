@@ -151,12 +151,12 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     """Price all candidates and decide. Raises PlanError where the profile cannot price the traffic."""
     policy = policy or Policy()
     gather = policy.gather or Gather(profile.gather)
-    plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks)
     min_bytes = profile.plan_from_bytes if policy.min_bytes is None else policy.min_bytes
     allowed = policy.strategies
     if traffic.logical_bytes < max(1, min_bytes):
         is_native = any(wire.is_native for wire in traffic.wires)
         allowed = (Strategy.FLAT,) if is_native else (Strategy.DIRECT,)
+    plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks, allowed)
     priced, unpriced = _priced([plan for plan in plans if plan.strategy in allowed], profile, policy)
     if not priced:
         if unpriced:
@@ -201,8 +201,12 @@ def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, po
     # Of chunks that are no smaller than the speed asks for, and of the chosen plan: pieces cost less than chunks do.
     bases = {t.plan.name: t.plan for t in sorted(fast, key=lambda t: t.plan.chunks) if t.plan.strategy in _OVER_NODES}
     found = [chosen]
+
+    def fills_link(coarsest: Plan, cut: float) -> bool:
+        return _fills_link(coarsest, profile, policy.lanes.efficiency, cut)
+
     for plan in [chosen.plan, *list(bases.values())[:_MOST_BASES]]:
-        for finer in finer_plans(plan, policy.min_slice_bytes):
+        for finer in finer_plans(plan, policy.min_slice_bytes, fills_link):
             if _largest_on_link(finer) >= _largest_on_link(found[-1].plan):
                 break
             if _fills_link(finer, profile, policy.lanes.efficiency):
@@ -218,11 +222,12 @@ def _largest_on_link(plan: Plan) -> float:
     return max(step.bytes for step in plan.steps if step.resource is plan.traffic.link)
 
 
-def _fills_link(plan: Plan, profile: Profile, efficiency: float) -> bool:
-    """Whether its exchanges on the slowest link, as many as are there at once, have ``efficiency`` of what a long one has."""
+def _fills_link(plan: Plan, profile: Profile, efficiency: float, cut: float = 1.0) -> bool:
+    """Whether its exchanges on the slowest link, each ``cut`` times smaller and as many as are there at once, have
+    ``efficiency`` of what a long one has."""
     for step in {(s.op, s.target): s for s in plan.steps if s.resource is plan.traffic.link}.values():
         curve = curve_of(step, plan, profile)
-        at_once = step.bytes * CHUNKS_IN_FLIGHT
+        at_once = step.bytes / cut * CHUNKS_IN_FLIGHT
         if curve is not None and curve.algbw_gbps(at_once) < efficiency * curve.algbw_gbps(curve.bytes[-1]):
             return False
     return True

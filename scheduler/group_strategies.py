@@ -20,7 +20,7 @@ depends on the block.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
@@ -79,20 +79,24 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
 
 
 def group_candidates(
-    traffic: Traffic, chunk_counts: tuple[int, ...], min_slice_bytes: float, max_chunks: int
+    traffic: Traffic,
+    chunk_counts: tuple[int, ...],
+    min_slice_bytes: float,
+    max_chunks: int,
+    strategies: Collection[Strategy] = tuple(Strategy),
 ) -> Iterator[Plan]:
-    """Every plan worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
+    """Every plan of ``strategies`` worth pricing, simple ones first. Chunks below ``min_slice_bytes`` a rank are left out."""
     counts = [
         count
         for count in chunk_counts
         if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
     ]
     for wire in traffic.wires:
-        for strategy in (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL):
+        for strategy in filter(strategies.__contains__, (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL)):
             with contextlib.suppress(PlanError):
                 yield build_group(traffic, strategy, 1, wire)
         chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
-        for strategy in chunked:
+        for strategy in filter(strategies.__contains__, chunked):
             for count in counts:
                 try:
                     yield build_group(traffic, strategy, count, wire)
@@ -100,25 +104,43 @@ def group_candidates(
                     break
 
 
-def finer_plans(plan: Plan, min_slice_bytes: float) -> Iterator[Plan]:
+def finer_plans(
+    plan: Plan, min_slice_bytes: float, is_worth: Callable[[Plan, float], bool] | None = None
+) -> Iterator[Plan]:
     """What ``plan`` becomes where it yields to others between exchanges: the finest first.
 
     Over nodes in its own format its chunks cross in pieces; everything else is cut into more chunks, of ``min_slice_bytes`` a
     rank or more.
+
+    ``is_worth(coarsest, cut)`` may leave plans out before they are made, which takes long: their exchanges are those of the
+    coarsest of these plans, each ``cut`` times smaller. Elements in another format are cut at rows, so it is not asked there.
     """
+    traffic, cuts = plan.traffic, _finer_cuts(plan, min_slice_bytes)
+    coarsest = None
+    if is_worth is not None and plan.wire.is_native and cuts:
+        with contextlib.suppress(PlanError):
+            coarsest = build_group(traffic, *cuts[-1][:2], pieces=cuts[-1][2])
+    for strategy, chunks, pieces in cuts:
+        cut = 1.0 if coarsest is None else chunks * pieces / (coarsest.chunks * coarsest.pieces)
+        if coarsest is not None and is_worth is not None and not is_worth(coarsest, cut):
+            continue
+        with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
+            yield build_group(traffic, strategy, chunks, plan.wire, pieces)
+
+
+def _finer_cuts(plan: Plan, min_slice_bytes: float) -> list[tuple[Strategy, int, int]]:
+    """Strategy, chunks and pieces; the finest first."""
     traffic = plan.traffic
     if traffic.collective not in _IN_PIECES or not traffic.logical_bytes:
-        return
+        return []
     if plan.wire.is_native and plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED):
-        for pieces in _PIECES:
-            with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
-                yield build_group(traffic, Strategy.PIPELINED, plan.chunks, pieces=pieces)
-        return
+        return [(Strategy.PIPELINED, plan.chunks, pieces) for pieces in _PIECES]
     strategy = Strategy.DIRECT if plan.strategy is Strategy.FLAT else plan.strategy
-    for chunks in _FINE_COUNTS:
-        if chunks > plan.chunks and traffic.logical_bytes / (chunks * traffic.group_size) >= min_slice_bytes:
-            with contextlib.suppress(PlanError):
-                yield build_group(traffic, strategy, chunks, plan.wire)
+    return [
+        (strategy, chunks, 1)
+        for chunks in _FINE_COUNTS
+        if chunks > plan.chunks and traffic.logical_bytes / (chunks * traffic.group_size) >= min_slice_bytes
+    ]
 
 
 def _encoded_steps(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> tuple[Step, ...]:

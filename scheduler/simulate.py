@@ -93,7 +93,7 @@ class Estimator:
 
     def memory(self, setup: Setup) -> Memory:
         """Bytes of the fullest GPU. Raises as :func:`commlayer.scheduler.mapping.memory.estimate`."""
-        return memory.estimate(self._job(setup), setup, self.software.gradient_bytes)
+        return memory.estimate(self._job(setup), setup, self.software.gradient_bytes, software=self.software)
 
     def bound_us(self, setup: Setup, level: int = 0) -> float:
         """A time that :meth:`estimate` is never below, µs.
@@ -255,7 +255,7 @@ class Estimator:
         """Adam on this rank's share, and the gradients' buffers set to zero."""
 
         def time() -> float:
-            dense, expert = parameters.per_gpu(self.job.model, setup)
+            dense, expert = parameters.per_gpu(self.job.model, setup, self.software.splits_ends)
             share = dense / (setup.dp * setup.cp) + expert / setup.edp if setup.zero else dense + expert
             kept = dense + expert if setup.zero < 2 else share
             return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes)

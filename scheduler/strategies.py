@@ -12,7 +12,7 @@ The strategies are MoNTA's (table 6). What differs from the paper is ``Gather.RE
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
@@ -87,14 +87,20 @@ def can_drop(traffic: Traffic) -> bool:
     return traffic.replication > 1 and traffic.group_size > 1 and traffic.link is Resource.INTER
 
 
-def candidates(traffic: Traffic, gather: Gather, min_slice_bytes: float, max_chunks: int) -> Iterator[Plan]:
-    """Every plan worth pricing, simple ones first.
+def candidates(
+    traffic: Traffic,
+    gather: Gather,
+    min_slice_bytes: float,
+    max_chunks: int,
+    strategies: Collection[Strategy] = tuple(Strategy),
+) -> Iterator[Plan]:
+    """Every plan worth pricing, simple ones first; of the collectives over nodes none but those of ``strategies`` are made.
 
     Chunks whose all_to_all buffer would fall below ``min_slice_bytes`` (MoNTA's I_minimal) are left out: there a step
     costs its latency and splitting can only lose.
     """
     if traffic.collective != "all_to_all":
-        yield from group_candidates(traffic, CHUNK_COUNTS, min_slice_bytes, max_chunks)
+        yield from group_candidates(traffic, CHUNK_COUNTS, min_slice_bytes, max_chunks, strategies)
         return
     yield flat(traffic)
     if not can_drop(traffic) or traffic.logical_bytes == 0:

@@ -1,0 +1,494 @@
+"""Parameters, FLOPs, memory and volumes, against closed forms, and their properties over random models and mappings."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.scheduler.activations import LayerShape
+from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layer_work import expert_rows
+from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.pipeline import order
+from commlayer.scheduler.mapping.result import Memory
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON
+
+_powers = st.sampled_from((1, 2, 4))
+
+
+@st.composite
+def _models(draw: st.DrawFn) -> ModelShape:
+    layers = draw(st.integers(4, 12))
+    dense = draw(st.integers(0, 2))
+    latent = LatentAttention(draw(st.sampled_from((0, 64))), 32, 16, 8, 16) if draw(st.booleans()) else None
+    return ModelShape(
+        name="drawn",
+        layers=layers,
+        hidden=128 * draw(st.integers(1, 4)),
+        heads=16,
+        kv_heads=draw(st.sampled_from((4, 8, 16))),
+        head_dim=draw(st.sampled_from((16, 32))),
+        experts=draw(st.sampled_from((8, 16))),
+        top_k=draw(st.integers(1, 4)),
+        width=64 * draw(st.integers(1, 8)),
+        vocabulary=1024,
+        shared_width=64 * draw(st.integers(0, 4)),
+        dense_layers=dense,
+        dense_width=512 if dense else 0,
+        gated=draw(st.booleans()),
+        ties_embeddings=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        latent=latent,
+    )
+
+
+def _setup(**degrees: Any) -> Setup:
+    """On as many GPUs as the degrees and ``dp`` ask for; ``edp`` follows."""
+    dp = degrees.pop("dp", 1)
+    gpus = dp * degrees.get("tp", 1) * degrees.get("cp", 1) * degrees.get("pp", 1)
+    return Setup(gpus=gpus, **degrees)
+
+
+def _job(model: ModelShape, gpus: int = 1, **rest: Any) -> Job:
+    return Job(model=model, gpus=gpus, **({"global_batch": 64, "sequence": 512} | rest))
+
+
+def _states(found: Memory) -> tuple[float, float, float]:
+    return found.weights, found.gradients, found.optimizer
+
+
+# Parameters
+
+
+@given(_models(), st.integers(1, 3), st.integers(1, 2), _powers, _powers, _powers, st.booleans(), st.booleans())
+def test_parameters_of_all_gpus_are_those_of_the_model(
+    model: ModelShape, pp: int, vpp: int, tp: int, ep: int, etp: int, ulysses: bool, splits_ends: bool
+) -> None:
+    """Each replica counted once. Up to three stages, all of which ``held`` lists."""
+    assume(pp * vpp <= model.layers)
+    setup = _setup(pp=pp, vpp=vpp, tp=tp, ep=ep, etp=etp, dp=ep * etp, attention="ulysses" if ulysses else "tensor")
+    found = parameters.held(model, setup, splits_ends)
+    counted = parameters.count(model)
+    assert sum(each.expert for each in found) * etp * ep == pytest.approx(counted.experts)
+    second_copy = counted.embedding if model.ties_embeddings and pp > 1 else 0
+    dense = sum(each.split * tp + each.whole for each in found)
+    assert dense == pytest.approx(counted.dense + second_copy)
+    assert [sum(numbers) for numbers in zip(*[each.stage[1:] for each in found], strict=True)] == [
+        model.layers,
+        model.dense_layers,
+    ]
+    assert parameters.stage_layers(model, setup) == max(each.stage.layers for each in found)
+    fullest = max(each.split + each.whole + each.expert for each in found)
+    assert sum(parameters.per_gpu(model, setup, splits_ends)) == pytest.approx(fullest)
+
+
+def test_counts_every_part_of_a_small_model_by_hand() -> None:
+    model = ModelShape(
+        name="tiny", layers=3, hidden=8, heads=4, kv_heads=2, head_dim=2, experts=4, top_k=2, width=6, vocabulary=10,
+        shared_width=5, dense_layers=1, dense_width=7, qkv_bias=True,
+    )  # fmt: skip
+    found = parameters.count(model)
+    assert (found.embedding, found.head) == (80, 80)
+    assert found.attention == 3 * (8 * 8 + 8 + 2 * (8 * 4 + 4) + 8 * 8)
+    assert (found.router, found.experts, found.active_experts) == (2 * 32, 2 * 4 * 3 * 48, 2 * 2 * 3 * 48)
+    assert (found.shared, found.dense_ffn) == (2 * 3 * 40, 3 * 56)
+    assert found.norms == 3 * 16 + 8
+    assert found.total == found.dense + found.expert
+    assert found.total - found.active == found.experts - found.active_experts
+
+
+def test_latent_attention_counts_its_projections_and_their_norms() -> None:
+    """DeepSeek-V3's attention: 187.1e6 parameters a layer, by its weights' shapes."""
+    one = parameters.layer_of(catalog.load("deepseek-v3"))
+    by_hand = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert one.attention == by_hand
+    assert one.copied == 7168 * (1536 + 576)
+    assert one.norms == 2 * 7168 + 1536 + 512
+
+
+def test_a_key_value_head_is_on_several_ranks_where_tp_exceeds_their_number() -> None:
+    model = catalog.load("qwen3-235b-a22b")  # 4 key-value heads
+    (four,), (eight,) = (parameters.held(model, Setup(gpus=8, tp=tp, etp=1)) for tp in (4, 8))
+    keys = parameters.layer_of(model).keys_values * model.layers
+    assert (four.split - keys / 4) / 2 == pytest.approx(eight.split - keys / 4)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"tp": 3}, r"tp=3: expected a divisor of the heads of mixtral-8x7b, 32: take 2 or 4"),
+        ({"ep": 3}, r"ep=3: expected a divisor of the experts of mixtral-8x7b, 8: take 2 or 4"),
+        ({"ep": 16}, r"experts of mixtral-8x7b, 8: take 8$"),
+        ({"etp": 3}, r"etp=3: expected a divisor of the width of an expert of mixtral-8x7b, 14336: take 2 or 4"),
+        ({"pp": 33}, r"32 layers do not fill pp=33 × vpp=1 = 33 chunks: .* take at most pp=32$"),
+        ({"pp": 16, "vpp": 3}, r"take at most pp=10 or vpp=2$"),
+        ({"pp": 64, "vpp": 33}, r"take at most 32 chunks$"),
+    ],
+)
+def test_refuses_degrees_that_do_not_divide_the_model(degrees: dict[str, Any], message: str) -> None:
+    setup = Setup(gpus=3 * 11 * 64, **degrees)
+    for ask in (parameters.check, parameters.per_gpu, parameters.held):
+        with pytest.raises(UsageError, match=message):
+            ask(catalog.load("mixtral-8x7b"), setup)
+
+
+def test_refuses_widths_and_key_value_heads_that_tp_does_not_divide() -> None:
+    model = dataclasses.replace(catalog.load("mixtral-8x7b"), shared_width=100, heads=36, kv_heads=6)
+    with pytest.raises(UsageError, match="divisor or a multiple of the 6 key-value heads"):
+        parameters.check(dataclasses.replace(model, shared_width=0), Setup(gpus=4, tp=4))
+    with pytest.raises(UsageError, match="shared width"):
+        parameters.check(model, Setup(gpus=3, tp=3))
+    parameters.check(model, Setup(gpus=3, tp=3, attention="ulysses"))
+
+
+@given(st.integers(1, 100), st.integers(0, 5), st.integers(1, 12), st.integers(1, 6))
+def test_stages_cut_layers_as_evenly_as_they_go(layers: int, dense: int, pp: int, vpp: int) -> None:
+    if pp * vpp > layers:
+        with pytest.raises(UsageError, match="do not fill"):
+            parameters.stages(layers, dense, pp, vpp)
+        return
+    found = parameters.stages(layers, min(dense, layers), pp, vpp)
+    assert found[0].layers == max(stage.layers for stage in found)
+    assert found[0].layers - found[-1].layers <= vpp
+    assert -(-layers // pp) <= found[0].layers <= vpp * -(-layers // (pp * vpp))
+    assert sum(stage.dense for stage in found) <= min(dense, layers)
+
+
+# FLOPs
+
+
+@given(_models(), st.integers(1, 4096))
+def test_flops_are_twice_the_active_parameters_and_the_core(model: ModelShape, sequence: int) -> None:
+    """But for the embedding, a look-up, norms and biases, which multiply nothing; a tied head multiplies all the same."""
+    found, counted = flops.forward(model, sequence), parameters.count(model)
+    bias = 0
+    if model.qkv_bias and model.latent is None:
+        bias = model.layers * (model.heads + 2 * model.kv_heads) * model.head_dim
+    head = counted.embedding
+    products = counted.active - counted.embedding - counted.head + head - counted.norms - bias
+    assert found.total - found.attention_core == pytest.approx(2 * products)
+    assert flops.forward(model, 2 * sequence).attention_core == 2 * found.attention_core
+
+
+def test_mixtral_flops_by_hand() -> None:
+    found = flops.forward(catalog.load("mixtral-8x7b"), 4096)
+    assert found.attention_projections == 2 * 32 * 4096 * (4096 + 2 * 1024 + 4096)
+    assert found.attention_core == 32 * (2 * 2 * 4096 * 4096) / 2  # 2 products, 2 FLOPs, s keys of h elements, by half
+    assert found.experts == 2 * 32 * 2 * 3 * 4096 * 14336
+    assert (found.router, found.head) == (2 * 32 * 4096 * 8, 2 * 4096 * 32000)
+    assert found.shared == found.dense_ffn == 0
+
+
+def test_a_step_is_three_forward_passes_and_mfu_relates_it_to_the_peak() -> None:
+    job = _job(catalog.load("mixtral-8x7b"), gpus=8)
+    step = flops.of_step(job)
+    assert step == 3 * flops.forward(job.model, 512).total * 64 * 512
+    assert flops.mfu(job, step_us=step / (8 * 100e12) * 1e6, peak_tflops=100) == pytest.approx(1)
+    with pytest.raises(UsageError, match="positive step_us and peak_tflops"):
+        flops.mfu(job, 0, 989)
+
+
+# Weights, gradients and optimizer state
+
+
+@given(_models(), _powers, _powers)
+def test_without_zero_a_parameter_takes_sixteen_bytes(model: ModelShape, tp: int, ep: int) -> None:
+    """MoNTA's table 3, baseline: 16 P1 / (p t) and 16 P2 / (p t e), with BF16 gradients."""
+    setup = _setup(tp=tp, ep=ep, dp=ep, zero=0)
+    found = memory.estimate(_job(model), setup, 2)
+    assert sum(_states(found)) == pytest.approx(16 * sum(parameters.per_gpu(model, setup)))
+    assert found.optimizer == pytest.approx(6 * found.weights)
+    assert found.gradients == pytest.approx(found.weights)
+    assert memory.estimate(_job(model), setup, 4).gradients == pytest.approx(2 * found.gradients)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("gradient_bytes", [2, 4])
+def test_the_table_of_zero(zero: int, gradient_bytes: int) -> None:
+    """docs/counting.md: with d replicas 2 + g + 12/d, 2 + (g + 12)/d, (2 + g + 12)/d bytes."""
+    for replicas in (1, 2, 8):
+        d = replicas
+        expected = {
+            0: 2 + gradient_bytes + 12,
+            1: 2 + gradient_bytes + 12 / d,
+            2: 2 + (gradient_bytes + 12) / d,
+            3: (2 + gradient_bytes + 12) / d,
+        }
+        assert sum(memory.state_bytes_per_parameter(zero, d, gradient_bytes)) == pytest.approx(expected[zero])
+
+
+def test_limits_of_zero() -> None:
+    model = catalog.load("mixtral-8x7b")
+
+    def at(gpus: int, zero: int, **degrees: Any) -> Memory:
+        return memory.estimate(_job(model, gpus, global_batch=4096), Setup(gpus=gpus, zero=zero, **degrees), 2)
+
+    baseline = at(1, 0)
+    assert all(at(1, zero) == baseline for zero in (1, 2, 3))  # alone there is nothing to shard over
+    assert _states(at(4096, 3)) == pytest.approx([each / 4096 for each in _states(baseline)])
+    assert at(4096, 1).weights == baseline.weights
+    # Experts are sharded over edp alone: ep = the whole world leaves them whole, whatever ZeRO does.
+    experts = parameters.count(model).experts
+    for zero in (1, 2, 3):
+        assert sum(_states(at(8, zero, ep=8))) > 16 * experts / 8
+    assert sum(_states(at(8, 3, ep=8))) == pytest.approx(16 * parameters.count(model).total / 8)
+
+
+@given(_models(), _powers, _powers, st.sampled_from((2, 4)), st.sampled_from((MEGATRON, COMMLAYER)))
+def test_memory_falls_with_zero(model: ModelShape, tp: int, ep: int, gradient_bytes: int, software: Any) -> None:
+    found = [
+        memory.estimate(_job(model), _setup(tp=tp, ep=ep, dp=8, zero=zero), gradient_bytes, software=software)
+        for zero in range(4)
+    ]
+    totals = [each.total for each in found]
+    assert all(more >= less * (1 - 1e-12) for more, less in pairwise(totals))
+    assert sum(_states(found[3])) < sum(_states(found[2])) < sum(_states(found[1])) < sum(_states(found[0]))
+
+
+# Activations
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "phi-3.5-moe"])
+def test_kept_elements_are_those_of_megascale(name: str) -> None:
+    """Where heads · head_dim = hidden and no expert is shared. ``none`` is what autograd keeps but for kf, as the gating weights
+    are applied inside the SwiGLU."""
+    model, ranks, tokens = catalog.load(name), 8, 4096
+    layer = LayerShape(tokens, ranks, model.hidden, model.heads, model.kv_heads, model.top_k, model.width)
+
+    def kept(recompute: Any) -> float:
+        found = memory.kept_elements(model, recompute, "ulysses", ranks, 1)
+        return tokens / ranks * (found.attention + model.top_k * found.row)
+
+    assert kept("selective") == pytest.approx(layer.selective)
+    product = model.top_k * model.width * tokens / ranks
+    assert kept("none") == pytest.approx(layer.autograd - product)
+    assert kept("none") < layer.paper_all_kept
+    assert kept("full") == layer.unit
+    tensor = memory.kept_elements(model, "none", "tensor", ranks, 1)
+    assert tensor.attention == memory.kept_elements(model, "none", "ulysses", ranks, 1).attention - model.hidden
+
+
+def test_activations_of_a_stage_by_hand() -> None:
+    model = catalog.load("mixtral-8x7b")
+    setup = _setup(tp=2, pp=4, ep=4, dp=4, micro_batch=2)
+    job = _job(model, 32, sequence=1024)
+    found = memory.estimate(job, setup)  # stage 0: 8 layers, 4 micro-batches
+    tokens, row = 1024, 4096 + 3 * 14336
+    layer = tokens * (4 * 4096 + 4096 + 2048 + 4096) + tokens * 2 * row
+    assert found.activations == pytest.approx(2 * layer * 8 * 4)
+    dropped = memory.estimate(dataclasses.replace(job, capacity_factor=0.5), setup)
+    assert found.activations - dropped.activations == pytest.approx(2 * tokens * row * 8 * 4)
+    busy = memory.estimate(dataclasses.replace(job, imbalance=1.5), setup)
+    assert busy.activations - found.activations == pytest.approx(2 * tokens * row * 8 * 4)
+    # The capacity is what is reserved, whatever the routing.
+    assert memory.estimate(dataclasses.replace(job, imbalance=1.5, capacity_factor=0.5), setup) == dropped
+
+
+@pytest.mark.parametrize(("capacity_factor", "imbalance"), [(None, 1.0), (None, 1.7), (1.25, 1.7)])
+def test_rows_are_those_of_the_step_time(capacity_factor: float | None, imbalance: float) -> None:
+    model = catalog.load("mixtral-8x7b")
+    setup = _setup(tp=2, ep=2, etp=4, dp=4)
+    job = _job(model, 8, capacity_factor=capacity_factor, imbalance=imbalance)
+    full, zero = (memory.kept_elements(model, recompute, "tensor", 2, 4).row for recompute in ("none", "full"))
+    assert zero == 0
+    alone = dataclasses.replace(job, capacity_factor=1e-9)
+    difference = memory.estimate(job, setup).activations - memory.estimate(alone, setup).activations
+    assert difference == pytest.approx(2 * expert_rows(job, setup) * full * model.layers)
+
+
+def test_the_last_stage_may_be_the_fullest() -> None:
+    wide = dataclasses.replace(catalog.load("mixtral-8x7b"), vocabulary=4_000_000, ties_embeddings=True)
+    found = memory.estimate(_job(wide, 4, sequence=4096), _setup(pp=4))
+    assert found.activations > 4096 * 4_000_000 * 6
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_in_flight_is_what_the_pipeline_holds(pp: int, vpp: int, rounds: int, data: st.DataObject) -> None:
+    micro_batches = rounds * pp if vpp > 1 else data.draw(st.integers(1, 12))
+    stage = data.draw(st.integers(0, pp - 1))
+    steps = [1 if is_forward else -1 for _, _, is_forward in order(pp, stage, micro_batches, vpp)]
+    held = max(accumulate(steps)) / vpp
+    assert memory.in_flight(_setup(pp=pp, vpp=vpp), stage, micro_batches) == pytest.approx(held)
+    if stage == 0 and vpp > 1 and rounds > 2:
+        assert held == pytest.approx(pp * (1 + (pp - 1) / (pp * vpp)))
+
+
+@given(
+    _models(),
+    st.sampled_from(("tp", "cp", "pp", "ep")),
+    st.sampled_from((1, 2)),
+    st.sampled_from(("none", "selective", "full")),
+    st.integers(0, 3),
+    st.sampled_from(("tensor", "ulysses")),
+    st.sampled_from((MEGATRON, COMMLAYER)),
+)
+def test_memory_falls_with_sharding(
+    model: ModelShape, axis: str, degree: int, recompute: Any, zero: int, attention: Any, software: Any
+) -> None:
+    """A degree doubled, at the same data parallelism; more ep at the same number of GPUs."""
+    base: dict[str, Any] = {"recompute": recompute, "zero": zero, "attention": attention, "ep": 2, axis: degree}
+    if axis == "pp":
+        assume(model.layers % (2 * degree) == 0 and model.dense_layers == 0)
+    less, more = (_setup(**(base | {axis: each}), dp=8) for each in (degree, 2 * degree))
+    before, after = (memory.estimate(_job(model), setup, software=software) for setup in (less, more))
+    assert after.total <= before.total * (1 + 1e-12)
+    same = {("cp", 0), ("ep", 3)}  # replicas without ZeRO; ZeRO 3 has sharded experts as far as ep would
+    if attention == "ulysses":
+        same.add(("tp", 0))
+    states = [sum(_states(each)) for each in (after, before)]
+    assert states[0] < states[1] or ((axis, zero) in same and states[0] <= states[1] * (1 + 1e-12))
+
+
+@given(_models(), st.sampled_from((1, 2, 4)), st.integers(0, 3))
+def test_expert_tensor_parallelism_halves_experts_and_keeps_their_rows_width(
+    model: ModelShape, etp: int, zero: int
+) -> None:
+    setups = [_setup(tp=8, etp=each, zero=zero) for each in (etp, 2 * etp)]
+    before, after = (parameters.per_gpu(model, setup)[1] for setup in setups)
+    assert after == before / 2
+    rows = [memory.kept_elements(model, "none", "tensor", 8, each).row * each for each in (etp, 2 * etp)]
+    assert rows[1] - rows[0] == pytest.approx(etp * model.hidden)  # gathered inputs; the products are as many
+
+
+@given(_models(), st.booleans())
+def test_recomputation_keeps_less(model: ModelShape, ulysses: bool) -> None:
+    setups = [
+        _setup(tp=2, ep=2, pp=2, dp=4, recompute=word, attention="ulysses" if ulysses else "tensor")
+        for word in ("none", "selective", "full")
+    ]
+    none, selective, full = (memory.estimate(_job(model), setup) for setup in setups)
+    assert none.activations > selective.activations > full.activations
+    assert none.buffers <= selective.buffers <= full.buffers  # of one layer, what is made again
+    assert none.total >= selective.total >= full.total
+
+
+@given(_models())
+def test_software_that_keeps_gathered_sequences_and_whole_ends_takes_more(model: ModelShape) -> None:
+    setup = _setup(tp=4, dp=2)
+    ours, megatron = (memory.estimate(_job(model), setup, software=each) for each in (COMMLAYER, MEGATRON))
+    assert ours.activations > megatron.activations
+    assert ours.weights > megatron.weights
+    alone = _setup(dp=2)
+    assert memory.estimate(_job(model), alone, software=COMMLAYER) == memory.estimate(_job(model), alone)
+
+
+def test_refuses_gradients_of_other_sizes_and_batches_that_do_not_split() -> None:
+    model = catalog.load("mixtral-8x7b")
+    with pytest.raises(UsageError, match=r"gradient_bytes: expected 2 \(BF16\) or 4 \(FP32\), got 3"):
+        memory.estimate(_job(model), Setup(gpus=1), 3)
+    with pytest.raises(GroupError, match="global_batch=64 is no multiple of dp=3"):
+        memory.estimate(_job(model), Setup(gpus=3))
+
+
+def test_the_best_mappings_of_the_folding_paper_fit_its_gpus() -> None:
+    """Table 3, 80 GB, no recomputation: what was trained must fit."""
+    mappings: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("mixtral-8x22b", 128, {"tp": 2, "ep": 8, "pp": 8, "vpp": 7}),
+        ("qwen2-57b-a14b", 64, {"tp": 2, "ep": 4, "pp": 4, "vpp": 7}),
+        ("mixtral-8x22b-g8t8", 128, {"tp": 4, "ep": 8, "pp": 8, "vpp": 7}),
+        ("llama3-8x70b", 256, {"tp": 8, "ep": 8, "pp": 16, "vpp": 5}),
+    )
+    for name, gpus, degrees in mappings:
+        job = Job(model=catalog.load(name), gpus=gpus, global_batch=256, sequence=4096, capacity_factor=1.0)
+        assert 30e9 < memory.estimate(job, Setup(gpus=gpus, **degrees)).total < 80e9, name
+
+
+# MoNTA's closed forms
+
+
+def test_monta_activations_are_korthikantis_with_one_expert() -> None:
+    """bshl (34 + 5as/h), arXiv:2205.05198, equation 1."""
+    one = memory.monta_activation_bytes(2, 1024, 512, 3, 8, top_k=1)
+    assert one == 2 * 1024 * 512 * 3 * (34 + 5 * 8 * 1024 / 512)
+    two = memory.monta_activation_bytes(2, 1024, 512, 3, 8, top_k=2)
+    assert two - one == 21 * 2 * 1024 * 512 * 3
+
+
+def test_limits_of_montas_table_of_activations() -> None:
+    shape = (2, 1024, 512, 3, 8, 2)
+    whole = memory.monta_activation_bytes(*shape)
+    assert memory.monta_parallel_activation_bytes(*shape, 1, "none") == whole
+    for tp in (1, 2, 8):
+        none, selective, full = (
+            memory.monta_parallel_activation_bytes(*shape, tp, word) for word in ("none", "selective", "full")
+        )
+        assert none == whole / tp
+        assert none - selective == pytest.approx(5 * 8 * 1024**2 * 2 * 3 / tp)  # scores alone
+        assert full * tp == 2 * 2 * 1024 * 512 * 3
+        apart = memory.monta_parallel_activation_bytes(*shape, tp, "none", sequence_parallel=False)
+        assert apart - none == pytest.approx(2 * 1024 * 512 * 3 * (5 + 5 * 2) * (1 - 1 / tp))
+
+
+@given(_models(), _powers, _powers)
+def test_montas_table_of_weights(model: ModelShape, tp: int, ep: int) -> None:
+    """Derived in docs/counting.md: with BF16 gradients, d data-parallel ranks and e experts' ranks among them."""
+    data = 4 * ep
+    for zero, (kept, sharded) in enumerate(((16, 0), (4, 12), (2, 14), (0, 16))):
+        setup = _setup(tp=tp, etp=tp, ep=ep, dp=data, zero=zero, folded=False)
+        dense, expert = parameters.per_gpu(model, setup)
+        expected = dense * (kept + sharded / data) + expert * (kept + sharded * ep / data)
+        assert sum(_states(memory.estimate(_job(model), setup, 2))) == pytest.approx(expected)
+
+
+# MegaScale's volumes
+
+
+def test_volumes_are_the_papers() -> None:
+    tokens, hidden, ranks = 8192, 4096, 8
+    whole = tokens * hidden * 7 / 8
+    assert volumes.tensor_parallel_attention(tokens, hidden, ranks) == 2 * whole
+    assert volumes.tensor_parallel_ffn(tokens, hidden, ranks) == 2 * whole
+    assert volumes.expert_parallel_ffn(tokens, hidden, ranks, 2) == 2 * whole * 2 / 8
+    attention = volumes.sequence_parallel_attention(tokens, hidden, ranks, 4)
+    assert attention == pytest.approx(2 * whole * 2.5 / 8)
+    # As printed it is "about one-fourth" of tensor parallelism's on 8 GPUs; counted by calls, half of that.
+    assert 0.25 <= attention / (2 * whole) <= 0.32
+    sent = volumes.sequence_parallel_attention_sent(tokens, hidden, ranks, 4)
+    assert sent == pytest.approx((tokens / ranks) * (1.5 * hidden + hidden) * 7 / 8)
+    assert attention == 2 * sent
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_all_gather_moves_less_than_all_to_all_where_k_exceeds_n(top_k: int, ranks: int) -> None:
+    """But for one rank, where nothing moves."""
+    gathered = volumes.tensor_parallel_ffn(64, 64, ranks)
+    exchanged = volumes.expert_parallel_ffn(64, 64, ranks, top_k)
+    if ranks > 1:
+        assert volumes.prefers_all_gather(top_k, ranks) == (gathered < exchanged)
+
+
+def test_synchronisation_of_parameters_and_equation_10() -> None:
+    sharded, copied = (volumes.parameter_sync(8e9, 8, 4, replicated) for replicated in (False, True))
+    assert sharded.inter == copied.inter == 2 * 1e9 * 3 / 4
+    assert (sharded.intra, copied.intra) == (0, 2 * 8e9 * 7 / 8)
+    expected = 1 / 8 * (450 / 50) * (8 * 3) / (4 * 7)
+    assert copied.inter_over_intra(50, 450) == pytest.approx(expected)
+    with pytest.raises(UsageError, match="expected traffic inside nodes"):
+        sharded.inter_over_intra(50, 450)
+
+
+@given(st.integers(2, 512), st.integers(1, 8), st.sampled_from((1, 2, 4)))
+def test_compute_over_communication(ranks: int, top_k: int, element_bytes: int) -> None:
+    """Equations 5 to 9: R depends on width and hardware alone."""
+    ratio = volumes.compute_over_communication(
+        4096, 1024, 14336, top_k, ranks, bytes_per_s=50e9, flops_per_s=989e12, element_bytes=element_bytes
+    )
+    limit = 3 * 14336 * 50e9 / (element_bytes * 989e12)
+    assert ratio.limit == pytest.approx(limit)
+    assert ratio.value == pytest.approx(limit * ranks / (ranks - 1))
+    if element_bytes == 2:
+        assert ratio.limit == pytest.approx(1.5 * 14336 * 50e9 / 989e12)
+
+
+def test_groups_of_no_ranks_are_refused() -> None:
+    with pytest.raises(UsageError, match="at least 1 rank, got 0"):
+        volumes.tensor_parallel_attention(1, 1, 0)
+    with pytest.raises(UsageError, match="at least 2 for anything to be sent, got 1"):
+        volumes.compute_over_communication(1, 1, 1, 1, 1, bytes_per_s=1, flops_per_s=1)

@@ -1,0 +1,328 @@
+"""Models as data: the catalog, configurations of Hugging Face, and our own files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping import catalog, flops, parameters
+from commlayer.scheduler.mapping.hugging_face import from_config, read_model
+from commlayer.scheduler.mapping.model import ModelShape
+
+_OTHER: dict[str, Any] = {  # what every configuration carries, and what changes no size
+    "architectures": ["X"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "layer_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [1.02, 1.03], "original_max_position_embeddings": 4096, "type": "longrope"},
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "use_cache": True,
+}
+_GROUPED = ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
+
+
+def _config(kind: str, numbers: tuple[int, int, int, int, int], **rest: Any) -> dict[str, Any]:
+    return _OTHER | {"model_type": kind} | dict(zip(_GROUPED, numbers, strict=True)) | rest
+
+
+_MIXTRAL = _config(
+    "mixtral", (4096, 32, 8, 32, 32000), intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2
+)
+_QWEN3 = _config(
+    "qwen3_moe",
+    (4096, 64, 4, 94, 151936),
+    attention_bias=False,
+    head_dim=128,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    num_experts=128,
+    num_experts_per_tok=8,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    max_window_layers=94,
+)
+_DEEPSEEK_V3 = _config(
+    "deepseek_v3",
+    (7168, 128, 128, 61, 129280),
+    attention_bias=False,
+    aux_loss_alpha=0.001,
+    ep_size=1,
+    first_k_dense_replace=3,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    num_experts_per_tok=8,
+    num_nextn_predict_layers=1,
+    pretraining_tp=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    routed_scaling_factor=2.5,
+    topk_group=4,
+    v_head_dim=128,
+)
+# The configurations as published, and the entry of the catalog that each must give.
+CONFIGS = {
+    "mixtral-8x7b": _MIXTRAL,
+    "mixtral-8x22b": _config(
+        "mixtral", (6144, 48, 8, 56, 32000), intermediate_size=16384, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen2-57b-a14b": _config(
+        "qwen2_moe",
+        (3584, 28, 4, 28, 151936),
+        intermediate_size=18944,
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20480,
+        num_experts=64,
+        num_experts_per_tok=8,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_window_layers=28,
+    ),
+    "hunyuan-large": _config(
+        "hunyuan",
+        (6400, 80, 8, 64, 128512),
+        attention_bias=False,
+        capacity_factor=1.0,
+        cla_share_factor=2,
+        intermediate_size=18304,
+        moe_topk=1,
+        num_experts=16,
+        num_shared_expert=1,
+        pad_token_id=0,
+        pretraining_tp=1,
+        tie_word_embeddings=True,
+        use_cla=True,
+        use_mixed_mlp_moe=True,
+        use_qk_norm=True,
+    ),
+    "phi-3.5-moe": _config(
+        "phimoe",
+        (4096, 32, 8, 32, 32064),
+        attention_bias=True,
+        input_jitter_noise=0.01,
+        intermediate_size=6400,
+        lm_head_bias=True,
+        num_experts_per_tok=2,
+        num_local_experts=16,
+        original_max_position_embeddings=4096,
+        sliding_window=131072,
+    ),
+    "deepseekmoe-16b": _config(
+        "deepseek",
+        (2048, 16, 16, 28, 102400),
+        attention_bias=False,
+        first_k_dense_replace=1,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        moe_layer_freq=1,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        pretraining_tp=1,
+        rope_scaling=None,
+        seq_aux=True,
+    ),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "qwen3-235b-a22b": _QWEN3,
+}
+
+
+def _write(folder: Path, content: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def test_names_and_loads_every_model() -> None:
+    assert len(catalog.names()) == len(set(catalog.names())) == 11
+    for name in catalog.names():
+        assert catalog.load(name) is catalog.resolve(name)
+        assert catalog.load(name).name == name
+        assert catalog.load(name).source
+    with pytest.raises(UsageError, match=r"expected one of mixtral-8x7b, .*got 'mixtral'"):
+        catalog.load("mixtral")
+    with pytest.raises(UsageError, match=r"qwen3-235b-a22b, or a file such as .*got 'no/such/model'"):
+        catalog.resolve("no/such/model")
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names() if catalog.load(name).published])
+def test_counts_what_is_published_within_one_percent(name: str) -> None:
+    model = catalog.load(name)
+    assert parameters.count(model).total == pytest.approx(model.published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),  # active parameters as their publishers give them
+    [
+        ("mixtral-8x7b", 12.9),
+        ("mixtral-8x22b", 39),
+        ("qwen2-57b-a14b", 14),
+        ("hunyuan-large", 52),
+        ("phi-3.5-moe", 6.6),
+        ("deepseekmoe-16b", 2.8),
+        ("deepseek-v3", 37),
+        ("qwen3-235b-a22b", 22),
+    ],
+)
+def test_counts_published_active_parameters(name: str, billions: float) -> None:
+    assert parameters.count(catalog.load(name)).active / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_unpublished_sizes_follow_from_the_model_that_they_were_made_of() -> None:
+    coarse, fine = (parameters.count(catalog.load(name)) for name in ("mixtral-8x22b", "mixtral-8x22b-g8t8"))
+    assert fine.experts == coarse.experts
+    assert fine.router == 8 * coarse.router
+    llama = catalog.load("llama3-8x70b")  # of one expert it is Llama-3-70B: 70.6e9, and a router
+    one = parameters.count(dataclasses.replace(llama, experts=1, top_k=1))
+    assert one.total - one.router == pytest.approx(70.6e9, rel=0.001)
+
+
+def test_the_shared_expert_of_internal_352b_explains_size_and_mfu_of_the_paper() -> None:
+    """Table 3: tokens/s and, in the text, the MFU on 240 and on 1440 GPUs of 989 TFLOPS, sequence 8192."""
+    model = catalog.load("internal-352b")
+    without = dataclasses.replace(model, shared_width=0)
+    published = {240: (272.9e3, 0.3248), 1440: (1407.7e3, 0.2789)}
+
+    def mfu(shape: ModelShape, gpus: int, tokens_per_s: float) -> float:
+        return 3 * flops.forward(shape, 8192).total * tokens_per_s / (gpus * 989e12)
+
+    for gpus, (tokens_per_s, expected) in published.items():
+        assert mfu(model, gpus, tokens_per_s) == pytest.approx(expected, rel=0.002)
+        assert mfu(without, gpus, tokens_per_s) < 0.8 * expected
+    assert abs(parameters.count(without).total / 352e9 - 1) > 0.03
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_reads_published_configurations_as_the_catalog_has_them(name: str, tmp_path: Path) -> None:
+    file = _write(tmp_path, CONFIGS[name])
+    ours, read = catalog.load(name), catalog.resolve(str(tmp_path))
+    assert read == read_model(file)
+    told = ("name", "source", "published")
+    assert all(
+        getattr(read, field.name) == getattr(ours, field.name)
+        for field in dataclasses.fields(ModelShape)
+        if field.name not in told
+    )
+    assert read.name == tmp_path.name
+    assert str(file) in read.source
+
+
+def test_reads_direct_queries_of_latent_attention_and_olmoe() -> None:
+    lite = _DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "num_hidden_layers": 27}
+    latent = from_config(lite, "lite", "lite.json").latent
+    assert latent is not None
+    assert latent.q_rank == 0
+    olmoe = _config(
+        "olmoe", (2048, 16, 16, 16, 50304), intermediate_size=1024, num_experts=64, num_experts_per_tok=8, clip_qkv=None
+    )
+    assert parameters.count(from_config(olmoe, "olmoe", "o.json")).total == pytest.approx(6.9e9, rel=0.01)
+
+
+def test_takes_lists_of_one_number_and_leading_dense_layers() -> None:
+    rest = {"intermediate_size": 512, "num_experts": 8, "tie_word_embeddings": True, "attention_head_dim": 64}
+    lists = {"moe_topk": [2] * 4, "moe_intermediate_size": [128] * 4, "num_shared_expert": [1] * 4}
+    base = _config("hunyuan_v1_moe", (256, 8, 4, 4, 1000), **rest, **lists)
+    model = from_config(base | {"moe_layer_num_skipped": 1}, "h", "h.json")
+    assert (model.top_k, model.width, model.shared_width, model.head_dim) == (2, 128, 128, 64)
+    assert (model.dense_layers, model.dense_width) == (1, 512)
+    with pytest.raises(UsageError, match=r"h\.json: moe_topk: expected one number for all layers"):
+        from_config(base | {"moe_topk": [2, 2, 3, 2]}, "h", "h.json")
+    leading = from_config(_QWEN3 | {"mlp_only_layers": [1, 0]}, "q", "q.json")
+    assert (leading.dense_layers, leading.dense_width) == (2, 12288)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"model_type": "llama"}, r"model_type: expected mixtral, .*got 'llama'"),
+        (_MIXTRAL | {"model_type": None}, "got None"),
+        ({k: v for k, v in _MIXTRAL.items() if k != "num_local_experts"}, "num_local_experts: expected this field"),
+        (_MIXTRAL | {"vocab_size": "32000"}, "vocab_size: expected a whole number, got '32000'"),
+        (_MIXTRAL | {"vocab_size": -1}, "vocab_size: expected a whole number, got -1"),
+        (_MIXTRAL | {"hidden_size": 4096.0}, r"hidden_size: expected a whole number, got 4096\.0"),
+        (_MIXTRAL | {"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, got 1"),
+        (_MIXTRAL | {"num_shared_experts": 1}, "num_shared_experts: this looks like a size, and a mixtral model"),
+        (_MIXTRAL | {"ffn_dim": [4, 8]}, "ffn_dim: this looks like a size"),
+        (_MIXTRAL | {"q_rank": 7}, "q_rank: this looks like a size"),
+        (_MIXTRAL | {"num_key_value_heads": 5}, "kv_heads: expected a divisor of heads=32"),
+        (_MIXTRAL | {"num_attention_heads": 30}, "num_attention_heads=30 does not divide hidden_size=4096"),
+        (_MIXTRAL | {"num_local_experts": 0}, "experts: expected a whole number of at least 1, got 0"),
+        (_QWEN3 | {"decoder_sparse_step": 2}, r"decoder_sparse_step=2.* got layers 0, 2, 4, 6, 8, 10, … of 94"),
+        (_QWEN3 | {"mlp_only_layers": [5]}, r"mlp_only_layers=\[5\]: expected dense layers only before .* layers 5 of"),
+        (_QWEN3 | {"mlp_only_layers": "all"}, "mlp_only_layers: expected a list of layers"),
+        (_DEEPSEEK_V3 | {"moe_layer_freq": 2}, "moe_layer_freq=2, first_k_dense_replace=3: expected dense layers only"),
+        ({k: v for k, v in _DEEPSEEK_V3.items() if k != "v_head_dim"}, "v_head_dim: expected this field"),
+        (_DEEPSEEK_V3 | {"index_n_heads": 64}, "index_n_heads: this looks like a size"),
+        ("{", "line 1, column 2: expected JSON, got a damaged text"),
+        ("[1]", "expected a JSON object, got list"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "field vocab_size: expected it once in its object, got it again"),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_refuses_what_it_does_not_understand_and_names_file_and_field(
+    content: Any, message: str, tmp_path: Path
+) -> None:
+    file = _write(tmp_path, content)
+    with pytest.raises(UsageError, match=message) as refused:
+        read_model(tmp_path)
+    assert str(file) in str(refused.value)
+
+
+def test_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json: expected a model's JSON file, .*No such file"):
+        catalog.resolve(str(tmp_path))
+    (tmp_path / "model.json").write_bytes(b"\xff{}")
+    with pytest.raises(UsageError, match=r"model\.json: expected UTF-8 text, got byte 0xff at 0"):
+        catalog.resolve(str(tmp_path / "model.json"))
+
+
+def _own(model: ModelShape) -> dict[str, Any]:
+    return {"format": "commlayer-model"} | dataclasses.asdict(model)
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_our_own_files_give_the_model_back(name: str, tmp_path: Path) -> None:
+    model = catalog.load(name)
+    file = tmp_path / "anything.json"
+    file.write_text(json.dumps(_own(model)))
+    assert catalog.resolve(str(file)) == model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "commlayer-profile"}, "format: expected 'commlayer-model'"),
+        ({"topk": 2}, "unknown field topk: expected name, layers"),
+        ({"latent": {"rank": 1}}, r"unknown field latent\.rank: expected q_rank"),
+        ({"latent": {"q_rank": 1}}, "missing required field `kv_rank`"),
+        ({"width": "wide"}, r"Expected `int`, got `str` - at `\$\.width`"),
+        ({"top_k": 9}, "top_k: expected at most experts=8, got 9"),
+    ],
+)
+def test_our_own_files_are_strict(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(_own(catalog.load("mixtral-8x7b")) | change))
+    with pytest.raises(UsageError, match=message) as refused:
+        read_model(file)
+    assert str(file) in str(refused.value)
