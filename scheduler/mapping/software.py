@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.plan import Strategy
 
-__all__ = ["COMMLAYER", "MEGATRON", "SOFTWARE", "Software", "software"]
+__all__ = ["COMMLAYER", "MEGATRON", "PLANNED", "SOFTWARE", "Software", "software"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,8 @@ class Software:
 
 
 MEGATRON = Software(name="megatron", strategies=(Strategy.FLAT,))
+PLANNED = replace(MEGATRON, name="megatron+commlayer", strategies=tuple(Strategy), lanes=True)
+"""Megatron-Core with our backend under it: the same calls, each planned, on lanes."""
 COMMLAYER = Software(
     name="commlayer",
     strategies=tuple(Strategy),
@@ -73,11 +75,11 @@ COMMLAYER = Software(
     bucket_bytes=25 << 20,
     sums_loss_over_world=True,
 )
-SOFTWARE = {entry.name: entry for entry in (COMMLAYER, MEGATRON)}
+SOFTWARE = {entry.name: entry for entry in (COMMLAYER, MEGATRON, PLANNED)}
 
 
 def software(name: str) -> Software:
     """By name. Raises UsageError for an unknown one."""
     if name not in SOFTWARE:
-        raise UsageError(f"software: expected {' or '.join(SOFTWARE)}, got {name!r}")
+        raise UsageError(f"software: expected {', '.join(SOFTWARE)}, got {name!r}")
     return SOFTWARE[name]
