@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
     from commlayer.integrations.linear import ReplicatedLinear as ReplicatedLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
-    from commlayer.integrations.mesh import FoldedMapping as FoldedMapping
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
     from commlayer.integrations.mesh import mark_experts as mark_experts
     from commlayer.integrations.model import ModelConfig as ModelConfig
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.replication import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.wire import LaneWires as LaneWires
     from commlayer.integrations.wire import tensor_parallel_wire as tensor_parallel_wire
+    from commlayer.scheduler.mapping.folded import FoldedMapping as FoldedMapping
 
 _HOME = {
     "ColumnParallelLinear": "linear",

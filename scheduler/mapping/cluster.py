@@ -181,7 +181,7 @@ class Cluster:
         return replace(self, **changes)
 
     def nodes_of(self, layout: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """How many ranks of the group of rank 0 each domain holds, in order of the domains.
+        """How many ranks of the group of rank 0 each domain holds, in order of the domains. Other groups may lie otherwise.
 
         Args:
             layout: (size, stride) of each part of the group (``Setup.layout``).

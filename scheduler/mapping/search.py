@@ -32,7 +32,7 @@ __all__ = ["MOST_GPUS", "Estimates", "Fit", "SearchResult", "describe_memory", "
 
 MOST_GPUS = 65_536
 """Up to here :func:`smallest_fit` looks."""
-_CLOSEST = 2  # level of bounds
+_CLOSEST = 3  # level of bounds
 _ROUNDING = 1e-9
 """By what part a bound may exceed an estimate, as its sums are rounded in another order."""
 

@@ -1,0 +1,442 @@
+"""Declared and measured clusters: their shapes, their curves, and prices that behave."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.profiles import catalog
+from commlayer.profiles.errors import PlanError, UsageError
+from commlayer.profiles.links import Peaks, Resource, bus_factor
+from commlayer.profiles.profile import Profile, parse_profile
+from commlayer.scheduler.choose import Policy, choose
+from commlayer.scheduler.mapping import clusters, hardware
+from commlayer.scheduler.mapping.cluster import Cluster, Link
+from commlayer.scheduler.mapping.folded import FoldedMapping
+from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.pricing import Pricer
+from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
+from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
+
+DOC = Path(__file__).parents[2] / "docs" / "clusters.md"
+MIB = 1 << 20
+FLAT = (Strategy.FLAT,)
+GROUPS = [(2,), (8,), (1, 1), (1,) * 16, (8,) * 2, (4,) * 4, (8,) * 32, (3, 5), (8, 4)]
+FEW = settings(max_examples=25)
+
+sizes = st.integers(1, 1 << 33)
+groups = st.sampled_from(GROUPS)
+collectives = st.sampled_from(GROUP_COLLECTIVES)
+
+
+def flat_us(cluster: Cluster, collective: str, size: float, nodes: tuple[int, ...]) -> float:
+    return Pricer(cluster, FLAT).us(collective, size, nodes)
+
+
+def busbw(cluster: Cluster, collective: str, size: int, nodes: tuple[int, ...]) -> float:
+    """As nccl-tests prints it, GB/s."""
+    return size / flat_us(cluster, collective, size, nodes) / 1e3 * bus_factor(collective, sum(nodes))
+
+
+H100 = clusters.load("h100-eos")
+
+
+def as_measured(num: int, each: int) -> Profile:
+    """A profile with the curves that `commlayer profile` makes on ``num`` nodes of ``each`` ranks."""
+    shapes = [(each,) * num, (each,), (1,) * num]
+    curves = {curve.key: curve for nodes in shapes for curve in H100.profile_of(nodes).curves}
+    return H100.profile_of(shapes[0]).replace(name=f"ours-{num}x{each}", kind="measured", curves=curves.values())
+
+
+OURS = as_measured(2, 4)
+
+
+# Shapes
+
+
+def in_domains(ranks: tuple[int, ...], domain: int) -> tuple[int, ...]:
+    counts: dict[int, int] = {}
+    for rank in ranks:
+        counts[rank // domain] = counts.get(rank // domain, 0) + 1
+    return tuple(counts.values())
+
+
+@FEW
+@given(st.integers(0, 7), st.data(), st.sampled_from([4, 8, 72]))
+def test_nodes_of_a_group_are_those_of_its_ranks(power: int, data: st.DataObject, domain: int) -> None:
+    def part(left: int) -> int:
+        return 1 << data.draw(st.integers(0, left))
+
+    tp = part(power)
+    cp = part(power - tp.bit_length() + 1)
+    etp = part(power)
+    ep = part(power - etp.bit_length() + 1)
+    cluster = H100.replace(domain=domain)
+    setup, mapping = Setup(gpus=1 << power, tp=tp, cp=cp, etp=etp, ep=ep), FoldedMapping(1 << power, tp, cp, 1, ep, etp)
+    for axis in ("tp", "cp", "dp", "etp", "ep", "edp", "tp_cp", "dp_cp", "etp_ep"):
+        assert cluster.nodes_of(setup.layout(axis)) == in_domains(mapping.group_of(axis, 0), domain)
+
+
+def test_nodes_of_a_group_of_several_parts() -> None:
+    setup = Setup(gpus=64, tp=2, cp=4, ep=2, etp=2, folded=False)
+    layout = setup.layout("edp")
+    ranks = tuple(sorted(a * layout[0][1] + b * layout[1][1] for a in range(layout[0][0]) for b in range(layout[1][0])))
+    assert H100.nodes_of(layout) == in_domains(ranks, 8)
+
+
+def test_nodes_of_is_the_same_object_each_time() -> None:
+    assert H100.nodes_of(((16, 8),)) is H100.nodes_of(((16, 8),)) is H100.nodes_of(((16, 16),))
+    assert H100.nodes_of(((16384, 1),)) == (8,) * 2048
+
+
+def test_nodes_of_refuses_what_is_no_layout() -> None:
+    with pytest.raises(UsageError, match="layout: expected sizes and strides of at least 1"):
+        H100.nodes_of(((0, 1),))
+
+
+# Curves
+
+
+@pytest.mark.parametrize("name", ["a800-monta", "gb200-nvl72", "h100-eos"])
+def test_every_plan_on_every_cluster_finds_its_curves(name: str) -> None:
+    cluster = clusters.load(name)
+    wires = (NATIVE, Wire(WireFormat.BF16, 1024), Wire(WireFormat.FP8_E4M3, 1024))
+    for nodes in GROUPS:
+        profile = cluster.profile_of(nodes)
+        assert cluster.profile_of(tuple(nodes)) is profile
+        assert parse_profile(profile.to_json(), name) == profile
+        link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
+        for collective in GROUP_COLLECTIVES:
+            traffic = Traffic(
+                24 * MIB, sum(nodes), link=link, collective=collective, nodes=nodes, wires=wires, element_bytes=4
+            )
+            decision = choose(traffic, profile)
+            assert decision.predicted_us > 0
+            assert not decision.unpriced
+
+
+def test_a_whole_rack_is_one_domain() -> None:
+    rack = clusters.load("gb200-nvl72")
+    assert rack.nodes_of(((64, 1),)) == (64,)
+    assert flat_us(rack, "all_to_all_v", 64 * MIB, (64,)) < flat_us(rack, "all_to_all_v", 64 * MIB, (8,) * 8) / 5
+
+
+def test_a_group_that_fits_no_domain_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"expected 1 to 8 ranks on each node, got the group \(16,\)"):
+        H100.profile_of((16,))
+
+
+@pytest.mark.parametrize("name", clusters.names())
+def test_every_known_cluster_says_where_it_comes_from(name: str) -> None:
+    cluster = clusters.load(name)
+    assert cluster.name == name
+    assert cluster.source
+    assert cluster.gpu.source
+    assert all(cluster.link(link).source for link in (Resource.INTER, Resource.INTRA, Resource.DEVICE))
+    assert f"`{name}`" in DOC.read_text(encoding="utf-8")
+
+
+# What was measured comes back: nccl-tests' bus bandwidths, which the points do not state as such
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "nodes", "published"),
+    [
+        ("h100-eos", "all_to_all_v", (8,), 320),  # NVIDIA GTC 2025 S72583
+        ("a100", "all_to_all_v", (8,), 210),
+        ("b200-hgx", "all_to_all_v", (8,), 640),
+        ("gb200-nvl72", "all_to_all_v", (32,), 640),
+        ("h100-eos", "all_to_all_v", (8,) * 4, 48),
+        ("a100", "all_to_all_v", (8,) * 4, 24),
+        ("h200", "all_gather", (8,), 361.4),  # ml-engineering
+        ("h200", "reduce_scatter", (8,), 362.9),
+        ("b200-hgx", "all_reduce", (8,), 682),
+        ("a100", "all_reduce", (8,), 234.9),
+    ],
+)
+def test_large_calls_have_the_published_bus_bandwidth(
+    name: str, collective: str, nodes: tuple[int, ...], published: float
+) -> None:
+    assert busbw(clusters.load(name), collective, 8 << 30, nodes) == pytest.approx(published, rel=0.04)
+
+
+def test_a_ring_over_nodes_uses_every_card() -> None:
+    # NVIDIA/nccl-tests#290: 46 to 48 GB/s a card. With NVLink out of the way each of eight cards carries 2·S·(3/4)/8.
+    wide = H100.replace(peaks=Peaks(50, 4500, 1675))
+    assert busbw(wide, "all_reduce", 8 << 30, (8,) * 4) == pytest.approx(47 * 8 * (4 / 3) * (31 / 32), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("collective", "nodes", "megabytes", "milliseconds"),
+    [
+        ("all_to_all_v", (1, 1), 256, 6.909),
+        ("all_to_all_v", (1, 1), 32, 1.012),
+        ("all_to_all_v", (1, 1), 8, 0.374),
+        ("all_gather", (8,), 256, 1.443),
+        ("all_gather", (8,), 64, 0.385),
+    ],
+)
+def test_montas_table_8(collective: str, nodes: tuple[int, ...], megabytes: int, milliseconds: float) -> None:
+    found = flat_us(clusters.load("a800-monta"), collective, megabytes * 1e6, nodes)
+    assert found == pytest.approx(milliseconds * 1e3, rel=0.015)  # the curve's points are powers of two
+
+
+# Properties
+
+
+@FEW
+@given(collectives, groups, sizes, sizes)
+def test_time_never_falls_with_bytes(collective: str, nodes: tuple[int, ...], a: int, b: int) -> None:
+    few, many = sorted((a, b))
+    assert flat_us(H100, collective, few, nodes) <= flat_us(H100, collective, many, nodes) * (1 + 1e-12)
+
+
+@FEW
+@given(
+    collectives,
+    groups,
+    sizes,
+    st.sampled_from(["inter_gbps", "intra_gbps", "device_gbps"]),
+    st.floats(1.0, 16.0),
+)
+def test_time_falls_or_stays_with_bandwidth(
+    collective: str, nodes: tuple[int, ...], size: int, link: str, faster: float
+) -> None:
+    fields = {name: getattr(H100.peaks, name) for name in Peaks.__struct_fields__}
+    other = H100.replace(peaks=Peaks(**{**fields, link: fields[link] * faster}))
+    # Interpolated between powers of two: both are at most 1.5 % high, and by different parts of it.
+    assert flat_us(other, collective, size, nodes) <= flat_us(H100, collective, size, nodes) * 1.015
+
+
+@FEW
+@given(collectives, st.sampled_from([2, 4, 8]), sizes)
+def test_one_domain_is_never_slower_than_a_rank_on_each(collective: str, ranks: int, size: int) -> None:
+    inside, across = flat_us(H100, collective, size, (ranks,)), flat_us(H100, collective, size, (1,) * ranks)
+    assert inside <= across
+
+
+@FEW
+@given(collectives, sizes, st.sampled_from([(3, 5), (1, 7), (2, 6)]))
+def test_uneven_nodes_are_never_faster_than_even_ones(collective: str, size: int, nodes: tuple[int, ...]) -> None:
+    assert flat_us(H100, collective, size, nodes) >= flat_us(H100, collective, size, (4, 4))
+
+
+@FEW
+@given(collectives, groups, st.integers(1, 1 << 30))
+def test_another_strategy_never_makes_it_slower(collective: str, nodes: tuple[int, ...], size: int) -> None:
+    # Declared curves state no error, so that the fastest plan is chosen.
+    assert Pricer(H100).us(collective, size, nodes) <= flat_us(H100, collective, size, nodes)
+
+
+@FEW
+@given(st.integers(1, 1 << 28), st.sampled_from([1, 2, 8, 64, 72, 256]))
+def test_more_nodes_of_a_ring_never_take_less_time(size: int, num: int) -> None:
+    assert flat_us(H100, "all_gather", size, (8,) * num) <= flat_us(H100, "all_gather", size, (8,) * (num + 1)) * 1.015
+
+
+# The price is the run time's own decision
+
+
+@pytest.mark.parametrize("lane", ["", "dp"])
+@pytest.mark.parametrize("nodes", [(8,) * 2, (8,) * 16])
+def test_the_price_is_what_choose_says(nodes: tuple[int, ...], lane: str) -> None:
+    pricer = Pricer(H100)
+    traffic = Traffic(200 * MIB, sum(nodes), collective="reduce_scatter", nodes=nodes, lane=lane)
+    expected = choose(traffic, H100.profile_of(nodes), Policy(min_bytes=0))
+    decision = pricer.decide("reduce_scatter", 200 * MIB, nodes, lane)
+    assert (decision.plan, decision.timeline) == (expected.plan, expected.timeline)
+    assert pricer.us("reduce_scatter", 200 * MIB, nodes, lane) == expected.predicted_us
+    assert pricer.decide("reduce_scatter", 200 * MIB, nodes, lane) is decision
+
+
+def test_a_group_of_one_and_no_bytes_take_no_time() -> None:
+    pricer = Pricer(H100)
+    assert pricer.us("all_gather", 1e9, (1,)) == 0.0
+    assert pricer.us("all_to_all_v", 0, (8,)) == 0.0
+    assert pricer.decide("all_gather", 1e9, (1,)).predicted_us == 0.0
+
+
+def test_equal_nodes_of_other_identity_have_the_same_price() -> None:
+    pricer = Pricer(H100)
+    first = tuple([8] * 4)
+    assert pricer.us("all_gather", MIB, first) == pricer.us("all_gather", MIB, tuple([8] * 4))
+    for num in range(1, 6000):  # more identities than are kept
+        pricer.us("all_gather", MIB, tuple([1] * (1 + num % 3)))
+    assert pricer.us("all_gather", MIB, first) == flat_us(H100, "all_gather", MIB, (8,) * 4)
+
+
+def test_traffic_below_min_bytes_stays_flat() -> None:
+    nodes = (8,) * 16
+    assert Pricer(H100).decide("all_gather", 4 * MIB, nodes).plan.strategy is not Strategy.FLAT
+    assert Pricer(H100, min_bytes=8 * MIB).decide("all_gather", 4 * MIB, nodes).plan.strategy is Strategy.FLAT
+
+
+def test_sending_takes_the_bytes_at_their_rate() -> None:
+    pricer = Pricer(H100)
+    large = 1 << 33
+    assert pricer.us("send_recv", large, (1, 1)) == pytest.approx(large / (50e3 * 0.744), rel=0.02)
+    assert pricer.us("send_recv", large, (2,)) == pytest.approx(large / (450e3 * 0.711), rel=0.02)
+    with pytest.raises(PlanError, match=r"expected two ranks, nodes \(2,\) or \(1, 1\), got \(4,\)"):
+        pricer.us("send_recv", large, (4,))
+
+
+@pytest.mark.parametrize("nodes", [(1,) * 2048, (8,) * 256])
+@pytest.mark.parametrize("collective", GROUP_COLLECTIVES)
+def test_groups_of_thousands_can_be_priced(collective: str, nodes: tuple[int, ...]) -> None:
+    pricer = Pricer(H100)
+    assert pricer.us(collective, 256 * MIB, nodes) > pricer.us(collective, 256 * MIB, nodes[:16])
+
+
+def test_an_unknown_collective_is_refused() -> None:
+    with pytest.raises(PlanError, match="expected all_to_all or one of"):
+        Pricer(H100).us("gossip", MIB, (8,))
+
+
+# Measured clusters
+
+
+def test_a_measured_cluster_uses_its_profile_for_the_groups_that_were_measured() -> None:
+    cluster = Cluster.from_profile(OURS, hardware.GPUS["h100"])
+    assert (cluster.domain, cluster.kind, H100.kind) == (4, "profile", "declared")
+    for nodes in ((4, 4), (4,), (1, 1)):
+        assert cluster.profile_of(nodes) is OURS
+        assert Pricer(cluster).us("all_reduce", MIB, nodes) == Pricer(H100).us("all_reduce", MIB, nodes)
+
+
+def test_sending_on_a_measured_cluster_is_half_an_exchange() -> None:
+    measured = OURS.replace(curves=[curve for curve in OURS.curves if curve.collective != "send_recv"])
+    pricer = Pricer(Cluster.from_profile(measured, hardware.GPUS["h100"]))
+    assert pricer.us("send_recv", MIB, (1, 1)) == OURS.curve("all_to_all", Resource.INTER, 2).at(2 * MIB)
+
+
+def test_a_profile_without_the_curve_says_which() -> None:
+    # The shipped profiles of emulated clusters know exchanges of replicated tokens only.
+    cluster = Cluster.from_profile(catalog.load("emulated-2x4"), hardware.GPUS["h100"])
+    with pytest.raises(PlanError, match=r"a curve of all_reduce on inter for group size 8, got none; .*Measure it"):
+        Pricer(cluster).us("all_reduce", MIB, (4, 4))
+
+
+def test_a_group_of_the_same_size_and_another_shape_is_refused() -> None:
+    # Four ranks on two nodes: the profile has curves for four ranks of one node, which must not stand in.
+    cluster = Cluster.from_profile(OURS, hardware.GPUS["h100"])
+    with pytest.raises(PlanError, match=r"no curves on inter for a group of 4 ranks on nodes \(2, 2\); measured were"):
+        cluster.profile_of((2, 2))
+
+
+def test_further_profiles_bring_further_shapes() -> None:
+    smaller = as_measured(2, 2)
+    cluster = Cluster.from_profile(OURS, hardware.GPUS["h100"], smaller)
+    assert cluster.profile_of((2, 2)) is smaller
+    assert cluster.profile_of((4, 4)) is OURS
+    with pytest.raises(UsageError, match="expected profiles of at most 2 ranks on a node"):
+        Cluster.from_profile(smaller, hardware.GPUS["h100"], OURS)
+
+
+# Names, files, errors
+
+
+def test_unknown_names_bring_close_ones() -> None:
+    with pytest.raises(UsageError, match=r"got 'h100-eoss'. Did you mean h100-eos"):
+        clusters.load("h100-eoss")
+    assert clusters.load("h800") is clusters.resolve("h800")
+
+
+def test_what_is_not_declared_cannot_be_asked() -> None:
+    with pytest.raises(PlanError, match="nothing is declared for inter"):
+        Cluster.from_profile(OURS, hardware.GPUS["h100"]).link(Resource.INTER)
+    with pytest.raises(UsageError, match="expected one of the fields name, gpu, domain"):
+        H100.replace(domains=4)
+    with pytest.raises(UsageError, match="domain: expected a whole number of at least 1, got 0"):
+        H100.replace(domain=0)
+    with pytest.raises(UsageError, match="expected inter, intra and device, or a measured profile"):
+        H100.replace(inter=None)
+
+
+def test_a_changed_copy_has_curves_of_its_own() -> None:
+    before = H100.profile_of((8, 8))
+    slower = H100.replace(peaks=Peaks(25, 450, 1675))
+    assert slower.profile_of((8, 8)) != before
+    assert H100.profile_of((8, 8)) is before
+    assert hash(slower) != hash(H100)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ((), "ring: expected at least one point"),
+        (((1e6, 0.5), (1e6, 0.6)), r"ring\[1\]: expected sizes that increase"),
+        (((1e6, 1.5),), r"ring\[0\]: expected more than 0 and at most 1, got 1.5"),
+        (((0, 0.5),), r"ring\[0\]: expected a size of at least 1 byte"),
+        (((1e6, 0.1), (2e6, 0.9)), r"ring\[1\]: expected that more bytes take no less time"),
+    ],
+)
+def test_efficiencies_that_cannot_be(points: tuple[tuple[float, float], ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Link(ring=points, messages=((1e6, 0.5),), gbps=50, latency_us=1)
+
+
+def example() -> str:
+    found = re.search(r"```json\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return found.group(1)
+
+
+def test_the_documented_file_is_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(example(), encoding="utf-8")
+    cluster = clusters.resolve(str(path))
+    assert (cluster.name, cluster.domain, cluster.gpu) == ("ours", 8, hardware.GPUS["h100"])
+    assert cluster.peaks.device_gbps == 1675
+    assert cluster.intra is hardware.NVLINK
+    assert cluster.link(Resource.INTER).gbps == 25
+    assert cluster.profile_of((8, 8)).slowdown(Resource.INTRA, Resource.DEVICE) == 1.2
+    assert busbw(cluster, "all_to_all_v", 8 << 30, (1,) * 8) == pytest.approx(25 * 0.8, rel=0.02)
+
+
+def test_a_file_may_name_profiles(tmp_path: Path) -> None:
+    OURS.save(tmp_path / "measured.json")
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps({"name": "ours", "gpu": "a100", "profiles": ["measured.json"]}), encoding="utf-8")
+    cluster = clusters.resolve(str(path))
+    assert cluster.name == "ours"
+    assert cluster.profile_of((4, 4)) == OURS
+
+
+SOUND = {"name": "ours", "gpu": "h100", "domain": 8, "peaks": {"inter_gbps": 50, "intra_gbps": 450}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"domian": 8}, "ours.json: field domian: unknown field; .* Did you mean domain"),
+        ({"gpu": "h10"}, "gpu: expected one of .* got 'h10'. Did you mean h100"),
+        ({"gpu": {"name": "X", "bf16_tflop": 1}}, "field gpu.bf16_tflop: unknown field; .* Did you mean bf16_tflops"),
+        ({"inter": {"rings": []}}, "field inter.rings: unknown field; .* Did you mean ring"),
+        ({"domain": 0}, "expected domain and peaks, or profiles"),
+        ({"domain": "8"}, r"expected `int`, got `str` - at `\$.domain`"),
+        ({"peaks": {"inter_gbps": -1, "intra_gbps": 1}}, "inter_gbps: expected a positive number"),
+        ({"profiles": ["x.json"]}, "domain: expected it not beside profiles"),
+        ({"format": "commlayer-profile"}, 'this is a profile, .* "profiles": \\["ours.json"\\]'),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps({**SOUND, **changes}), encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        clusters.resolve(str(path))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected a cluster file, got no such file\. Known are a100"):
+        clusters.resolve(str(tmp_path / "none.json"))
+    for text, message in (("{", "line 1, column 2: expected JSON"), ("[]", "expected a JSON object with a cluster")):
+        with pytest.raises(UsageError, match=message):
+            clusters.parse(text, "ours.json")
+    with pytest.raises(UsageError, match=r"ours\.json: none\.json: expected a profile"):
+        clusters.parse(json.dumps({"name": "ours", "gpu": "h100", "profiles": ["none.json"]}), "ours.json")
