@@ -38,8 +38,20 @@ _OFFLINE = {
     "trace": _Entry("commlayer.cli.trace", "trace", "Merge the traces of a job's ranks, and say what held it up."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }
-_SECTIONS = {"Commands on a cluster, real or emulated": _CLUSTER, "Commands about one": _OFFLINE}
-_COMMANDS = {**_CLUSTER, **_OFFLINE}
+_MAPPINGS = {
+    "search": _Entry("commlayer.cli.search", "search", "Find the fastest mappings of a model that fit."),
+    "estimate": _Entry("commlayer.cli.estimate", "estimate", "Estimate one mapping: time, memory, what it sends."),
+    "what-if": _Entry("commlayer.cli.what_if", "what_if", "Vary one thing of a job or a cluster, or compare two ways."),
+    "long-context": _Entry(
+        "commlayer.cli.long_context", "long_context", "Lay experts and context out from 4K to 1M tokens."
+    ),
+}
+_SECTIONS = {
+    "Commands on a cluster, real or emulated": _CLUSTER,
+    "Commands about one": _OFFLINE,
+    "Commands about clusters you need not have": _MAPPINGS,
+}
+_COMMANDS = {**_CLUSTER, **_OFFLINE, **_MAPPINGS}
 
 _EPILOG = """\
 \b
@@ -47,7 +59,7 @@ Exit status: 0 done, 1 the surroundings failed, 2 wrong usage or a bad file,
 3 a bug of ours. A traceback: --traceback, or COMMLAYER_DEBUG=detail.
 
 \b
-Shell completion, also of profile names (zsh and fish likewise):
+Shell completion, also of names of profiles, models and clusters (zsh and fish likewise):
   eval "$(_COMMLAYER_COMPLETE=bash_source commlayer)"
 """
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["lanes_figure"]
+__all__ = ["LANE_COLOURS", "lanes_figure"]
 
-_COLOURS = {"ep": VERMILLION, "tp": ORANGE, "pp": PURPLE, "cp": GREEN, "dp": BLUE}
+LANE_COLOURS = {"ep": VERMILLION, "tp": ORANGE, "pp": PURPLE, "cp": GREEN, "dp": BLUE}
 _WIDTH = 11.0
 _ROW, _GAP = 0.2, 0.6
 """Height of a row in inches; space between ranks in rows."""
@@ -113,4 +113,4 @@ def _legend(figure: Figure, lanes: Sequence[str]) -> None:
 
 
 def _colour(lane: str) -> str:
-    return _COLOURS.get(lane, FAINT)
+    return LANE_COLOURS.get(lane, FAINT)

@@ -1,8 +1,17 @@
-"""The unchanging parts of the report: its style sheet and its guide."""
+"""What reports are put together from: the page with its style sheet, sections, figures, and the guide of `commlayer bench`."""
 
 from __future__ import annotations
 
-__all__ = ["GUIDE", "STYLE"]
+from collections.abc import Callable, Iterable
+from html import escape
+from typing import TYPE_CHECKING
+
+from commlayer.profiles.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["GUIDE", "STYLE", "cards", "definitions", "figure", "page", "section"]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2429; --faint: #6b747e; --grid: #dde2e8; --paper: #fefefe; --tint: #f3f6f9;
@@ -69,3 +78,45 @@ chunks. INTER and INTRA side by side is the overlap that makes a pipeline pay.</
 <dt>efficiency</dt><dd>bus bandwidth (as nccl-tests defines it) over the link's peak. Markers were measured; dashed lines are
 fitted as latency + bandwidth beyond what was measured.</dd>
 </dl>"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """One HTML file without anything from outside. ``parts``: its elements; empty ones are left out."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in parts if part)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """``parts`` are elements; ``title`` is text."""
+    inner = "\n".join(parts)
+    return f"<section>\n<h2>{escape(title)}</h2>\n{inner}\n</section>"
+
+
+def cards(items: Iterable[tuple[str, str]], bad: int = -1) -> str:
+    """A value and what it is, in a row of boxes; the one at ``bad`` is marked."""
+    boxes = [
+        f'<div class="card{" bad" if index == bad else ""}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
+        for index, (value, words) in enumerate(items)
+    ]
+    return f'<div class="cards">{"".join(boxes)}</div>'
+
+
+def definitions(facts: Iterable[tuple[str, str]]) -> str:
+    """Names and what they are."""
+    lines = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts]
+    return f"<dl>{''.join(lines)}</dl>"
+
+
+def figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:
+    """What ``draw`` draws, or why there is no figure. ``name``: unique on the page. ``label``: what a screen reader says."""
+    from commlayer.drawing.style import svg_fragment
+
+    try:
+        return f"<figure>{svg_fragment(draw(), f'{name}-', label or name)}</figure>"
+    except UsageError as error:  # no matplotlib: the tables are worth a report by themselves
+        return f'<p class="note">No figure: {escape(str(error))}</p>'

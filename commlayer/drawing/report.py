@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from commlayer.drawing.page import GUIDE, STYLE
-from commlayer.profiles.errors import UsageError
+from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section
 from commlayer.profiles.profile import Profile
 from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler.price import Timeline
@@ -50,21 +49,14 @@ def write_report(
     body = [
         _header(result, profile),
         _cards(result),
-        _section("Results", *_points(result)) if result.points else "",
-        _section("Time and ratio over size", _figure("size", lambda: _bench_figure(result))) if is_drawn else "",
-        _section("Predicted over measured", *_timelines(timelines)) if timelines else "",
-        _section("What the links can do", _profile(profile), _figure("links", lambda: _efficiency_figure(profile))),
-        _section("Environment", _environment(result, profile)),
-        _section("How to read this", GUIDE),
+        section("Results", *_points(result)) if result.points else "",
+        section("Time and ratio over size", figure("size", lambda: _bench_figure(result))) if is_drawn else "",
+        section("Predicted over measured", *_timelines(timelines)) if timelines else "",
+        section("What the links can do", _profile(profile), figure("links", lambda: _efficiency_figure(profile))),
+        section("Environment", _environment(result, profile)),
+        section("How to read this", GUIDE),
     ]
-    text = (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_text(page(title, body), encoding="utf-8")
 
 
 def _header(result: BenchResult, profile: Profile) -> str:
@@ -100,7 +92,7 @@ def _cards(result: BenchResult) -> str:
     errors = [abs(_error(row)) for point in result.points for row in [point.chosen] if row.predicted_us]
     num_wrong = result.num_wrong
     to_best = [point.chosen.p50_us / point.best.p50_us for point in result.points if point.best.p50_us]
-    cards = [
+    shown = [
         (
             f"{1 / fastest.chosen.ratio:.1f}×",
             f"as fast as torch's all_to_all, at {format_bytes(fastest.logical_bytes)} a rank",
@@ -117,13 +109,9 @@ def _cards(result: BenchResult) -> str:
         if num_wrong == 0
         else (str(num_wrong), "bytes not equal to torch's, the most on any rank"),
     ]
-    bad = len(cards) - 1 if num_wrong else -1
-    shown = list(enumerate(cards)) if result.is_comparable else [(len(cards) - 1, cards[-1])]
-    items = [
-        f'<div class="card{" bad" if index == bad else ""}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
-        for index, (value, words) in shown
-    ]
-    return f'<div class="cards">{"".join(items)}</div>'
+    if not result.is_comparable:
+        shown = shown[-1:]
+    return cards(shown, len(shown) - 1 if num_wrong else -1)
 
 
 def _limit_words(point: Point) -> str:
@@ -211,18 +199,13 @@ def _profile(profile: Profile) -> str:
         ("source", profile.source),
         ("fingerprint", profile.fingerprint),
     ]
-    return _facts(facts)
+    return definitions(facts)
 
 
 def _environment(result: BenchResult, profile: Profile) -> str:
     facts = [*sorted(result.environment.items()), ("profile of the run", f"{result.profile}, {result.fingerprint}")]
     others = [(f"profile's {name}", value) for name, value in sorted(profile.environment.items())]
-    return _facts([*facts, *(fact for fact in others if fact[1] not in result.environment.values())])
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    lines = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts]
-    return f"<dl>{''.join(lines)}</dl>"
+    return definitions([*facts, *(fact for fact in others if fact[1] not in result.environment.values())])
 
 
 def _timelines(timelines: Sequence[tuple[str, Timeline, Timeline]]) -> Iterable[str]:
@@ -233,7 +216,7 @@ def _timelines(timelines: Sequence[tuple[str, Timeline, Timeline]]) -> Iterable[
 
             return timeline_figure(predicted, measured, title)
 
-        yield _figure(f"timeline{index}", draw, title)
+        yield figure(f"timeline{index}", draw, title)
 
 
 def _bench_figure(result: BenchResult) -> Figure:
@@ -246,17 +229,3 @@ def _efficiency_figure(profile: Profile) -> Figure:
     from commlayer.drawing.efficiency import efficiency_figure
 
     return efficiency_figure(profile)
-
-
-def _figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:
-    from commlayer.drawing.style import svg_fragment
-
-    try:
-        return f"<figure>{svg_fragment(draw(), f'{name}-', label or name)}</figure>"
-    except UsageError as error:  # no matplotlib: the tables are worth a report by themselves
-        return f'<p class="note">No figure: {escape(str(error))}</p>'
-
-
-def _section(title: str, *parts: str) -> str:
-    inner = "\n".join(parts)
-    return f"<section>\n<h2>{escape(title)}</h2>\n{inner}\n</section>"

@@ -1,0 +1,140 @@
+"""``commlayer estimate``: one mapping of a job on a cluster: its step, its memory, everything it sends. Offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_setup, setup_options
+from commlayer.cli.mapping_output import (
+    draw,
+    estimate_dict,
+    export_dict,
+    first_export,
+    job_dict,
+    print_export,
+    traffics_dict,
+)
+from commlayer.cli.parameters import OUTPUT_FILE, PICTURE, REPORT, json_option
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.drawing.mapping_cells import (
+    MEMORY_COLUMNS,
+    PART_COLUMNS,
+    TRAFFIC_COLUMNS,
+    closed_form_words,
+    closed_forms,
+    job_words,
+    memory_cells,
+    part_cells,
+    traffic_cells,
+)
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.units import format_us
+
+__all__ = ["estimate"]
+
+_TRAFFICS = "What one rank of the slowest stage takes part in, each call priced alone"
+
+
+@click.command()
+@job_options
+@setup_options
+@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@click.option("--picture", type=PICTURE, help="Draw the course of forward and backward (.svg, .png, .pdf).")
+@click.option("--trace", type=OUTPUT_FILE, help="Write that course for Chrome or Perfetto.")
+@click.option("--export", "trainer", type=EXPORT, help="Print the mapping's configuration for a trainer instead.")
+@json_option
+def estimate(
+    report: Path | None,
+    picture: Path | None,
+    trace: Path | None,
+    trainer: str | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Estimate one mapping: what its step is made of, what fills the memory, everything that it sends.
+
+    Degrees that are not given are 1; data parallelism is what they leave of the GPUs. A mapping that does not fit is
+    estimated all the same, and said not to fit.
+
+    \b
+      commlayer estimate -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --tp 2 --ep 8 --pp 8 --vpp 7
+      commlayer estimate … --tp 2 --ep 8 --pp 8 --trace step.json --picture step.svg
+    """
+    request = read_request(given)
+    setup = read_setup(given, request.job.gpus)
+    found = request.estimator().estimate(setup)
+    exported = first_export(trainer, request.job, [setup])[1] if trainer else None
+    if trace is not None:
+        _write_trace(trace, found)
+    if picture is not None:
+        from commlayer.drawing.step_course import course_figure
+
+        draw(picture, lambda: course_figure(found, f"{request.job.model.name}: {setup}"))
+    if report is not None:
+        from commlayer.drawing.mapping_report import write_estimate_report
+
+        write_estimate_report(report, found, request.cluster)
+        click.echo(f"report: {report}", err=True)
+    for note in _notes(found):
+        click.echo(f"note: {note}", err=True)
+    if as_json:
+        print_json({**_as_dict(found, request), "export": export_dict(exported)})
+    elif exported is not None:
+        print_export(exported)
+    else:
+        _show(found, request)
+
+
+def _notes(found: StepEstimate) -> list[str]:
+    notes = list(found.notes)
+    if not found.fits:
+        notes.append(
+            f"it does not fit: the fullest GPU needs {found.memory.total / 1e9:.1f} GB of {found.memory_limit / 1e9:.1f} GB; "
+            "commlayer search finds what does"
+        )
+    return notes
+
+
+def _write_trace(path: Path, found: StepEstimate) -> None:
+    import json
+
+    from commlayer.drawing.step_course import step_trace
+
+    path.write_text(json.dumps(step_trace(found)) + "\n", encoding="utf-8")
+    click.echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+
+
+def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
+    forms = closed_forms(request.job, found.setup, request.cluster)
+    return {
+        "job": job_dict(request.job),
+        "cluster": found.cluster,
+        "software": found.software,
+        "estimate": estimate_dict(found),
+        "traffics": traffics_dict(found.traffics),
+        "closed_forms": {name: rounded(value, 6) for name, value in forms.items()},
+    }
+
+
+def _show(found: StepEstimate, request: Request) -> None:
+    click.echo(job_words(request.job, found.cluster, found.software))
+    click.echo(click.style(str(found.setup), bold=True))
+    speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
+    click.echo(f"{format_us(found.step_us)} a step, {speed}, waits longest for {found.bottleneck}\n")
+    parts, memory = part_cells(found), memory_cells(found)
+    print_table(PART_COLUMNS, parts, bold=[len(parts) - 1])
+    click.echo()
+    print_table(MEMORY_COLUMNS, memory, bold=[len(memory) - 2])
+    click.echo()
+    print_table(
+        TRAFFIC_COLUMNS,
+        traffic_cells(found.traffics),
+        title=_TRAFFICS,
+    )
+    exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
+    click.echo(f"\nexposed, by lane: {exposed or 'nothing'}")
+    for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):
+        click.echo(line)

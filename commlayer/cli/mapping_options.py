@@ -1,0 +1,259 @@
+"""What the commands about mappings take alike: a job, a cluster, a trainer's software; degrees, once or several times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from commlayer.profiles import catalog as profile_catalog
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping import catalog, clusters, hardware
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.exports import TRAINERS
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.software import SOFTWARE, Software, software
+from commlayer.scheduler.mapping.space import Space
+from commlayer.scheduler.mapping.what_if import vary
+from commlayer.scheduler.simulate import Estimator
+
+__all__ = [
+    "CLUSTER",
+    "EXPORT",
+    "MODEL",
+    "Request",
+    "job_options",
+    "read_request",
+    "read_setup",
+    "read_space",
+    "setup_options",
+    "space_options",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Named(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A known name or a path. Only completes; who resolves it says what is wrong with a bad one."""
+
+    def __init__(self, name: str, known: Callable[[], list[str]]) -> None:
+        self.name = name
+        self._known = known
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "NAME|PATH"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        files = [CompletionItem(incomplete, type="file")]  # first, as in parameters.PROFILE
+        return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
+
+
+MODEL = _Named("model", catalog.names)
+CLUSTER = _Named("cluster", clusters.names)
+EXPORT = click.Choice(TRAINERS)
+
+_COUNT = click.IntRange(min=1)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_DEGREES = {
+    "tp": "Tensor parallelism of attention.",
+    "cp": "Context parallelism.",
+    "ep": "Expert parallelism.",
+    "etp": "Tensor parallelism of experts.",
+    "pp": "Pipeline stages.",
+    "vpp": "Chunks of layers of each pipeline rank.",
+    "micro-batch": "Sequences of a micro-batch.",
+}
+_WORDS = {
+    "recompute": (["none", "selective", "full"], "Activations that backward computes again."),
+    "precision": (["bf16", "fp8"], "Of matrix products."),
+    "dispatch": (["all_to_all", "all_gather"], "How tokens go to experts."),
+    "attention": (["tensor", "ulysses"], "How tp splits attention."),
+    "zero": (["0", "1", "2", "3"], "What data parallelism shards."),
+}
+
+
+def _stacked(options: list[Callable[[F], F]]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def cluster_options(function: F) -> F:
+    """--cluster, and what to change of it."""
+    return _stacked(
+        [
+            click.option(
+                "--cluster",
+                "-c",
+                "cluster_name",
+                type=CLUSTER,
+                required=True,
+                help="Or a measured profile, with --gpu.",
+            ),
+            click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
+            click.option("--inter-gbps", type=_POSITIVE, help="Peak between nodes, GB/s of a GPU, one direction."),
+            click.option("--intra-gbps", type=_POSITIVE, help="Peak inside a node."),
+            click.option("--domain", type=_COUNT, help="GPUs that NVLink joins."),
+        ]
+    )(function)
+
+
+def job_options(function: F) -> F:
+    """The job, its cluster and its software: what :func:`read_request` reads."""
+    return _stacked(
+        [
+            click.option(
+                "--model", "-m", "model_name", type=MODEL, required=True, help="Or a Hugging Face config.json."
+            ),
+            cluster_options,
+            click.option("--gpus", "-g", type=_COUNT, required=True, help="In all."),
+            click.option("--global-batch", type=_COUNT, required=True, help="Sequences a step."),
+            click.option("--sequence", type=_COUNT, required=True, help="Tokens in each."),
+            click.option(
+                "--capacity-factor", type=_POSITIVE, help="Rows of an expert over its fair share.  [dropless]"
+            ),
+            click.option(
+                "--imbalance", type=click.FloatRange(min=1), default=1.0, help="Busiest rank over the mean.  [1]"
+            ),
+            click.option(
+                "--software",
+                "software_name",
+                type=click.Choice(list(SOFTWARE)),
+                default="commlayer",
+                show_default=True,
+                help="Whose way to run a step.",
+            ),
+            click.option(
+                "--efficiency", type=_POSITIVE, help="Factor on the GPU's declared rates.  [the model family's, else 1]"
+            ),
+        ]
+    )(function)
+
+
+def space_options(function: F) -> F:
+    """What narrows a search: what :func:`read_space` reads. Each may be repeated."""
+    degrees = [
+        click.option(f"--{name}", type=_COUNT, multiple=True, help=f"{words}  [any]")
+        for name, words in _DEGREES.items()
+    ]
+    words = [
+        click.option(f"--{name}", type=click.Choice(values), multiple=True, help=text)
+        for name, (values, text) in _WORDS.items()
+    ]
+    others = [
+        click.option("--folded/--unfolded", default=None, help="Only one kind of mapping.  [both]"),
+        click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
+    ]
+    return _stacked([*degrees, *words, *others])(function)
+
+
+def setup_options(function: F) -> F:
+    """One mapping: what :func:`read_setup` reads."""
+    degrees = [
+        click.option(f"--{name}", type=_COUNT, default=1, help=f"{words}  [1]") for name, words in _DEGREES.items()
+    ]
+    usual = {"zero": "1"}
+    words = [
+        click.option(
+            f"--{name}", type=click.Choice(values), default=usual.get(name, values[0]), show_default=True, help=text
+        )
+        for name, (values, text) in _WORDS.items()
+    ]
+    kind = click.option("--folded/--unfolded", default=True, help="Unfolded: etp = tp, ep a part of dp.  [folded]")
+    return _stacked([*degrees, *words, kind])(function)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked about."""
+
+    job: Job
+    cluster: Cluster
+    software: Software
+    efficiency: float | None = None
+
+    def estimator(self) -> Estimator:
+        return self.make(self.job, self.cluster, self.software)
+
+    def make(self, job: Job, cluster: Cluster, software: Software) -> Estimator:
+        """For a variation of the job or the cluster."""
+        return Estimator(job, cluster, software, efficiency=self.efficiency)
+
+
+def read_request(given: dict[str, Any]) -> Request:
+    """Takes what :func:`job_options` gave out of ``given``.
+
+    Raises UsageError: an unknown model or cluster, with close names; a number that cannot be.
+    """
+    job = Job(
+        model=catalog.resolve(given.pop("model_name")),
+        gpus=given.pop("gpus"),
+        global_batch=given.pop("global_batch"),
+        sequence=given.pop("sequence"),
+        capacity_factor=given.pop("capacity_factor"),
+        imbalance=given.pop("imbalance"),
+    )
+    cluster = read_cluster(given, job)
+    return Request(job, cluster, software(given.pop("software_name")), given.pop("efficiency"))
+
+
+def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
+    """Takes what :func:`cluster_options` gave out of ``given``. Raises as :func:`read_request`."""
+    name, gpu = given.pop("cluster_name"), given.pop("gpu")
+    if _is_profile(name):
+        if gpu is None:
+            raise UsageError(
+                f"--cluster {name}: a measured profile says nothing about GPUs: add --gpu, one of {', '.join(hardware.GPUS)}"
+            )
+        cluster = Cluster.from_profile(profile_catalog.resolve(name), hardware.GPUS[gpu])
+    else:
+        cluster = clusters.resolve(name)
+        if gpu is not None:
+            cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
+    for kind in ("inter_gbps", "intra_gbps", "domain"):
+        value = given.pop(kind)
+        if value is not None:
+            _, cluster = vary(job, cluster, kind, value)
+    return cluster
+
+
+def _is_profile(name: str) -> bool:
+    if name in profile_catalog.names():
+        return name not in clusters.names()
+    path = Path(name)
+    if not path.is_file():
+        return False
+    import json
+
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # whoever reads it as a cluster says what is wrong
+    return isinstance(content, dict) and content.get("format") == "commlayer-profile"
+
+
+def read_space(given: dict[str, Any]) -> Space:
+    """Takes what :func:`space_options` gave out of ``given``; what was not given stays open."""
+    chosen: dict[str, Any] = {}
+    for option in (*_DEGREES, *_WORDS):
+        name = option.replace("-", "_")
+        values = given.pop(name)
+        if values:
+            chosen[name] = tuple(map(int, values)) if name == "zero" else tuple(values)
+    folded = given.pop("folded")
+    if folded is not None:
+        chosen["folded"] = (folded,)
+    return Space(**chosen, within_domain=not given.pop("across_domains"))
+
+
+def read_setup(given: dict[str, Any], gpus: int) -> Setup:
+    """Takes what :func:`setup_options` gave out of ``given``. Raises GroupError for degrees that do not divide."""
+    chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS)}
+    return Setup(gpus=gpus, folded=given.pop("folded"), **{**chosen, "zero": int(chosen["zero"])})

@@ -1,0 +1,101 @@
+"""What the commands about mappings print alike: estimates as JSON, a mapping for a trainer, where a picture went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commlayer.cli.tables import rounded
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping import parameters
+from commlayer.scheduler.mapping.exports import Export, export
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.result import StepEstimate, Traffics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["draw", "estimate_dict", "export_dict", "first_export", "job_dict", "print_export", "traffics_dict"]
+
+
+def job_dict(job: Job) -> dict[str, Any]:
+    counted = parameters.count(job.model)
+    return {
+        "model": job.model.name,
+        "parameters": counted.total,
+        "active_parameters": counted.active,
+        "gpus": job.gpus,
+        "global_batch": job.global_batch,
+        "sequence": job.sequence,
+        "tokens": job.tokens,
+        "capacity_factor": job.capacity_factor,
+        "imbalance": job.imbalance,
+    }
+
+
+def estimate_dict(estimate: StepEstimate) -> dict[str, Any]:
+    """For ``--json``: times in µs, memory in bytes, the rest fractions."""
+    setup, memory = estimate.setup, estimate.memory
+    return {
+        "mapping": str(setup),
+        "setup": {**asdict(setup), "dp": setup.dp, "edp": setup.edp},
+        "step_us": rounded(estimate.step_us),
+        "tokens_per_s": rounded(estimate.tokens_per_s),
+        "mfu": rounded(estimate.mfu, 6),
+        "tflops": rounded(estimate.tflops),
+        "bubble": rounded(estimate.bubble, 6),
+        "bottleneck": estimate.bottleneck,
+        "parts_us": {name: rounded(us) for name, us in estimate.parts.items()},
+        "exposed_us": {lane: rounded(us) for lane, us in estimate.exposed_us.items()},
+        "memory_bytes": {**{name: round(size) for name, size in asdict(memory).items()}, "total": round(memory.total)},
+        "memory_limit_bytes": round(estimate.memory_limit),
+        "fits": estimate.fits,
+        "notes": list(estimate.notes),
+    }
+
+
+def traffics_dict(traffics: Sequence[Traffics]) -> list[dict[str, Any]]:
+    return [{**asdict(each), "us": rounded(each.us), "total_us": rounded(each.us * each.count)} for each in traffics]
+
+
+def export_dict(exported: Export | None) -> dict[str, Any] | None:
+    if exported is None:
+        return None
+    return {"trainer": exported.trainer, "values": exported.values, "notes": list(exported.notes)}
+
+
+def first_export(trainer: str, job: Job, setups: Sequence[Setup]) -> tuple[int, Export]:
+    """The first of ``setups`` that ``trainer`` can run, and its place. Raises UsageError where it can run none."""
+    refusal: UsageError | None = None
+    for place, setup in enumerate(setups):
+        exported = _export(trainer, job, setup)
+        if isinstance(exported, Export):
+            return place, exported
+        refusal = refusal or exported
+    others = f" (nor any of {len(setups) - 1} others that were looked at)" if len(setups) > 1 else ""
+    raise UsageError(f"{refusal}{others}: narrow the search to what it can run")
+
+
+def _export(trainer: str, job: Job, setup: Setup) -> Export | UsageError:
+    try:
+        return export(trainer, job, setup)
+    except UsageError as error:
+        return error
+
+
+def print_export(exported: Export) -> None:
+    """The configuration alone on stdout, what to know of it on stderr."""
+    for note in exported.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(exported.text)
+
+
+def draw(path: Path, make: Callable[[], Figure]) -> None:
+    from commlayer.drawing.style import save_figure
+
+    save_figure(make(), path)
+    click.echo(f"picture: {path}", err=True)

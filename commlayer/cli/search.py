@@ -1,0 +1,128 @@
+"""``commlayer search``: the best mappings of a job on a cluster, and why the best one is. Offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_space, space_options
+from commlayer.cli.mapping_output import draw, estimate_dict, export_dict, first_export, job_dict, print_export
+from commlayer.cli.parameters import PICTURE, REPORT, json_option
+from commlayer.cli.progress import progress_of
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells
+from commlayer.scheduler.mapping.explain import explain
+from commlayer.scheduler.mapping.exports import Export
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.search import SearchResult
+from commlayer.scheduler.mapping.search import search as search_mappings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["search"]
+
+
+@click.command()
+@job_options
+@space_options
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many mappings to show.")
+@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@click.option("--picture", type=PICTURE, help="Draw what their steps are made of (.svg, .png, .pdf).")
+@click.option("--export", "trainer", type=EXPORT, help="Print the best mapping's configuration for a trainer instead.")
+@json_option
+def search(
+    top: int, report: Path | None, picture: Path | None, trainer: str | None, as_json: bool, **given: Any
+) -> None:
+    """Find the fastest mappings of a model on a cluster that fit in its memory.
+
+    Looks at every valid choice of degrees, micro-batch, recomputation and dispatch, folded and unfolded, and says why the
+    best one wins and what it waits for. Nothing is run, and no GPU is needed. What is repeated (--tp 1 --tp 2) leaves the
+    search so many values.
+
+    \b
+      commlayer search --model mixtral-8x22b --cluster h100-eos --gpus 128 --global-batch 256 --sequence 4096
+      commlayer search -m config.json -c h200 -g 1024 --global-batch 4096 --sequence 8192 --precision fp8 --tp 1 --tp 2
+      commlayer search -m deepseek-v3 -c h800 -g 2048 --global-batch 15360 --sequence 4096 --export megatron
+    """
+    request = read_request(given)
+    space = read_space(given)
+    estimator = request.estimator()
+    with progress_of("searching") as progress:
+        result = search_mappings(request.job, estimator, space, top=top, progress=progress)
+    reasons = explain(result)
+    exported = _export(trainer, result)
+    if picture is not None:
+        draw(picture, lambda: _figure(result))
+    if report is not None:
+        from commlayer.drawing.mapping_report import write_search_report
+
+        write_search_report(report, result, reasons, request.cluster)
+        click.echo(f"report: {report}", err=True)
+    if as_json:
+        print_json(_as_dict(result, reasons, request, exported))
+    elif exported is not None:
+        print_export(exported)
+    else:
+        _show(result, reasons)
+
+
+def _others(result: SearchResult) -> dict[str, StepEstimate]:
+    """The best folded and unfolded one, where the ranking does not show it."""
+    shown = {estimate.setup for estimate in result.ranked}
+    others = {"folded": result.best_folded, "unfolded": result.best_unfolded}
+    return {kind: best for kind, best in others.items() if best is not None and best.setup not in shown}
+
+
+def _export(trainer: str | None, result: SearchResult) -> Export | None:
+    if trainer is None:
+        return None
+    candidates = [*result.ranked, *_others(result).values()]
+    place, exported = first_export(trainer, result.job, [estimate.setup for estimate in candidates])
+    chosen = candidates[place]
+    which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} can run"
+    slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""
+    click.echo(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
+    return exported
+
+
+def _figure(result: SearchResult) -> Figure:
+    from commlayer.drawing.mapping_figures import breakdown_figure, named
+
+    title = f"{result.job.model.name} on {result.job.gpus} GPUs of {result.cluster}"
+    return breakdown_figure(named(result), title)
+
+
+def _show(result: SearchResult, reasons: list[str]) -> None:
+    click.echo(job_words(result.job, result.cluster, result.software) + "\n")
+    rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.ranked, start=1)]
+    others = [mapping_cells("–", estimate) for estimate in _others(result).values()]
+    print_table(MAPPING_COLUMNS, rows + others, bold=[0], dim=range(len(rows), len(rows) + len(others)))
+    click.echo()
+    for reason in reasons:
+        click.echo(reason)
+    click.echo(
+        f"{result.num_valid:,} valid mappings, {result.num_estimated:,} estimated to the end, in {result.seconds:.1f} s"
+    )
+
+
+def _as_dict(result: SearchResult, reasons: list[str], request: Request, exported: Export | None) -> dict[str, Any]:
+    best = {"best_folded": result.best_folded, "best_unfolded": result.best_unfolded}
+    return {
+        "job": job_dict(result.job),
+        "cluster": result.cluster,
+        "software": result.software,
+        "mappings": [estimate_dict(estimate) for estimate in result.ranked],
+        **{name: estimate_dict(each) if each is not None else None for name, each in best.items()},
+        "reasons": reasons,
+        "searched": {
+            "valid": result.num_valid,
+            "checked": result.num_checked,
+            "fitting": result.num_fitting,
+            "estimated": result.num_estimated,
+            "seconds": rounded(result.seconds),
+        },
+        "export": export_dict(exported),
+    }

@@ -1,0 +1,304 @@
+"""``commlayer what-if``: what changes with one thing of a job or a cluster, and where two ways change places. Offline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commlayer.cli.mapping_options import Request, job_options, read_request, read_space, space_options
+from commlayer.cli.mapping_output import draw, estimate_dict, job_dict
+from commlayer.cli.parameters import PICTURE, REPORT, json_option
+from commlayer.cli.progress import progress_of
+from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.what_if_values import WORDS, values_of
+from commlayer.drawing.mapping_cells import job_words
+from commlayer.scheduler.mapping.crossing import Crossover
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.search import search
+from commlayer.scheduler.mapping.space import Space
+from commlayer.scheduler.mapping.what_if import (
+    ALTERNATIVES,
+    KINDS,
+    Alternative,
+    Variation,
+    WhatIf,
+    WhatIfPoint,
+    compare,
+)
+from commlayer.scheduler.mapping.what_if import what_if as estimate_all
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["what_if"]
+
+_NAMES = {kind.replace("_", "-"): kind for kind in KINDS}
+_CHOICES = {"folding": "folded", "attention": "attention", "dispatch": "dispatch"}
+"""In what the two ways of a comparison differ; by software, in nothing of the space."""
+_LABELS = {
+    "gpus": "GPUs",
+    "inter_gbps": "peak between nodes (GB/s of a GPU)",
+    "intra_gbps": "peak inside a node (GB/s of a GPU)",
+    "inter_factor": "rate between nodes, times the cluster's",
+    "intra_factor": "rate inside a node, times the cluster's",
+    "domain": "GPUs that NVLink joins",
+    "gpu": "GPU",
+    "precision": "precision",
+    "top_k": "experts a token",
+    "split": "parts of each expert",
+    "sequence": "tokens of a sequence",
+    "global_batch": "sequences a step",
+}
+_MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
+    "mfu": ("MFU", lambda each: each.mfu),
+    "tokens": ("tokens/s", lambda each: each.tokens_per_s),
+    "step": ("step (ms)", lambda each: each.step_us / 1e3),
+}
+
+
+@click.command("what-if")
+@job_options
+@space_options
+@click.option("--vary", type=click.Choice(list(_NAMES)), required=True, help="What is different.")
+@click.option("--values", help="Its values, such as 25,50,100.")
+@click.option("--from", "low", type=float, help="In place of --values: the least …")
+@click.option("--to", "high", type=float, help="… the greatest …")
+@click.option(
+    "--points",
+    type=click.IntRange(min=2),
+    default=5,
+    show_default=True,
+    help="… and how many, of rates; all else doubles.",
+)
+@click.option(
+    "--compare", "pair", type=click.Choice(list(ALTERNATIVES)), help="Two ways, and where they change places."
+)
+@click.option(
+    "--hold", is_flag=True, help="Keep the mapping that is best as things are, in place of each value's own best."
+)
+@click.option(
+    "--measure", type=click.Choice(list(_MEASURES)), default="mfu", show_default=True, help="What the picture shows."
+)
+@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@click.option("--picture", type=PICTURE, help="Draw it over the values (.svg, .png, .pdf).")
+@json_option
+def what_if(
+    vary: str,
+    values: str | None,
+    low: float | None,
+    high: float | None,
+    points: int,
+    pair: str | None,
+    hold: bool,
+    measure: str,
+    report: Path | None,
+    picture: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Estimate a job where one thing is different: more GPUs, a slower network, another NVLink domain, FP8, finer experts.
+
+    Each value runs the mapping that is best there, or with --hold the one that is best as things are. --compare searches twice,
+    such as folded and unfolded mappings only, and says where the faster one changes.
+
+    \b
+      commlayer what-if -m mixtral-8x22b -c h100-eos -g 128 --global-batch 256 --sequence 4096 --vary inter-gbps --values 25,50
+      commlayer what-if … --vary domain --values 8,16,32,72 --picture domain.svg
+      commlayer what-if … --vary inter-factor --from 0.1 --to 2 --points 6 --compare folding
+    """
+    request, space = read_request(given), read_space(given)
+    kind = _NAMES[vary]
+    variation = Variation(kind, values_of(kind, values, low, high, points))  # type: ignore[arg-type]
+    plain = (Alternative(name="", software=request.software),)
+    ways = [replace(way, space=_narrowed(space, pair, way)) for way in (ALTERNATIVES[pair] if pair else plain)]
+    found = _estimated(request, variation, ways, hold)
+    crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
+    if picture is not None:
+        draw(picture, lambda: _figure(found, crossing, measure))
+    if report is not None:
+        _write_report(report, request, found, crossing)
+    if as_json:
+        print_json(_as_dict(request, found, crossing))
+    else:
+        _show(request, found, crossing)
+
+
+def _estimated(request: Request, variation: Variation, ways: Sequence[Alternative], hold: bool) -> dict[str, WhatIf]:
+    """By the name of the way ("" where there is one)."""
+    found = {}
+    for way in ways:
+        setup = None
+        if hold:
+            estimator = request.make(request.job, request.cluster, way.software)
+            setup = search(request.job, estimator, way.space, top=1).best.setup
+        with progress_of(way.name or "estimating") as progress:
+            found[way.name] = estimate_all(
+                request.job,
+                request.cluster,
+                variation,
+                setup=setup,
+                space=way.space,
+                software=way.software,
+                make=request.make,
+                progress=progress,
+            )
+    return found
+
+
+def _narrowed(space: Space, pair: str | None, way: Alternative) -> Space:
+    """What the command line leaves of the space, with the way's own choice."""
+    name = _CHOICES.get(pair or "")
+    return replace(space, **{name: getattr(way.space, name)}) if name else space
+
+
+def _crossing(request: Request, variation: Variation, ways: Sequence[Alternative]) -> Crossover | None:
+    if len(variation.values) < 2:
+        return None
+    return compare(request.job, request.cluster, variation, *ways, make=request.make)
+
+
+def _figure(found: dict[str, WhatIf], crossing: Crossover | None, measure: str) -> Figure:
+    from commlayer.drawing.mapping_figures import Line, curves_figure
+
+    label, of = _MEASURES[measure]
+    first = next(iter(found.values()))
+    kind, words = first.variation.kind, [str(value) for value in first.variation.values]
+    lines = []
+    for name, each in found.items():
+        places = range(len(words)) if kind in WORDS else each.variation.values
+        results = [of(point.estimate) if point.estimate else None for point in each.points]
+        lines.append(
+            Line(name or label, [(float(place), result) for place, result in zip(places, results, strict=True)])
+        )
+    marks = [(at, f"{at:.4g}: they change places") for at in crossing.crossings] if crossing else []
+    return curves_figure(
+        lines,
+        f"{first.job.model.name} on {first.cluster}" + f", {first.job.gpus} GPUs" * (kind != "gpus"),
+        _LABELS[kind],
+        label,
+        crossings=marks,
+        percent=measure == "mfu",
+        words=words if kind in WORDS else (),
+    )
+
+
+_COLUMNS = ["way", "value", "~mapping", ">step ms", ">tokens/s", ">MFU", ">exposed", "~"]
+
+
+def _rows(found: dict[str, WhatIf]) -> list[list[str]]:
+    return [_cells(name, point) for name, each in found.items() for point in each.points]
+
+
+def _written(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cells(way: str, point: WhatIfPoint) -> list[str]:
+    value, estimate = _written(point.value), point.estimate
+    if estimate is None:
+        return [way, value, "–", "–", "–", "–", "–", point.note]
+    exposed = sum(estimate.exposed_us.values()) / estimate.step_us
+    return [
+        way,
+        value,
+        str(estimate.setup),
+        f"{estimate.step_us / 1e3:,.1f}",
+        f"{estimate.tokens_per_s:,.0f}",
+        f"{estimate.mfu:.1%}",
+        f"{exposed:.1%}",
+        "",
+    ]
+
+
+def _sentences(found: dict[str, WhatIf], crossing: Crossover | None) -> list[str]:
+    sentences = []
+    for name, each in found.items():
+        if each.setup is not None:
+            sentences.append(f"{name + ': ' if name else ''}{each.setup} at every value")
+        if each.fastest is not None and each.fastest.estimate is not None:
+            speed = f"{each.fastest.estimate.tokens_per_s:,.0f} tokens/s"
+            best = f"most tokens at {_LABELS[each.variation.kind]} {_written(each.fastest.value)}: {speed}"
+            sentences.append(f"{name + ': ' if name else ''}{best}")
+    return [*sentences, str(crossing)] if crossing else sentences
+
+
+def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:
+    first = next(iter(found.values()))
+    software = " and ".join(dict.fromkeys(each.software for each in found.values()))
+    click.echo(job_words(request.job, request.cluster.name, software))
+    click.echo(f"varied: {_LABELS[first.variation.kind]}\n")
+    rows = _rows(found)
+    columns = _COLUMNS
+    for empty in (7, 0):  # no notes; one way only
+        if not any(row[empty] for row in rows):
+            columns = [*columns[:empty], *columns[empty + 1 :]]
+            rows = [[*row[:empty], *row[empty + 1 :]] for row in rows]
+    print_table(columns, rows)
+    click.echo()
+    for sentence in _sentences(found, crossing):
+        click.echo(sentence)
+
+
+def _write_report(path: Path, request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:
+    from commlayer.drawing.mapping_figures import breakdown_figure, mapping_name
+    from commlayer.drawing.mapping_report import write_what_if_report
+
+    first = next(iter(found.values()))
+    label = _LABELS[first.variation.kind]
+    bars = {
+        f"{name} {_written(point.value)}  {mapping_name(point.estimate.setup)}".strip(): point.estimate
+        for name, each in found.items()
+        for point in each.points
+        if point.estimate
+    }
+    figures = []
+    if bars:
+        figures = [(_MEASURES[measure][0], _figure(found, crossing, measure)) for measure in ("mfu", "tokens")]
+        figures.append(("Parts of the steps", breakdown_figure(bars)))
+    write_what_if_report(
+        path,
+        f"What if: {label}",
+        [job_words(request.job, request.cluster.name, request.software.name)],
+        _sentences(found, crossing),
+        (_COLUMNS, _rows(found)),
+        figures,
+    )
+    click.echo(f"report: {path}", err=True)
+
+
+def _as_dict(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> dict[str, Any]:
+    return {
+        "job": job_dict(request.job),
+        "cluster": request.cluster.name,
+        "varied": next(iter(found.values())).variation.kind,
+        "ways": [
+            {
+                "name": name,
+                "software": each.software,
+                "held": str(each.setup) if each.setup is not None else None,
+                "points": [
+                    {
+                        "value": point.value,
+                        "cluster": point.cluster,
+                        "note": point.note,
+                        "estimate": estimate_dict(point.estimate) if point.estimate else None,
+                    }
+                    for point in each.points
+                ],
+            }
+            for name, each in found.items()
+        ],
+        "crossover": None
+        if crossing is None
+        else {
+            "crossings": [rounded(at, 6) for at in crossing.crossings],
+            "faster_at_low": crossing.at_low,
+            "faster_at_high": crossing.at_high,
+            "is_exact": crossing.is_exact,
+            "words": str(crossing),
+        },
+    }

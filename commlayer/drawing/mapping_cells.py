@@ -1,0 +1,175 @@
+"""Estimates as rows of tables: the same cells on a terminal and in a report.
+
+A column whose name begins with ">" is right-aligned, with "~" it wraps (:mod:`commlayer.cli.tables`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.mapping import parameters
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.result import StepEstimate, Traffics
+from commlayer.scheduler.mapping.volumes import (
+    compute_over_communication,
+    expert_parallel_ffn,
+    sequence_parallel_attention_sent,
+    tensor_parallel_attention,
+    tensor_parallel_ffn,
+)
+from commlayer.units import format_bytes
+
+__all__ = [
+    "MAPPING_COLUMNS",
+    "MEMORY_COLUMNS",
+    "PART_COLUMNS",
+    "TRAFFIC_COLUMNS",
+    "closed_form_words",
+    "closed_forms",
+    "job_words",
+    "mapping_cells",
+    "memory_cells",
+    "nodes_words",
+    "part_cells",
+    "traffic_cells",
+]
+
+MAPPING_COLUMNS = [">#", "~mapping", ">step ms", ">tokens/s", ">MFU", ">memory GB", ">exposed", ">bubble"]
+PART_COLUMNS = ["part of the step", ">ms", ">share"]
+MEMORY_COLUMNS = ["memory of the fullest GPU", ">GB", ">share"]
+TRAFFIC_COLUMNS = ["what moves", "axis", "collective", ">bytes", "ranks", ">calls", "plan", ">µs a call", ">ms", "link"]
+
+_GB = 1e9
+_ACTIVATION_BYTES = 2
+
+
+def job_words(job: Job, cluster: str, software: str) -> str:
+    """What is trained, on what."""
+    counted = parameters.count(job.model)
+    words = (
+        f"{job.model.name} ({counted.total / 1e9:.4g} B parameters, {counted.active / 1e9:.4g} B active) on {job.gpus} GPUs of "
+        f"{cluster}, {software}: {job.global_batch} sequences of {job.sequence} tokens a step"
+    )
+    if job.capacity_factor is not None:
+        words += f", capacity factor {job.capacity_factor:g}"
+    return words + (f", imbalance {job.imbalance:g}" if job.imbalance != 1 else "")
+
+
+def mapping_cells(rank: str, estimate: StepEstimate) -> list[str]:
+    """A row of :data:`MAPPING_COLUMNS`."""
+    exposed = sum(estimate.exposed_us.values()) / estimate.step_us
+    return [
+        rank,
+        str(estimate.setup),
+        f"{estimate.step_us / 1e3:,.1f}",
+        f"{estimate.tokens_per_s:,.0f}",
+        f"{estimate.mfu:.1%}",
+        f"{estimate.memory.total / _GB:.1f} of {estimate.memory_limit / _GB:.1f}"
+        + "" * estimate.fits
+        + " !" * (not estimate.fits),
+        f"{exposed:.1%}",
+        f"{estimate.bubble:.1%}",
+    ]
+
+
+def part_cells(estimate: StepEstimate) -> list[list[str]]:
+    """Rows of :data:`PART_COLUMNS`; parts that take nothing are left out."""
+    rows = [[name, f"{us / 1e3:,.2f}", f"{us / estimate.step_us:.1%}"] for name, us in estimate.parts.items() if us > 0]
+    return [*rows, ["the step", f"{estimate.step_us / 1e3:,.2f}", ""]]
+
+
+def memory_cells(estimate: StepEstimate) -> list[list[str]]:
+    """Rows of :data:`MEMORY_COLUMNS`."""
+    memory, limit = estimate.memory, estimate.memory_limit
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
+    rows = [[name, f"{getattr(memory, name) / _GB:.2f}", f"{getattr(memory, name) / limit:.1%}"] for name in parts]
+    return [
+        *rows,
+        ["all", f"{memory.total / _GB:.2f}", f"{memory.total / limit:.1%}"],
+        ["what a GPU has for it", f"{limit / _GB:.2f}", ""],
+    ]
+
+
+def traffic_cells(traffics: Sequence[Traffics]) -> list[list[str]]:
+    """Rows of :data:`TRAFFIC_COLUMNS`."""
+    return [
+        [
+            each.name,
+            each.axis,
+            each.collective,
+            format_bytes(each.logical_bytes),
+            nodes_words(each.nodes),
+            str(each.count),
+            each.plan,
+            f"{each.us:,.1f}",
+            f"{each.us * each.count / 1e3:,.2f}",
+            each.bottleneck,
+        ]
+        for each in traffics
+    ]
+
+
+def nodes_words(nodes: Sequence[int]) -> str:
+    """Ranks of a group on each node: 16x8, or 4x8+1x4."""
+    return "+".join(f"{len(list(equal))}x{each}" for each, equal in groupby(nodes))
+
+
+def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
+    """MegaScale-MoE's equations 1 to 4 for one layer's forward pass, in bytes that a rank sends (BF16), with tp·cp·… as they are;
+    and R, the experts' matrix products over dispatch and combine at the peaks (equations 5 to 9). Empty values are left out: a
+    group of one rank sends nothing.
+    """
+    model = job.model
+    own = setup.micro_batch * job.sequence // (setup.cp * setup.tp)
+    found: dict[str, float] = {}
+    if setup.tp > 1:
+        tokens = own * setup.tp
+        found["attention_by_tp"] = tensor_parallel_attention(tokens, model.hidden, setup.tp)
+        ratio = model.heads / model.kv_heads
+        found["attention_by_sp"] = sequence_parallel_attention_sent(tokens, model.hidden, setup.tp, ratio)
+    ranks = setup.ep if setup.ep > 1 else setup.etp
+    if ranks > 1:
+        tokens = own * ranks
+        found["ffn_by_ep"] = expert_parallel_ffn(tokens, model.hidden, ranks, model.top_k)
+        found["ffn_by_tp"] = tensor_parallel_ffn(tokens, model.hidden, ranks)
+    found = {name: elements * _ACTIVATION_BYTES for name, elements in found.items()}
+    if setup.ep > 1:
+        crosses = len(cluster.nodes_of(setup.layout("ep"))) > 1
+        link = Resource.INTER if crosses else Resource.INTRA
+        tflops = cluster.gpu.fp8_tflops if setup.precision == "fp8" else cluster.gpu.bf16_tflops
+        ratio_of = compute_over_communication(
+            own * setup.ep,
+            model.hidden,
+            model.width,
+            model.top_k,
+            setup.ep,
+            bytes_per_s=cluster.peaks.of(link) * 1e9,
+            flops_per_s=tflops * 1e12,
+            element_bytes=_ACTIVATION_BYTES,
+        )
+        found["compute_over_communication"] = ratio_of.value
+    return found
+
+
+def closed_form_words(forms: Mapping[str, float]) -> list[str]:
+    """What :func:`closed_forms` found, in sentences."""
+    size = {name: format_bytes(round(value)) for name, value in forms.items()}
+    lines = []
+    if "attention_by_tp" in forms:
+        lines.append(
+            f"By MegaScale-MoE's equations a rank sends, forward in a layer, {size['attention_by_tp']} for attention by tp, and "
+            f"would send {size['attention_by_sp']} by sequence parallelism (Ulysses)."
+        )
+    if "ffn_by_ep" in forms:
+        lines.append(
+            f"For experts it sends {size['ffn_by_ep']} by all_to_all, or {size['ffn_by_tp']} by all_gather and reduce_scatter."
+        )
+    if "compute_over_communication" in forms:
+        ratio = forms["compute_over_communication"]
+        lines.append(
+            f"R = {ratio:.2f}: the experts' products take {ratio:.2f} times as long as dispatch and combine, both at their peaks."
+        )
+    return lines

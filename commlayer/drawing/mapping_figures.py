@@ -1,0 +1,305 @@
+"""The figures of mappings: what a step is made of, what fills the memory, how it scales, what would change it.
+
+All return a matplotlib ``Figure``. Bars of steps are as in MoE Parallel Folding's figures 5 and 6: one for each mapping, its
+parts end to end. Parts of a kind have like colours: computing blue and green, communication red, yellow and purple, waiting grey.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from commlayer.drawing.style import COLOURS, INK, MARKERS, PAPER, new_figure, styled
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.job import Setup
+from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.search import SearchResult
+from commlayer.units import format_us
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["PARTS", "Line", "breakdown_figure", "curves_figure", "mapping_name", "memory_figure", "named"]
+
+_WIDTH = 9.0
+_BAR = 0.66
+"""Height of a bar, where a row is 1 high."""
+_ROW = 0.52
+"""Height of a row in inches."""
+_LEAST = 0.004
+"""Of the longest bar: parts that are shorter at every mapping are put together as ``other``."""
+_END = 0.13
+"""Of the longest bar: what is written behind a memory bar."""
+_OTHER = "other"
+_REST = "#4f5963"
+"""Colour of parts that have none of their own."""
+
+PARTS = {
+    "attention": "#0072b2",
+    "experts": "#009e73",
+    "dense": "#7db8d8",
+    "head": "#a9d0e4",
+    "memory": "#8fcbb6",
+    "recompute": "#c3d9a5",
+    "dispatch": "#d55e00",
+    "combine": "#e98a4b",
+    "tp": "#e69f00",
+    "cp": "#f0c752",
+    "pp": "#cc79a7",
+    "gradients": "#a04a7b",
+    "parameters": "#dba9c6",
+    "bubble": "#c4cad1",
+    "optimizer": "#8b949e",
+}
+"""Colours of the parts of a step, and their order in the legend."""
+_MEMORY = {
+    "weights": "#0072b2",
+    "gradients": "#a04a7b",
+    "optimizer": "#8b949e",
+    "activations": "#009e73",
+    "buffers": "#e69f00",
+}
+_GB = 1e9
+
+
+class Line(NamedTuple):
+    """One curve: ``points`` are (value, result); a result that is None leaves a gap."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+
+
+def mapping_name(setup: Setup) -> str:
+    """``setup`` in two short lines: the degrees that are not 1, then what else is not as usual."""
+    degrees = {
+        "TP": setup.tp,
+        "CP": setup.cp,
+        "EP": setup.ep,
+        "ETP": setup.etp,
+        "PP": setup.pp,
+        "VPP": setup.vpp,
+        "DP": setup.dp,
+    }
+    words = str(setup).split(", ")[1:]
+    return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) + "\n" + ", ".join(words)
+
+
+def named(result: SearchResult) -> dict[str, StepEstimate]:
+    """What a search found, by rank and mapping: the ranking, then the best folded or unfolded one if it is not among them."""
+    found = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
+    shown = {each.setup for each in result.ranked}
+    for kind, best in (("folded", result.best_folded), ("unfolded", result.best_unfolded)):
+        if best is not None and best.setup not in shown:
+            found[f"best {kind}  {mapping_name(best.setup)}"] = best
+    return found
+
+
+@styled
+def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
+    """A bar for each mapping by its name, of its step's parts; behind it the step's time and MFU.
+
+    Raises:
+        UsageError: no mapping to draw.
+    """
+    _check(estimates, "mapping")
+    steps = {name: dict(estimate.parts) for name, estimate in estimates.items()}
+    longest = max(estimate.step_us for estimate in estimates.values())
+    unit_us, unit = (1e6, "s") if longest >= 2e6 else (1e3, "ms")
+    ends = [f"{format_us(each.step_us)}, MFU {each.mfu:.1%}" for each in estimates.values()]
+    scaled = {name: {part: us / unit_us for part, us in parts.items()} for name, parts in steps.items()}
+    return _stacked(scaled, PARTS, ends, title or "Where a step's time goes", f"step time ({unit})")
+
+
+@styled
+def memory_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
+    """A bar for each mapping by its name, of what fills the fullest GPU, against what a GPU has for the job.
+
+    Raises:
+        UsageError: no mapping to draw.
+    """
+    _check(estimates, "mapping")
+    bars = {name: {part: getattr(each.memory, part) / _GB for part in _MEMORY} for name, each in estimates.items()}
+    ends = [
+        f"{each.memory.total / _GB:.1f} GB" + ("" if each.fits else "   does not fit") for each in estimates.values()
+    ]
+    limits = sorted({round(each.memory_limit / _GB, 1) for each in estimates.values()})
+    return _stacked(bars, _MEMORY, ends, title or "What fills the fullest GPU", "memory (GB)", limits)
+
+
+@styled
+def curves_figure(
+    lines: Sequence[Line],
+    title: str,
+    x_label: str,
+    y_label: str,
+    *,
+    crossings: Sequence[tuple[float, str]] = (),
+    percent: bool = False,
+    words: Sequence[str] = (),
+) -> Figure:
+    """One result over one value, a curve for each alternative.
+
+    Args:
+        crossings: values at which two curves meet, and what to write there.
+        percent: results are fractions.
+        words: the values are these words, in order, and not numbers: x counts from 0.
+
+    Raises:
+        UsageError: nothing to draw.
+    """
+    drawn = [line for line in lines if any(result is not None for _, result in line.points)]
+    _check(drawn, "curve with a result")
+    figure = new_figure(_WIDTH, 4.4)
+    axes = figure.add_subplot()
+    for index, line in enumerate(drawn):
+        values = [value for value, _ in line.points]
+        results = [math.nan if result is None else result for _, result in line.points]
+        width = 1.6 + 0.7 * (len(drawn) - 1 - index)  # curves that coincide stay visible
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        axes.plot(
+            values, results, color=colour, marker=marker, linewidth=width, markersize=3.3 * width, label=line.name
+        )
+    axes.set_ylim(0, 1.12 * max(result for line in drawn for _, result in line.points if result is not None))
+    _value_axis(axes, sorted({value for line in drawn for value, _ in line.points}), words)
+    _crossings(axes, crossings)
+    if percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    else:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1e3 else f"{value:.4g}")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title)
+    if len(drawn) > 1:
+        figure.legend(loc="outside lower center", ncols=min(4, len(drawn)))
+    return figure
+
+
+def _check(given: object, what: str) -> None:
+    if not given:
+        raise UsageError(f"expected at least one {what}, got none: there is nothing to draw")
+
+
+def _stacked(
+    bars: Mapping[str, Mapping[str, float]],
+    colours: Mapping[str, str],
+    ends: Sequence[str],
+    title: str,
+    label: str,
+    limits: Sequence[float] = (),
+) -> Figure:
+    longest = max(sum(parts.values()) for parts in bars.values())
+    shown, bars = _significant(bars, colours, _LEAST * longest)
+    figure = new_figure(_WIDTH, 1.35 + _ROW * len(bars) + 0.22 * math.ceil((len(shown) + bool(limits)) / 6))
+    axes = figure.add_subplot()
+    for row, parts in enumerate(bars.values()):
+        left = 0.0
+        for part in shown:
+            width = parts.get(part, 0.0)
+            colour = colours.get(part, _REST)
+            axes.barh(row, width, _BAR, left=left, color=colour, edgecolor=PAPER, linewidth=0.6, zorder=2)
+            _share(axes, (left, row), width, width / longest, part, colour)
+            left += width
+        # a line of a limit must not strike what is written there through
+        left = max([left, *(limit for limit in limits if left <= limit < left + _END * longest)])
+        axes.text(left + 0.01 * longest, row, ends[row], va="center", color=INK, fontsize=8.5, zorder=4)
+    for limit in limits:
+        axes.axvline(limit, color=INK, linewidth=1.2, linestyle=(0, (4.0, 2.0)), zorder=3)
+    _bar_axes(axes, list(bars), max(1.34 * longest, 1.04 * max(limits, default=0.0)), label)
+    axes.set_title(title)
+    figure.legend(handles=_legend(shown, colours, limits), loc="outside lower center", ncols=6)
+    return figure
+
+
+def _significant(
+    bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], least: float
+) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """The parts worth a colour, in order, and the bars with all else as one part."""
+    names = list(dict.fromkeys([*colours, *(part for parts in bars.values() for part in parts)]))
+    shown = [name for name in names if any(parts.get(name, 0.0) > least for parts in bars.values())]
+    kept = {
+        bar: {
+            **{part: parts.get(part, 0.0) for part in shown},
+            _OTHER: sum(size for part, size in parts.items() if part not in shown),
+        }
+        for bar, parts in bars.items()
+    }
+    return [*shown, *[_OTHER] * any(parts[_OTHER] > 0 for parts in kept.values())], kept
+
+
+def _share(axes: Axes, place: tuple[float, float], width: float, share: float, part: str, colour: str) -> None:
+    """The part's name in its bar, where there is room."""
+    left, row = place
+    if share > 0.0125 * len(part) + 0.012:
+        behind = {"facecolor": colour, "edgecolor": "none", "pad": 0.5}  # a line of a limit must not strike it through
+        look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "zorder": 4, "bbox": behind}
+        axes.text(left + width / 2, row, part, color=_ink(colour), **look)
+
+
+def _ink(colour: str) -> str:
+    """White on dark bars, dark on pale ones; not INK, which follows the reader's theme as bars do not."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.55 else "#1f2428"
+
+
+def _bar_axes(axes: Axes, names: Sequence[str], end: float, label: str) -> None:
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, end)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(label)
+
+
+def _legend(shown: Sequence[str], colours: Mapping[str, str], limits: Sequence[float]) -> list[Artist]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Artist] = [Patch(color=colours.get(part, _REST), label=part) for part in shown]
+    if limits:
+        dashed = Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (4.0, 2.0)), label="what a GPU has for it")
+        handles.append(dashed)
+    return handles
+
+
+def _value_axis(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
+    """Ticks at the values; a logarithmic axis where they grow by factors."""
+    if words:
+        axes.set_xticks(range(len(words)), words)
+        axes.set_xlim(-0.3, len(words) - 0.7)
+        return
+    if values[0] > 0 and values[-1] >= 8 * values[0]:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([], minor=True)
+    step = math.ceil(len(values) / 9)
+    binary = values[-1] >= 2**14 and all(value % 1024 == 0 for value in values)
+    axes.set_xticks(values[::step], [_short(value, binary=binary) for value in values[::step]])
+
+
+def _short(value: float, *, binary: bool) -> str:
+    """65536 as 64K, where all are such; 0.5 as it is."""
+    if binary:
+        return f"{value / 1024:g}K" if value < 2**20 else f"{value / 2**20:g}M"
+    return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+def _crossings(axes: Axes, crossings: Sequence[tuple[float, str]]) -> None:
+    """A dashed line at each, its words beside it; every other one lower, lest neighbours overlap."""
+    low, high = axes.get_xlim()
+    middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
+    for index, (value, words) in enumerate(crossings):
+        axes.axvline(value, color=INK, linewidth=1.1, linestyle=(0, (4.0, 2.0)), zorder=1)
+        is_right = value > middle
+        axes.annotate(
+            words,
+            (value, 0.04 + 0.09 * (index % 3)),
+            xycoords=("data", "axes fraction"),
+            xytext=(-5 if is_right else 5, 0),
+            textcoords="offset points",
+            ha="right" if is_right else "left",
+            fontsize=8.5,
+            color=INK,
+            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0},
+        )

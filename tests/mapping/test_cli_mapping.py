@@ -1,0 +1,361 @@
+"""search, estimate, what-if and long-context: what they print, write and refuse, and that they load neither torch nor numpy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner, Result
+
+from commlayer.cli.main import main
+from commlayer.cli.mapping_output import first_export
+from commlayer.cli.what_if_values import values_of
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping.job import Job, Setup
+
+JOB = ("--model", "mixtral-8x7b", "--cluster", "h100-eos", "--gpus", "16", "--global-batch", "32", "--sequence", "4096")
+FEW = ("--tp", "1", "--tp", "2", "--pp", "2", "--vpp", "1", "--micro-batch", "1", "--ep", "8", "--recompute", "full")
+ONE = ("--tp", "2", "--ep", "8", "--pp", "2", "--recompute", "full")
+PARTS = {"attention", "experts", "dense", "memory", "head", "recompute", "dispatch", "combine", "tp", "cp", "pp"} | {
+    "gradients",
+    "parameters",
+    "bubble",
+    "optimizer",
+}
+
+
+def call(*arguments: str, status: int = 0) -> Result:
+    result = CliRunner().invoke(main, list(arguments), prog_name="commlayer")
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def call_json(*arguments: str) -> Any:
+    return json.loads(call(*arguments, "--json").stdout)
+
+
+@pytest.fixture(scope="module")
+def searched() -> Any:
+    return call_json("search", *JOB, *FEW, "--top", "3")
+
+
+# search
+
+
+def test_search_ranks_what_fits_and_says_why(searched: Any) -> None:
+    times = [each["step_us"] for each in searched["mappings"]]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert all(each["fits"] for each in searched["mappings"])
+    assert searched["reasons"][0].startswith(searched["mappings"][0]["mapping"])
+    assert searched["searched"]["valid"] >= searched["searched"]["estimated"] >= 3
+    assert searched["job"]["model"] == "mixtral-8x7b"
+    assert searched["export"] is None
+    for kind in ("folded", "unfolded"):
+        best = searched[f"best_{kind}"]
+        assert best["setup"]["folded"] is (kind == "folded")
+        assert best["step_us"] >= times[0]
+
+
+def test_search_json_says_all_of_an_estimate(searched: Any) -> None:
+    best = searched["mappings"][0]
+    assert set(best["parts_us"]) <= PARTS
+    assert sum(best["parts_us"].values()) == pytest.approx(best["step_us"], rel=1e-6)
+    memory = best["memory_bytes"]
+    assert memory["total"] == pytest.approx(sum(size for name, size in memory.items() if name != "total"), abs=5)
+    assert memory["total"] <= best["memory_limit_bytes"]
+    setup = best["setup"]
+    assert setup["tp"] * setup["cp"] * setup["pp"] * setup["dp"] == 16
+    assert 0 < best["mfu"] < 1
+    assert best["tokens_per_s"] == pytest.approx(32 * 4096 / best["step_us"] * 1e6, rel=1e-6)
+
+
+def test_search_prints_a_table_and_reasons(searched: Any) -> None:
+    output = call("search", *JOB, *FEW, "--top", "3").stdout
+    for each in searched["mappings"]:
+        assert each["mapping"] in output
+        assert f"{each['mfu']:.1%}" in output
+    assert searched["reasons"][0] in output
+    assert "46.7 B parameters" in output
+
+
+def test_what_is_repeated_narrows_the_search(searched: Any) -> None:
+    assert {each["setup"]["tp"] for each in searched["mappings"]} <= {1, 2}
+    folded = call_json("search", *JOB, *FEW, "--folded", "--tp", "2", "--zero", "3")
+    assert {each["setup"]["folded"] for each in folded["mappings"]} == {True}
+    assert {each["setup"]["zero"] for each in folded["mappings"]} == {3}
+    assert folded["best_unfolded"] is None
+
+
+def test_more_options_are_never_worse(searched: Any) -> None:
+    wider = call_json("search", *JOB, *FEW, "--recompute", "selective", "--top", "1")
+    assert wider["mappings"][0]["step_us"] <= searched["mappings"][0]["step_us"]
+
+
+def test_search_exports_the_best_that_a_trainer_can_run() -> None:
+    result = call("search", *JOB, *FEW, "--export", "megatron")
+    assert "--tensor-model-parallel-size" in result.stdout
+    assert "MFU" not in result.stdout
+    assert "mapping" in result.stderr
+    exported = call_json("search", *JOB, *FEW, "--export", "torchtitan")["export"]
+    assert exported["values"]["parallelism"]["expert_parallel_degree"] == 8
+
+
+def test_an_export_takes_the_first_mapping_that_goes() -> None:
+    job = Job(model=catalog.load("mixtral-8x7b"), gpus=16, global_batch=32, sequence=4096)
+    unfolded, folded = Setup(gpus=16, cp=2, ep=8, folded=False), Setup(gpus=16, cp=2, ep=8)
+    assert first_export("megatron", job, [unfolded, folded])[0] == 1
+    with pytest.raises(UsageError, match=r"nor any of 1 others .* narrow the search"):
+        first_export("megatron", job, [unfolded, unfolded])
+
+
+def test_search_draws_and_reports(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, report = tmp_path / "a.svg", tmp_path / "a.html"
+    result = call("search", *JOB, *FEW, "--top", "2", "--picture", str(picture), "--report", str(report))
+    assert "picture: " in result.stderr
+    assert "experts" in picture.read_text(encoding="utf-8")
+    page = report.read_text(encoding="utf-8")
+    assert page.count("<svg") == 3
+    assert "Why this one" in page
+    assert "<script" not in page
+
+
+def test_overrides_change_the_cluster() -> None:
+    slow = call_json("search", *JOB, *FEW, "--top", "1", "--inter-gbps", "1")
+    fast = call_json("search", *JOB, *FEW, "--top", "1", "--inter-gbps", "100")
+    assert slow["mappings"][0]["step_us"] > fast["mappings"][0]["step_us"]
+    assert "100 GB/s" in fast["cluster"]
+    later = call_json("estimate", *JOB, *ONE, "--gpu", "b200")
+    assert later["estimate"]["step_us"] < call_json("estimate", *JOB, *ONE)["estimate"]["step_us"]
+
+
+# Bad input
+
+
+def test_an_unknown_model_or_cluster_is_said_with_what_is_known() -> None:
+    with_model = [word if word != "mixtral-8x7b" else "mixtral-8x7" for word in JOB]
+    assert "mixtral-8x7b" in call("search", *with_model, status=2).stderr
+    with_cluster = [word if word != "h100-eos" else "h100-eo" for word in JOB]
+    assert "Did you mean h100-eos" in call("search", *with_cluster, status=2).stderr
+
+
+def test_nothing_fits_says_what_would() -> None:
+    words = [word if word != "16" else "4" for word in JOB]
+    few = ("--tp", "2", "--ep", "2", "--micro-batch", "1", "--recompute", "full", "--folded")
+    message = call("search", *words, *few, status=2).stderr
+    assert "fits in no mapping on 4 GPUs" in message
+    assert "GPUs would do" in message
+
+
+def test_degrees_that_do_not_divide_are_refused() -> None:
+    message = call("estimate", *JOB, "--tp", "3", status=2).stderr
+    assert "does not divide" in message
+    assert "nearest valid" in message
+
+
+def test_a_profile_needs_a_gpu() -> None:
+    words = [word if word != "h100-eos" else "monta-a800-2x8" for word in JOB]
+    assert "--gpu" in call("estimate", *words, *ONE, status=2).stderr
+
+
+def test_a_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
+    config = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    words = [word if word != "mixtral-8x7b" else str(path) for word in JOB]
+    found = call_json("estimate", *words, *ONE)
+    assert found["job"]["parameters"] == call_json("estimate", *JOB, *ONE)["job"]["parameters"]
+
+
+# estimate
+
+
+def test_estimate_agrees_with_search(searched: Any) -> None:
+    best = searched["mappings"][0]
+    options: list[str] = []
+    for name in ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch", "recompute", "dispatch", "zero"):
+        options += [f"--{name.replace('_', '-')}", str(best["setup"][name])]
+    kind = "--folded" if best["setup"]["folded"] else "--unfolded"
+    assert call_json("estimate", *JOB, *options, kind)["estimate"] == best
+
+
+def test_estimate_shows_every_part_and_every_call() -> None:
+    found = call_json("estimate", *JOB, *ONE)
+    output = call("estimate", *JOB, *ONE).stdout
+    for part in found["estimate"]["parts_us"]:
+        assert part in output
+    for each in found["traffics"]:
+        assert each["name"] in output
+        assert each["count"] >= 1
+        assert each["total_us"] == pytest.approx(each["us"] * each["count"], abs=1e-2 * each["count"])
+    assert {"dispatch", "combine"} <= {each["name"] for each in found["traffics"]}
+    assert "R = " in output
+
+
+def test_closed_forms_are_megascales() -> None:
+    forms = call_json("estimate", *JOB, *ONE)["closed_forms"]
+    tokens, hidden, tp, ep = 4096, 4096, 2, 8
+    assert forms["attention_by_tp"] == 2 * 2 * tokens * hidden * (tp - 1) / tp
+    assert forms["ffn_by_ep"] == 2 * 2 * 2 / ep * (tokens // tp * ep) * hidden * (ep - 1) / ep
+    assert forms["compute_over_communication"] > 0
+
+
+def test_a_mapping_that_does_not_fit_is_estimated_and_said_not_to(tmp_path: Path) -> None:
+    result = call("estimate", *JOB, "--ep", "8", "--json")
+    assert "does not fit" in result.stderr
+    assert json.loads(result.stdout)["estimate"]["fits"] is False
+
+
+def test_estimate_writes_a_trace_of_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    call("estimate", *JOB, *ONE, "--trace", str(path))
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    named = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert len(named) == 3
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    # every micro-batch passes both stages, forward and backward
+    stages = [event for event in complete if event["cat"].startswith("stage")]
+    micro_batches = 32 // call_json("estimate", *JOB, *ONE)["estimate"]["setup"]["dp"]
+    assert len(stages) == 2 * 2 * micro_batches
+    assert {"ep", "tp"} <= {event["cat"] for event in complete}
+    assert all(event["dur"] >= 0 for event in complete)
+
+
+def test_estimate_exports_and_draws(tmp_path: Path) -> None:
+    assert "train_batch_size" in call("estimate", *JOB, "--ep", "8", "--export", "deepspeed").stdout
+    assert (
+        "etp=1"
+        in call("estimate", *JOB, "--tp", "2", "--etp", "2", "--ep", "8", "--export", "deepspeed", status=2).stderr
+    )
+    pytest.importorskip("matplotlib")
+    picture, report = tmp_path / "a.svg", tmp_path / "a.html"
+    call("estimate", *JOB, *ONE, "--picture", str(picture), "--report", str(report))
+    assert "pipeline" in picture.read_text(encoding="utf-8")
+    assert "In full" in report.read_text(encoding="utf-8")
+
+
+# what-if, long-context
+
+
+def test_what_if_takes_values() -> None:
+    found = call_json("what-if", *JOB, *FEW, "--vary", "inter-gbps", "--values", "1,10,100")
+    (way,) = found["ways"]
+    times = [point["estimate"]["step_us"] for point in way["points"]]
+    assert times == sorted(times, reverse=True)
+    assert found["crossover"] is None
+    assert [point["value"] for point in way["points"]] == [1, 10, 100]
+
+
+def test_what_if_holds_a_mapping() -> None:
+    found = call_json("what-if", *JOB, *FEW, "--vary", "sequence", "--values", "2048,4096", "--hold")
+    (way,) = found["ways"]
+    assert {point["estimate"]["mapping"] for point in way["points"]} == {way["held"]}
+
+
+def test_what_if_compares_two_ways(tmp_path: Path) -> None:
+    options = ("--vary", "global-batch", "--from", "16", "--to", "32", "--points", "2", "--compare", "software")
+    result = call("what-if", *JOB, *FEW, "--tp", "2", "--folded", *options)
+    assert "megatron" in result.stdout
+    found = call_json("what-if", *JOB, *FEW, "--tp", "2", "--folded", *options)
+    assert [way["software"] for way in found["ways"]] == ["commlayer", "megatron"]
+    assert found["crossover"]["words"]
+    assert [point["value"] for point in found["ways"][0]["points"]] == [16, 32]
+
+
+def test_what_if_says_why_a_value_has_no_mapping() -> None:
+    (way,) = call_json("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "4,16")["ways"]
+    few, enough = way["points"]
+    assert few["estimate"] is None
+    assert "4 GPUs" in few["note"]
+    assert enough["estimate"]["fits"]
+    assert "4 GPUs" in call("what-if", *JOB, *FEW, "--vary", "gpus", "--values", "4,16").stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "values"),
+    [
+        ("inter_gbps", (10.0, 50.0, 3), (10.0, 30.0, 50.0)),
+        ("inter_factor", (0.1, 10.0, 3), (0.1, 1.0, 10.0)),
+        ("gpus", (128.0, 1024.0, 2), (128, 256, 512, 1024)),
+        ("top_k", (2.0, 3.0, 5), (2, 3)),
+    ],
+)
+def test_values_between_two_limits(kind: str, limits: tuple[float, float, int], values: tuple[float, ...]) -> None:
+    assert values_of(kind, None, *limits) == pytest.approx(values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--vary", "inter-gbps"), "expected --values, or --from and --to"),
+        (("--vary", "inter-gbps", "--values", "1", "--from", "2"), "drop one side"),
+        (("--vary", "inter-gbps", "--values", "fast"), "expected a number"),
+        (("--vary", "top-k", "--values", "1.5"), "expected a whole number"),
+        (("--vary", "precision", "--from", "1", "--to", "2"), "--values"),
+    ],
+)
+def test_what_if_refuses_values_that_are_none(options: tuple[str, ...], message: str) -> None:
+    assert message in call("what-if", *JOB, *options, status=2).stderr
+
+
+def test_what_if_reports(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "a.html", tmp_path / "a.svg"
+    options = ("--vary", "precision", "--values", "bf16,fp8", "--report", str(report), "--picture", str(picture))
+    call("what-if", *JOB, *FEW, *options)
+    assert report.read_text(encoding="utf-8").count("<svg") == 3
+    assert "fp8" in picture.read_text(encoding="utf-8")
+
+
+def test_long_context_shows_three_ways(tmp_path: Path) -> None:
+    options = ("-m", "mixtral-8x7b", "-c", "h100-eos", "--pp", "4", "--sequences", "4K,256K")
+    found = call_json("long-context", *options)
+    assert [row["sequence"] for row in found["rows"]] == [4096, 262144]
+    assert found["switch_at"] == 262144
+    assert found["rows"][1]["ways"]["horizontal"]["network_nodes"] == 64
+    assert found["rows"][1]["ways"]["vertical"]["network_nodes"] == 8
+    output = call("long-context", *options).stdout
+    assert "vertical" in output
+    assert "262144" in output
+    assert "drop one" in call("long-context", *options, "--by-memory", "--tokens-per-rank", "1024", status=2).stderr
+
+
+# All of them
+
+
+@pytest.mark.parametrize("command", ["search", "estimate", "what-if", "long-context"])
+def test_names_are_completed(command: str) -> None:
+    complete = ShellComplete(main, {}, "commlayer", "_COMMLAYER_COMPLETE")
+    models = [item.value for item in complete.get_completions([command, "--model"], "mixtral-8x2")]
+    assert "mixtral-8x22b" in models
+    assert "h100-eos" in [item.value for item in complete.get_completions([command, "--cluster"], "h100")]
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    program = (
+        "import sys\n"
+        "from commlayer.cli.main import main\n"
+        f"main({['estimate', *JOB, *ONE, '--json']!r}, prog_name='commlayer', standalone_mode=False)\n"
+        "heavy = [name for name in ('torch', 'numpy', 'scipy', 'matplotlib') if name in sys.modules]\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,268 @@
+"""A mapping for a trainer: the flags, what a trainer cannot run, and Megatron-LM's own parser on the flags where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
+from commlayer.scheduler.mapping.job import Job, Setup
+
+JOB = Job(model=catalog.load("mixtral-8x22b"), gpus=128, global_batch=256, sequence=4096)
+BEST = Setup(gpus=128, tp=2, ep=8, pp=8, vpp=7)
+
+
+def flags(setup: Setup = BEST, **changes: Any) -> dict[str, list[str]]:
+    """Megatron's arguments by flag."""
+    found: dict[str, list[str]] = {}
+    for token in megatron(replace(JOB, **changes), setup):
+        if token.startswith("--"):
+            assert token not in found
+            found[token] = values = []
+        else:
+            values.append(token)
+    return found
+
+
+def test_megatron_takes_every_degree() -> None:
+    found = flags(Setup(gpus=128, tp=2, cp=2, ep=4, etp=2, pp=4, vpp=7, micro_batch=2))
+    expected = {
+        "tensor-model-parallel-size": 2,
+        "context-parallel-size": 2,
+        "expert-model-parallel-size": 4,
+        "expert-tensor-parallel-size": 2,
+        "pipeline-model-parallel-size": 4,
+        "num-layers-per-virtual-pipeline-stage": 2,
+        "micro-batch-size": 2,
+        "global-batch-size": 256,
+        "seq-length": 4096,
+        "num-layers": 56,
+        "num-experts": 8,
+        "moe-router-topk": 2,
+        "num-query-groups": 8,
+    }
+    assert {name: found[f"--{name}"] for name in expected} == {name: [str(value)] for name, value in expected.items()}
+    assert found["--moe-token-dispatcher-type"] == ["alltoall"]
+    assert {"--sequence-parallel", "--use-distributed-optimizer", "--swiglu", "--bf16"} <= set(found)
+    assert "--recompute-granularity" not in found
+    assert "--moe-expert-capacity-factor" not in found
+
+
+def test_megatron_says_how_it_is_run() -> None:
+    found = flags(
+        replace(BEST, recompute="full", precision="fp8", dispatch="all_gather", zero=0, tp=1), capacity_factor=1.25
+    )
+    assert found["--recompute-granularity"] == ["full"]
+    assert found["--fp8-format"] == ["hybrid"]
+    assert found["--moe-token-dispatcher-type"] == ["allgather"]
+    assert found["--moe-expert-capacity-factor"] == ["1.25"]
+    assert "--moe-pad-expert-input-to-capacity" in found
+    assert not {"--use-distributed-optimizer", "--sequence-parallel"} & set(found)
+
+
+def test_fp8_recomputes_selectively_with_another_recipe_than_the_default() -> None:
+    found = flags(replace(BEST, recompute="selective", precision="fp8"))
+    assert found["--recompute-modules"] == ["layernorm", "moe_act"]
+    assert found["--fp8-recipe"] == ["blockwise"]
+
+
+def test_ulysses_is_context_parallelism_to_megatron() -> None:
+    alone = flags(Setup(gpus=128, tp=8, ep=8, pp=8, attention="ulysses"))
+    assert (alone["--tensor-model-parallel-size"], alone["--context-parallel-size"]) == (["1"], ["8"])
+    assert alone["--cp-comm-type"] == ["a2a"]
+    both = flags(Setup(gpus=128, tp=4, cp=2, ep=8, pp=8, attention="ulysses"))
+    assert both["--context-parallel-size"] == ["8"]
+    assert both["--hierarchical-context-parallel-sizes"] == ["4", "2"]
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(16, 1), (8, 5), (16, 3)])
+def test_uneven_layers_are_laid_out_as_they_are_counted(pp: int, vpp: int) -> None:
+    job = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=256, sequence=4096)
+    tokens = megatron(job, Setup(gpus=256, ep=16, pp=pp, vpp=vpp))
+    stages = tokens[tokens.index("--pipeline-model-parallel-layout") + 1].split("|")
+    assert len(stages) == pp * vpp
+    counts = [stage.count("t") for stage in stages]
+    assert sum(counts) == 61
+    assert max(counts) - min(counts) == 1
+    assert all(left >= right for left, right in pairwise(counts))
+    assert stages[0].startswith("E")
+    assert stages[-1].endswith("L")
+
+
+def test_latent_attention_dense_layers_and_shared_experts_have_their_flags() -> None:
+    job = Job(model=catalog.load("deepseek-v3"), gpus=256, global_batch=256, sequence=4096)
+    exported = export("megatron", job, Setup(gpus=256, ep=16, pp=16))
+    assert "--multi-latent-attention" in exported.values
+    assert "--moe-layer-freq '([0]*3+[1]*58)'" in exported.text
+    assert "--group-query-attention" not in exported.values
+    assert any("router" in note for note in exported.notes)
+
+
+def test_an_unfolded_mapping_beyond_cp_has_no_flags() -> None:
+    with pytest.raises(UsageError, match="Megatron-Core cannot lay"):
+        megatron(JOB, Setup(gpus=128, cp=2, ep=8, pp=8, folded=False))
+    # without cp both kinds are the same groups
+    assert megatron(JOB, Setup(gpus=128, tp=2, etp=2, ep=8, pp=8, folded=False))
+
+
+def test_torchtitan_has_every_degree() -> None:
+    found = torchtitan(JOB, BEST)
+    degrees = found["parallelism"]
+    assert degrees["tensor_parallel_degree"] == 2
+    assert degrees["expert_parallel_degree"] == 8
+    assert degrees["expert_tensor_parallel_degree"] == 1
+    assert degrees["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert degrees["pipeline_parallel_layers_per_stage"] == 1
+    product = degrees["data_parallel_shard_degree"] * degrees["data_parallel_replicate_degree"]
+    assert product * degrees["tensor_parallel_degree"] * degrees["pipeline_parallel_degree"] == 128
+    # of a data-parallel rank: all micro-batches of its pipeline
+    assert found["training"]["local_batch_size"] == 256 // BEST.dp
+
+
+def test_torchtitan_file_is_toml() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    exported = export("torchtitan", JOB, replace(BEST, precision="fp8", recompute="selective"))
+    read = tomllib.loads(exported.text)
+    assert read["quantize"]["grouped_mm"]["float8"] == {"fqns": ["experts"]}
+    assert read["parallelism"]["data_parallel_shard_degree"] == BEST.dp
+    assert any("ZeRO 1" in note for note in exported.notes)
+
+
+@pytest.mark.parametrize(
+    ("setup", "reason"),
+    [
+        (Setup(gpus=128, tp=4, etp=2, ep=4, pp=8), "expert_tensor_parallel_degree is 1 or tp=4"),
+        (Setup(gpus=128, tp=4, ep=4, pp=8, attention="ulysses"), "no Ulysses"),
+        (Setup(gpus=128, ep=8, pp=8, dispatch="all_gather"), "all_to_all"),
+        (Setup(gpus=128, cp=2, ep=8, pp=8, folded=False), "ep ranks are neighbours"),
+        (Setup(gpus=128, ep=8, pp=8, zero=0), "zero 1 or more"),
+    ],
+)
+def test_torchtitan_refuses_what_it_cannot_run(setup: Setup, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        torchtitan(JOB, setup)
+
+
+def test_deepspeed_batch_adds_up() -> None:
+    setup = Setup(gpus=128, tp=2, ep=8, micro_batch=2, zero=2)
+    found = deepspeed(JOB, setup)
+    product = found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * setup.dp
+    assert product == found["train_batch_size"] == 256
+    assert found["zero_optimization"]["stage"] == 2
+    assert found["expert_parallel"]["autoep_size"] == 8
+    assert found["tensor_parallel"]["autotp_size"] == 2
+    assert json.loads(export("deepspeed", JOB, setup).text) == found
+
+
+@pytest.mark.parametrize(
+    ("setup", "reason"),
+    [
+        (BEST, "without chunks: set vpp=1"),
+        (Setup(gpus=128, cp=2, ep=8), "no context parallelism beside Ulysses"),
+        (Setup(gpus=128, tp=2, etp=2, ep=8), "no expert tensor parallelism"),
+        (Setup(gpus=128, ep=8, pp=8, zero=2), "takes ZeRO 0 or 1"),
+        (Setup(gpus=128, ep=8, precision="fp8"), "no FP8"),
+    ],
+)
+def test_deepspeed_refuses_what_it_cannot_run(setup: Setup, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        deepspeed(JOB, setup)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_batch_that_does_not_divide_is_refused(trainer: str) -> None:
+    with pytest.raises(GroupError, match="no multiple of dp"):
+        export(trainer, replace(JOB, global_batch=100), Setup(gpus=128, ep=8, pp=8))
+
+
+def test_an_unknown_trainer_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected megatron, deepspeed or torchtitan, got 'nemo'"):
+        export("nemo", JOB, BEST)
+
+
+# Megatron-LM's own parser, where MEGATRON_LM_PATH is a checkout of it, or where it is installed
+
+_PARSE = """
+import json, sys
+from megatron.training.arguments import parse_args
+plain = (bool, int, float, str, type(None))
+found = []
+for arguments in json.load(sys.stdin):
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    found.append({name: value for name, value in vars(parse_args()).items() if isinstance(value, plain)})
+print("PARSED " + json.dumps(found))
+"""
+
+_SETUPS = [
+    BEST,
+    Setup(gpus=128, tp=2, cp=2, ep=8, pp=4, vpp=7, recompute="full"),
+    Setup(gpus=128, tp=4, ep=2, etp=4, pp=4, dispatch="all_gather", zero=0),
+    replace(BEST, precision="fp8", recompute="selective"),
+    Setup(gpus=128, tp=4, cp=2, ep=8, pp=8, attention="ulysses"),
+    Setup(gpus=128, tp=2, ep=8, pp=16, vpp=3),
+]
+
+
+def test_megatron_parses_the_flags() -> None:
+    """With Megatron-LM's core_v0.13.1, v0.16.1, v0.19.0 this passed."""
+    cases = [
+        (replace(JOB, model=catalog.load(model), capacity_factor=factor), setup)
+        for model, factor in (("mixtral-8x22b", 1.0), ("deepseek-v3", None), ("qwen2-57b-a14b", None))
+        for setup in _SETUPS
+    ]
+    answered = _python(_megatron_environment(), _PARSE, json.dumps([megatron(job, setup) for job, setup in cases]))
+    assert answered.returncode == 0, answered.stderr[-2000:]
+    line = next(line for line in answered.stdout.splitlines() if line.startswith("PARSED "))
+    parsed = json.loads(line.removeprefix("PARSED "))
+    assert len(parsed) == len(cases)
+    for (job, setup), args in zip(cases, parsed, strict=True):
+        sequence = setup.tp if setup.attention == "ulysses" else 1
+        expected = {
+            "tensor_model_parallel_size": setup.tp // sequence,
+            "context_parallel_size": setup.cp * sequence,
+            "pipeline_model_parallel_size": setup.pp,
+            "expert_model_parallel_size": setup.ep,
+            "expert_tensor_parallel_size": setup.etp,
+            "micro_batch_size": setup.micro_batch,
+            "num_layers": job.model.layers,
+            "hidden_size": job.model.hidden,
+            "num_experts": job.model.experts,
+            "moe_ffn_hidden_size": job.model.width,
+            "moe_router_topk": job.model.top_k,
+            "moe_expert_capacity_factor": job.capacity_factor,
+        }
+        assert {name: args[name] for name in expected} == expected, str(setup)
+
+
+def _megatron_environment() -> dict[str, str]:
+    path = os.environ.get("MEGATRON_LM_PATH", "")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))}
+    probe = _python(environment, "import megatron.training.arguments")
+    if probe.returncode:
+        reason = (probe.stderr.strip().splitlines() or ["no output"])[-1]
+        if path:
+            pytest.fail(f"MEGATRON_LM_PATH={path} cannot be imported: {reason}")
+        pytest.skip(f"no Megatron-LM here (set MEGATRON_LM_PATH to a checkout): {reason}")
+    return environment
+
+
+def _python(environment: dict[str, str], program: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        input=given,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
