@@ -25,12 +25,13 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import flops, memory, parameters
 from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_of
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_of, typical_efficiency
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.layer_program import Course, Part, run
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline import bubble_us
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
@@ -60,7 +61,7 @@ class Estimator:
     Args:
         software: what the trainer's software does (:mod:`commlayer.scheduler.mapping.software`).
         efficiency: factor on the GPU's declared rates of matrix products and attention; None: what was calibrated for the model's
-            family, else 1.
+            family, else the median of those that were; ``notes`` of every estimate say so then.
         compute: in place of the GPU's declared one, such as a measured one.
         loads: experts' popularity; in place of ``job.imbalance``, which then follows from ep.
 
@@ -82,10 +83,11 @@ class Estimator:
             raise UsageError(
                 f"loads: expected a share for each of {job.model.experts} experts, got {len(loads.shares)}"
             )
-        if efficiency is None:
-            efficiency = efficiency_of(job.model.family or job.model.name) or DEFAULT_FACTOR
+        self.notes: tuple[str, ...] = ()
+        if efficiency is None and compute is None:
+            efficiency, self.notes = _efficiency(job.model)
         self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
-        self.compute = compute or Compute(cluster.gpu, efficiency)
+        self.compute = compute or Compute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
         self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
         self._builders: dict[float, LayerBuilder] = {}
@@ -146,6 +148,7 @@ class Estimator:
             traffics=(),
             bubble=course.parts.get("bubble", 0.0) / course.total_us,
             bottleneck=_bottleneck(course),
+            notes=self.notes,
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
 
@@ -288,6 +291,18 @@ class Estimator:
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
         )
+
+
+def _efficiency(model: ModelShape) -> tuple[float, tuple[str, ...]]:
+    found = efficiency_of(model.family or model.name)
+    if found is not None:
+        return found, ()
+    typical = typical_efficiency()
+    note = (
+        f"compute runs at {typical:.2f} of the GPU's declared rates, the median of the models that were calibrated: "
+        f"{model.name} was not"
+    )
+    return typical, (note,)
 
 
 _Value = TypeVar("_Value")

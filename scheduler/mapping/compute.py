@@ -7,19 +7,20 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping.cluster import Gpu
 
-__all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_of"]
+__all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_of", "typical_efficiency"]
 
 TILE = 128
 """Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
 
 DEFAULT_FACTOR = 1.0
-"""Of a family that nobody has calibrated: what public benchmarks reach, as declared in :class:`Gpu`."""
+"""What public benchmarks reach, as declared in :class:`Gpu`."""
 
 _ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
@@ -133,6 +134,15 @@ class MeasuredCompute:
 def efficiency_of(family: str) -> float | None:
     """The calibrated factor of a family of models (``ModelShape.family``); None: nobody calibrated it."""
     return _calibrated().get(family)
+
+
+def typical_efficiency() -> float:
+    """For a family that nobody calibrated: the median of those that somebody did. ``DEFAULT_FACTOR`` where there is none.
+
+    Large products in a benchmark reach more than those of a model in training, whichever it is.
+    """
+    factors = _calibrated().values()
+    return median(factors) if factors else DEFAULT_FACTOR
 
 
 @cache
