@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes bench-mappings papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -77,6 +77,12 @@ bench-codecs: $(READY)  ## encoding and decoding on one core against plain torch
 bench-lanes: $(READY)  ## an expert all_to_all beside gradients, and a whole step, with lanes and without; writes dated documents
 	$(RUN) benchmarks/lanes.py $(ARGS)
 	$(RUN) benchmarks/lanes_step.py
+
+bench-mappings: $(READY)  ## steps of a small model on 12 mappings, against the simulated step; writes a dated document
+	$(RUN) benchmarks/mappings.py $(ARGS)
+
+papers: $(READY)  ## the papers' tables, predicted, beside what they publish; writes docs/papers.md
+	$(RUN) benchmarks/papers.py $(ARGS)
 
 bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated result document
 	$(RUN) benchmarks/all_to_all.py $(ARGS)

@@ -6,7 +6,7 @@ one place of every node (a rail). A rail shares its node's wire with the other r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 
 from commlayer.codecs import Codec
 from commlayer.planned import PlannedGroup
-from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.plan import Op, Plan, Strategy
@@ -29,9 +29,10 @@ from commlayer.settings import Settings
 if TYPE_CHECKING:
     from commlayer.prober import Prober
 
-__all__ = ["GroupCurve", "GroupProber", "group_curves"]
+__all__ = ["OWN_CALLS", "GroupCurve", "GroupProber", "group_curves"]
 
-_OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
+OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
+"""Of the backend: what a plan that is flat makes."""
 _STEPS = {"all_to_all": "reduce_scatter", "all_gather": "all_gather", "reduce": "reduce_scatter"}
 """Curve → the collective whose ``flat_direct`` plan has such a step."""
 _ITEM_BYTES = 4  # sums are of float32
@@ -42,7 +43,7 @@ _ROW_ELEMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupCurve:
-    """A curve to measure, and on which of the three kinds of groups: ``world``, ``node`` or ``rail``."""
+    """A curve to measure, and on which groups: ``world``, ``node``, ``rail``, or the name of others that the prober was given."""
 
     collective: str
     link: Resource
@@ -63,34 +64,40 @@ def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCur
     known = {("all_to_all", link, m if m > 1 else n), ("all_gather", Resource.INTRA, width if m > 1 else 1)}
     curves = [GroupCurve(name, Resource.DEVICE, 1, "world") for name in ("reduce", *_CODED)]
     for (where, on), size in groups.items():
-        wanted = [GroupCurve(name, on, size, where) for name in ("all_to_all", "all_gather", *_OWN_CALLS)]
+        wanted = [GroupCurve(name, on, size, where) for name in ("all_to_all", "all_gather", *OWN_CALLS)]
         curves += [curve for curve in wanted if (curve.collective, on, size) not in known]
     if not is_probe:
         return curves
     return [
         curve
         for curve in curves
-        if not (curve.where == "rail" and curve.collective in _OWN_CALLS)
+        if not (curve.where == "rail" and curve.collective in OWN_CALLS)
         and (curve.collective, curve.where) != ("broadcast", "node")
     ]
 
 
 class GroupProber:
-    """The three groups of this rank. Making one is collective, and its connections end with it."""
+    """The groups of this rank. Making one is collective, and its connections end with it.
 
-    def __init__(self, prober: Prober, topology: Topology, timeout_s: float) -> None:
+    ``groups``: this rank's group of each name; None: the three kinds of the module.
+    """
+
+    def __init__(
+        self, prober: Prober, topology: Topology, timeout_s: float, groups: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
         self._prober, self._name = prober, prober.ranks.name()
         rank = prober.ranks.rank
-        node, place = topology.node_of(rank), topology.local_rank_of(rank)
-        rail = tuple(members[place] for members in topology.nodes)
+        if groups is None:
+            place = topology.local_rank_of(rank)
+            groups = {
+                "world": range(topology.world_size),
+                "node": topology.nodes[topology.node_of(rank)],
+                "rail": [members[place] for members in topology.nodes],
+            }
         self._groups: dict[str, tuple[PlannedGroup, dist.ProcessGroup]] = {}
-        for where, ranks, nodes in (
-            ("world", tuple(range(topology.world_size)), topology.nodes),
-            ("node", topology.nodes[node], (topology.nodes[node],)),
-            ("rail", rail, tuple((member,) for member in rail)),
-        ):
+        for where, ranks in groups.items():
             if len(ranks) > 1:
-                self._groups[where] = self._group(where, ranks, nodes, timeout_s)
+                self._groups[where] = self._group(where, tuple(ranks), topology.parts_of(ranks), timeout_s)
 
     def _group(
         self, where: str, ranks: tuple[int, ...], nodes: tuple[tuple[int, ...], ...], timeout_s: float
@@ -116,10 +123,12 @@ class GroupProber:
         ``check``: run it on known values first. Raises ClusterError where values arrive wrong.
         """
         planned, own = self._groups[curve.where]
-        call: _OwnCall | _StepCall | _CodedCall
-        if curve.collective in _CODED:
+        call: _OwnCall | _StepCall | _CodedCall | _MessageCall
+        if curve.collective == "send_recv":
+            call = _MessageCall(planned, own, size)
+        elif curve.collective in _CODED:
             call = _CodedCall(curve.collective, size)
-        elif curve.collective in _OWN_CALLS:
+        elif curve.collective in OWN_CALLS:
             call = _OwnCall(planned, own, curve.collective, size)
         else:
             call = _StepCall(planned, curve.collective, size)
@@ -245,3 +254,23 @@ class _OwnCall:
             "broadcast": (self.whole, ramp),
         }[self.collective]
         return int((found != expected).sum())
+
+
+class _MessageCall:
+    """A message from the first rank of two to the second."""
+
+    def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, size: int) -> None:
+        if len(planned.global_ranks) != 2:
+            raise UsageError(f"send_recv is measured on groups of two ranks, got {list(planned.global_ranks)}")
+        self.own, self.rank = own, planned.rank
+        self.message = torch.zeros(size, dtype=torch.uint8)
+        self._timeout = timedelta(seconds=planned.timeout_s)
+
+    def run(self) -> None:
+        work = self.own.send([self.message], 1, 0) if self.rank == 0 else self.own.recv([self.message], 0, 0)
+        work.wait(self._timeout)
+
+    def num_wrong(self) -> int:
+        self.message.fill_(7 if self.rank == 0 else 0)
+        self.run()
+        return int((self.message != 7).sum())

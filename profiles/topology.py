@@ -162,6 +162,13 @@ class Topology:
         """How many nodes ``ranks`` touch."""
         return len({self.node_of(rank) for rank in ranks})
 
+    def parts_of(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """Of these ranks those on each node that has any, in order of the nodes; in a node in the order given."""
+        members: dict[int, list[int]] = {}
+        for rank in ranks:
+            members.setdefault(self.node_of(rank), []).append(rank)
+        return tuple(tuple(members[node]) for node in sorted(members))
+
     def describe(self) -> str:
         """Several lines for people: the shape, then each node with its ranks (as ranges)."""
         plural = "" if self.num_nodes == 1 else "s"

@@ -6,8 +6,7 @@ what that
 costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
 
 - the pipeline: micro-batches through the slowest stage, and the bubble of 1F1B or of its interleaved form (mapping/pipeline.py);
-- activations between stages: hidden in the interleaved form but for filling and draining, as Megatron-Core does, else exposed
-  twice per micro-batch;
+- activations between stages: those on the longest chain of tasks, of which interleaving leaves few (``pipeline.hops``);
 - gradients and sharded weights at the edges of a step, as far as the backward and the forward pass do not hide them
   (mapping/stage.py);
 - the optimizer: Adam reads and writes the sharded state once, bound by memory.
@@ -32,7 +31,7 @@ from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.layer_program import Course, Part, run
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.pipeline import bubble_us
+from commlayer.scheduler.mapping.pipeline import bubble_us, hops
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
@@ -107,7 +106,7 @@ class Estimator:
         count = setup.micro_batches(self.job)
         total = count * max(per_stage) + bubble_us(_all(per_stage, setup.pp), setup.vpp) + self._optimizer_us(setup)
         if level >= 1:
-            total += _hops(setup, count) * self._boundary(setup)[0]
+            total += hops(setup.pp, count, setup.vpp) * self._boundary(setup)[0]
         if level >= 2:
             stage = self._stages(setup)[0]
             for edge in (gradient_edge, parameter_edge):
@@ -172,7 +171,7 @@ class Estimator:
         found.total_us += found.parts["bubble"]
         us, link = self._boundary(setup)
         if us:
-            exposed = _hops(setup, count) * us
+            exposed = hops(setup.pp, count, setup.vpp) * us
             _expose(found, "pp", "pp", exposed, {link: exposed})
         return found
 
@@ -321,12 +320,6 @@ def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Ca
     return value
 
 
-def _hops(setup: Setup, micro_batches: int) -> int:
-    """Sends between stages that nothing hides. Interleaved: those that fill and drain the pipeline (Megatron-LM overlaps the
-    others)."""
-    return 2 * micro_batches if setup.vpp == 1 else 2 * (setup.pp - 1)
-
-
 def _all(per_stage: Sequence[float], pp: int) -> list[float]:
     """Of every stage, from the first, the second and the last."""
     return [per_stage[0], *[per_stage[1]] * (pp - 2), per_stage[-1]] if pp > 2 else list(per_stage)
@@ -368,6 +361,6 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: Exchange, count: int
         return Traffics(
             name, axis, lane, collective, size, nodes, count, us, SEND_RECV, "inter" if len(nodes) > 1 else "intra"
         )
-    decision = builder.pricer.decide(collective, size, nodes, lane)
+    decision = builder.pricer.decide(collective, size, nodes, lane if builder.software.lanes else "")
     us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value
     return Traffics(name, axis, lane, collective, size, nodes, count, us, plan, link)

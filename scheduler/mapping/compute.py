@@ -22,6 +22,8 @@ TILE = 128
 DEFAULT_FACTOR = 1.0
 """What public benchmarks reach, as declared in :class:`Gpu`."""
 
+_ACCUMULATED_BYTES = 8
+"""Of an FP32 sum: read and written."""
 _ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
 
@@ -47,10 +49,21 @@ class Compute:
         """Of a machine whose products were timed: see :class:`MeasuredCompute`."""
         return MeasuredCompute(points, memory_gbps)
 
-    def gemm_us(self, rows: float, inner: float, columns: float, precision: str = "bf16", groups: int = 1) -> float:
+    def gemm_us(
+        self,
+        rows: float,
+        inner: float,
+        columns: float,
+        precision: str = "bf16",
+        groups: int = 1,
+        *,
+        accumulates: bool = False,
+    ) -> float:
         """``groups`` products [rows, inner] × [inner, columns] in one launch (experts: a group each, with ``rows`` tokens).
 
-        ``rows`` may be a mean. 0 where there is nothing to multiply. Raises UsageError for another precision than bf16 and
+        ``rows`` may be a mean. 0 where there is nothing to multiply. ``accumulates``: the result is added to one in FP32
+        (Megatron's gradient_accumulation_fusion), which is read and written behind a tile's products: nothing hides that where
+        a multiprocessor has one tile at a time. Raises UsageError for another precision than bf16 and
         fp8, a negative size, or fp8 on a GPU that has none.
         """
         if min(rows, inner, columns, groups) < 0:
@@ -66,7 +79,9 @@ class Compute:
         flops = waves * gpu.multiprocessors * 2.0 * TILE * TILE * inner
         # operands in `precision`, the result in BF16
         moved = groups * (element * inner * (rows + columns) + 2 * rows * columns)
-        return max(flops / (peak * self.factor * 1e6), moved / (gpu.memory_gbps * gpu.memory * 1e3)) + gpu.launch_us
+        rate = gpu.memory_gbps * gpu.memory * 1e3
+        added = groups * _ACCUMULATED_BYTES * rows * columns / rate if accumulates else 0.0
+        return max(flops / (peak * self.factor * 1e6), moved / rate) + added + gpu.launch_us
 
     def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
         """Fused attention of ``flops`` (a causal mask counted by half), in BF16 whatever the precision of products.
@@ -118,8 +133,17 @@ class MeasuredCompute:
             "copy", Resource.DEVICE, 1, tuple(round(flops) for flops, _ in ordered), tuple(us for _, us in ordered)
         )
 
-    def gemm_us(self, rows: float, inner: float, columns: float, precision: str = "bf16", groups: int = 1) -> float:
-        """``groups`` products one after the other."""
+    def gemm_us(
+        self,
+        rows: float,
+        inner: float,
+        columns: float,
+        precision: str = "bf16",
+        groups: int = 1,
+        *,
+        accumulates: bool = False,
+    ) -> float:
+        """``groups`` products one after the other. What adding to a sum costs is in the times, or it is not."""
         return groups * self._curve.at(2.0 * rows * inner * columns)
 
     def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:

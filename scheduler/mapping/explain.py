@@ -118,9 +118,11 @@ def _changes(one: Setup, other: Setup) -> str:
         words.append(f"micro-batches of {one.micro_batch} instead of {other.micro_batch}")
     if one.recompute != other.recompute:
         words.append(f"{one.recompute} instead of {other.recompute} recomputation")
-    for name in ("precision", "dispatch", "attention"):
-        if getattr(one, name) != getattr(other, name):
-            words.append(f"{getattr(one, name)} instead of {getattr(other, name)}")
+    words += [
+        f"{getattr(one, name)} instead of {getattr(other, name)}"
+        for name in ("precision", "dispatch", "attention")
+        if getattr(one, name) != getattr(other, name)
+    ]
     if one.zero != other.zero:
         words.append(f"ZeRO {one.zero} instead of {other.zero}")
     if one.folded != other.folded:

@@ -62,7 +62,8 @@ class LayerBuilder:
             us = exchange.count * self.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
             plan = build(_around(exchange, nodes), Strategy.FLAT)
             return named(us, plan, profile, (us,))
-        decision = self.pricer.decide(exchange.collective, exchange.logical_bytes, nodes, exchange.lane)
+        lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
+        decision = self.pricer.decide(exchange.collective, exchange.logical_bytes, nodes, lane)
         return named(decision.predicted_us, decision.plan, profile)
 
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Part]:

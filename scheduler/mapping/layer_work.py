@@ -2,9 +2,9 @@
 
 T: tokens that a tensor-parallel group shares (micro_batch · sequence / cp), t = T/tp: tokens of one rank between the sharded
 parts. A product of T rows takes 2·T·inner·columns FLOPs forward; backward one such product for its input's gradient and one for
-its weight's. Everything between products is bound by memory: bytes read and written, BF16, one kernel each where software fuses
-them (RMSNorm; SwiGLU; rotary embeddings; residual sums; rows in the order of experts and back, and where a rank has several
-experts once more, as rows arrive by sender).
+its weight's, which adds to a main gradient in FP32. Everything between products is bound by memory: bytes read and written, BF16,
+one kernel each where software fuses them (RMSNorm; SwiGLU; rotary embeddings; residual sums; rows in the order of experts and
+back, and where a rank has several experts once more, as rows arrive by sender).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class LayerWork:
 
     ``norm``: before attention; ``projections``: q, k, v and their rotation; ``core``; ``out``; ``middle``: residual sum and the
     norm before the FFN; ``router``; ``permute``: rows into the order of experts; ``experts`` with their SwiGLU; ``unpermute``:
-    the weighted sum of what came home; ``shared``: what all tokens pass through (also a dense layer's FFN). ``forward``, ``backward``: of
-    all segments, µs.
+    the weighted sum of what came home; ``shared``: what all tokens pass through (also a dense layer's FFN). ``forward``,
+    ``backward``: of all segments, µs.
     """
 
     norm: Times
@@ -164,7 +164,7 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
     if key.is_moe:
         local, width, sent = max(1, model.experts // ep), model.width / etp, rows / etp * hidden
         again = 2 * rows * hidden if local * etp > 1 else 0.0  # rows arrive by sender, and are wanted by expert
-        router = _products([Product(own, hidden, model.experts)], precision, compute)
+        router = _products([Product(own, hidden, model.experts)], "bf16", compute)
         permute = _memory(tokens + sent + again, tokens + sent + again, compute)
         unpermute = _memory(sent + tokens + again, 2 * sent + tokens + again, compute)
         experts, expert_memory = _ffn(model, rows, width, local, precision, compute)
@@ -210,11 +210,12 @@ def _products(wanted: Iterable[Product], precision: str, compute: AnyCompute) ->
 
 
 def head_work(job: Job, setup: Setup, compute: AnyCompute) -> Times:
-    """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp."""
+    """The last norm, the head and the loss, for a micro-batch; the vocabulary is split over tp. In BF16, as the router: FP8
+    recipes (Transformer Engine's, MegaScale-MoE's) leave both alone."""
     whole, own = tokens_of(job, setup)
     model = job.model
     columns = model.vocabulary / setup.tp
-    times = _product(Product(whole, model.hidden, columns), setup.precision, compute)
+    times = _product(Product(whole, model.hidden, columns), "bf16", compute)
     logits = compute.memory_us(whole * columns * _LOGIT_PASSES)
     norm = compute.memory_us(2 * own * model.hidden * _BYTES)
     return times + Times(logits + norm, logits + 2 * norm)
@@ -228,7 +229,7 @@ def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
     return Times(
         compute.gemm_us(rows, inner, columns, precision, groups) + cast[0],
         compute.gemm_us(rows, columns, inner, precision, groups) + cast[1],
-        compute.gemm_us(inner, rows, columns, precision, groups),
+        compute.gemm_us(inner, rows, columns, precision, groups, accumulates=True),
     )
 
 

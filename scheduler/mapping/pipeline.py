@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["Task", "bubble_us", "course", "makespan_us", "order"]
+__all__ = ["Task", "bubble_us", "course", "hops", "makespan_us", "order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,20 @@ def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1)
     bubble behind it a part is then hidden.
     """
     return micro_batches * max(stages_us) + bubble_us(stages_us, chunks)
+
+
+def hops(ranks: int, micro_batches: int, chunks: int = 1) -> int:
+    """Sends between stages that lengthen a step, where each is posted as soon as there is something to send and takes no longer
+    than a forward task: those on the longest chain of tasks that wait for each other.
+
+    1F1B: 2(p−1) to fill and drain, and each further micro-batch 2 but for one in p; interleaved: 2(p·v−1), however many micro-batches
+    there are. Found from :func:`course`, and held against it by tests.
+    """
+    if ranks == 1:
+        return 0
+    if chunks > 1:
+        return 2 * (ranks * chunks - 1)
+    return 2 * (ranks - 1) + 2 * (micro_batches - 1 - -(-(micro_batches - 1) // ranks))
 
 
 def order(ranks: int, rank: int, micro_batches: int, chunks: int = 1) -> list[tuple[int, int, bool]]:

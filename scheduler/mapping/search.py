@@ -1,10 +1,11 @@
 """The best setups of a job on a cluster: an exhaustive search that looks closely only at what may win.
 
 Best first, with bounds (A*; Land and Doig's branch and bound). A heap holds what may still be the fastest, by a time below
-which it cannot be: first families of setups (:class:`~commlayer.scheduler.mapping.space.Family`) by their compute and bubble,
-then setups that fit in memory by that and the exchanges that nothing hides, then setups by their estimate. What comes out
-with an estimate is final: everything else takes at least as long. So the answer is that of a brute force whenever no bound
-exceeds the estimate of what it stands for. Ties go to the simpler setup.
+which it cannot be: first families of setups (:class:`~commlayer.scheduler.mapping.space.Family`) by their compute and bubble;
+then the setups of a family by closer bounds, those that fit in memory; then setups by their estimate. What comes out with an
+estimate is final: everything else takes at least as long. A setup that recomputes more is asked for only where the same with
+less does not fit, or is final. So the answer is that of a brute force whenever no bound exceeds the estimate of what it stands
+for, and recomputation takes time. Ties go to the simpler setup.
 
 Rejected: a beam, or descent from neighbour to neighbour. Both miss mappings that need several degrees changed at once (TP for
 EP at another PP), and cannot say that they did not.
@@ -28,11 +29,23 @@ from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import Family, Space, families, setups
 
-__all__ = ["MOST_GPUS", "Estimates", "Fit", "SearchResult", "describe_memory", "search", "simplicity", "smallest_fit"]
+__all__ = [
+    "CLOSEST",
+    "MOST_GPUS",
+    "Estimates",
+    "Fit",
+    "SearchResult",
+    "describe_memory",
+    "search",
+    "simplicity",
+    "smallest_fit",
+]
 
+CLOSEST = 3
+"""The last level of bounds."""
 MOST_GPUS = 65_536
 """Up to here :func:`smallest_fit` looks."""
-_CLOSEST = 3  # level of bounds
+_RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 _ROUNDING = 1e-9
 """By what part a bound may exceed an estimate, as its sums are rounded in another order."""
 
@@ -42,6 +55,7 @@ Progress = Callable[[int, int], None]
 class Estimates(Protocol):
     """What the search asks of an estimator (:class:`commlayer.scheduler.simulate.Estimator` is one).
 
+    No bound exceeds what it is a bound of, and recomputing more makes no step shorter.
     ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take set aside.
     """
 
@@ -60,7 +74,8 @@ class Estimates(Protocol):
 
     def bound_us(self, setup: Setup, level: int, /) -> float:
         """What the step takes at least. Level 0: also that of every setup that has another dispatch, recomputes more or shards
-        less by ZeRO, and is else the same. Levels 1 and 2: that of ``setup``, closer and slower to find."""
+        less by ZeRO, and is else the same. Levels 1 to :data:`CLOSEST`: that of ``setup``, each closer and slower to find (or the
+        same again)."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -77,7 +92,7 @@ class SearchResult:
         ranked: the best, fastest first; never empty.
         best_unfolded, best_folded: the best with ``folded`` False and True; None where none fits or the space has none.
         num_valid: setups in the space. num_checked: whose memory was counted, for the others cannot be among the best.
-            num_fitting: of these. num_estimated: whose step was estimated to the end.
+            num_fitting: of these. num_estimated: whose step was estimated.
         seconds: that the search took.
     """
 
@@ -112,7 +127,7 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
     degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.vpp)
     return (
         sum(degree > 1 for degree in degrees),
-        get_args(Recompute).index(setup.recompute),
+        _RECOMPUTE.index(setup.recompute),
         math.prod(degrees),
         str(setup),
     )
@@ -135,21 +150,23 @@ def search(
         raise UsageError("the estimator is of another job: make it of the job that is searched")
     space = space or Space()
     began = time.perf_counter()
-    frontier = _Frontier(estimator, progress)
+    frontier = _Frontier(estimator, space, progress)
     frontier.fill(families(job, estimator.cluster, space), top)
     if not frontier.num_valid:
         raise UsageError(_nothing_valid(job, estimator.cluster, space))
     ranked = list(frontier.take(top))
     if not ranked and frontier.lightest:
         raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest))
-    best = {folded: frontier.best_of(folded, ranked) for folded in (False, True)}
+    kinds = [frontier.best_of(folded, ranked) for folded in (False, True)]
+    found = {each.setup: estimator.estimate(each.setup) for each in (*ranked, *filter(None, kinds))}  # in detail
+    best_unfolded, best_folded = (found[each.setup] if each else None for each in kinds)
     return SearchResult(
         job=job,
         cluster=estimator.cluster.name,
         software=estimator.software.name,
-        ranked=tuple(ranked),
-        best_unfolded=best[False],
-        best_folded=best[True],
+        ranked=tuple(found[each.setup] for each in ranked),
+        best_unfolded=best_unfolded,
+        best_folded=best_folded,
         num_valid=frontier.num_valid,
         num_checked=frontier.num_checked,
         num_fitting=frontier.num_fitting,
@@ -199,11 +216,12 @@ class _Entry:
 class _Frontier:
     """What may still be the fastest."""
 
-    def __init__(self, estimator: Estimates, progress: Progress | None) -> None:
+    def __init__(self, estimator: Estimates, space: Space, progress: Progress | None) -> None:
         self._estimator, self._progress = estimator, progress
         self._heap: list[_Entry] = []
         self._order = itertools.count()
         self._limit = estimator.memory_limit
+        self._recompute = sorted(set(space.recompute), key=_RECOMPUTE.index)
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
 
@@ -229,11 +247,10 @@ class _Frontier:
                 taken += 1
                 if self._progress:
                     self._progress(self.num_valid + taken, self.num_valid + top)
+                self._recompute_more(entry.time_us, entry.item.setup)
                 yield entry.item
             elif isinstance(entry.item, Setup):
                 self._look_closer(entry, entry.item)
-            elif len(entry.item.recompute) > 1:
-                self._divide(entry.time_us, entry.item)
             else:
                 self._open(entry.time_us, entry.item)
         if self._progress and taken < top:
@@ -252,31 +269,41 @@ class _Frontier:
         heapq.heapify(self._heap)
         return found
 
-    def _divide(self, bound_us: float, family: Family) -> None:
-        """By recomputation, of which more takes longer: many a family is never looked at beyond the least."""
-        for recompute in family.recompute:
-            part = family._replace(recompute=(recompute,))
-            bound = max(bound_us, self._estimator.bound_us(part.lead(), 0))
-            heapq.heappush(self._heap, _Entry(bound, 0, (next(self._order),), family.folded, part))
-
     def _open(self, bound_us: float, family: Family) -> None:
-        for setup in family.members():
-            needed = self._estimator.memory(setup)
-            self.num_checked += 1
-            if self.lightest is None or needed.total < self.lightest[0].total:
-                self.lightest = needed, setup
-            if needed.total > self._limit:
-                continue
-            self.num_fitting += 1
-            bound = max(bound_us, self._estimator.bound_us(setup, 1))
-            heapq.heappush(self._heap, _Entry(bound, 1, (next(self._order),), setup.folded, setup))
+        for setup in family._replace(recompute=family.recompute[:1]).members():
+            self._admit(bound_us, setup)
+
+    def _admit(self, bound_us: float, setup: Setup) -> None:
+        """Where it fits; else the same with more recomputation."""
+        if self._fits(setup):
+            self._push(bound_us, setup, 1)
+        else:
+            self._recompute_more(bound_us, setup)
+
+    def _push(self, bound_us: float, setup: Setup, level: int) -> None:
+        bound = max(bound_us, self._estimator.bound_us(setup, level))
+        heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), setup.folded, setup))
 
     def _look_closer(self, entry: _Entry, setup: Setup) -> None:
-        if entry.stage < _CLOSEST:
-            bound = max(entry.time_us, self._estimator.bound_us(setup, entry.stage + 1))
-            heapq.heappush(self._heap, _Entry(bound, entry.stage + 1, (next(self._order),), entry.folded, setup))
+        if entry.stage < CLOSEST:
+            self._push(entry.time_us, setup, entry.stage + 1)
         else:
             self._estimate(entry.time_us, setup)
+
+    def _recompute_more(self, bound_us: float, setup: Setup) -> None:
+        """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
+        place = self._recompute.index(setup.recompute) + 1
+        if place < len(self._recompute):
+            self._admit(bound_us, replace(setup, recompute=self._recompute[place]))
+
+    def _fits(self, setup: Setup) -> bool:
+        needed = self._estimator.memory(setup)
+        self.num_checked += 1
+        if self.lightest is None or needed.total < self.lightest[0].total:
+            self.lightest = needed, setup
+        fits = needed.total <= self._limit
+        self.num_fitting += fits
+        return fits
 
     def _estimate(self, bound_us: float, setup: Setup) -> None:
         found = self._estimator.estimate(setup, detail=False)
@@ -286,12 +313,12 @@ class _Frontier:
                 f"the bound of {setup} is {bound_us} µs, above its estimate of {found.step_us} µs: a search by such bounds "
                 "may miss the best; please report it"
             )
-        heapq.heappush(self._heap, _Entry(found.step_us, _CLOSEST + 1, simplicity(setup), setup.folded, found))
+        heapq.heappush(self._heap, _Entry(found.step_us, CLOSEST + 1, simplicity(setup), setup.folded, found))
 
 
 def _leanest(space: Space) -> Space:
     """``space`` without what never takes less memory than what is left."""
-    recompute = max(space.recompute, key=get_args(Recompute).index)
+    recompute = max(space.recompute, key=_RECOMPUTE.index)
     return replace(
         space,
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),

@@ -18,6 +18,7 @@ from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import Estimates, describe_memory, search
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
+from commlayer.scheduler.simulate import Estimator
 
 __all__ = [
     "ALTERNATIVES",
@@ -72,8 +73,7 @@ class Variation:
         gpu: the GPU of the cluster of that name, with the links of this one.
         precision: ``bf16`` or ``fp8``. sequence, global_batch: of the job.
         top_k: experts for each token. split: every expert into so many of which tokens take as many times more, with as many
-            active
-            parameters: fine-grained experts (DeepSeekMoE, arXiv:2401.06066).
+            active parameters: fine-grained experts (DeepSeekMoE, arXiv:2401.06066).
 
     Raises:
         UsageError: an unknown kind, no values, or one of the wrong sort.
@@ -289,7 +289,7 @@ def _point(
 ) -> WhatIfPoint:
     try:
         job, cluster = vary(job, cluster, kind, value)
-        estimate, note = _estimate(job, cluster, kind, value, way, make or _simulate)
+        estimate, note = _estimate(job, cluster, kind, value, way, make or Estimator)
     except UsageError as error:
         estimate, note = None, str(error)
     return WhatIfPoint(value=value, job=job, cluster=cluster.name, estimate=estimate, note=note)
@@ -312,17 +312,14 @@ def _estimate(
     return estimator.estimate(setup), ""
 
 
-def _simulate(job: Job, cluster: Cluster, software: Software) -> Estimates:
-    from commlayer.scheduler.simulate import Estimator
-
-    return Estimator(job, cluster, software)
-
-
 def _check(kind: Kind, value: Value) -> None:
     if kind in _WHOLE:
         sound, expected = type(value) is int and value >= 1, "a whole number of at least 1"
     elif kind in _REAL:
-        sound, expected = isinstance(value, (int, float)) and 0 < value < float("inf"), "a positive number"
+        sound, expected = (
+            isinstance(value, (int, float)) and type(value) is not bool and 0 < value < float("inf"),
+            "a positive number",
+        )
     elif kind == "precision":
         sound, expected = value in ("bf16", "fp8"), "bf16 or fp8"
     else:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.errors import UsageError
-from commlayer.scheduler.mapping.pipeline import bubble_us, course, makespan_us, order
+from commlayer.scheduler.mapping.pipeline import bubble_us, course, hops, makespan_us, order
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -60,3 +60,13 @@ def test_no_task_begins_before_its_input_is_there(ranks: int, groups: int, chunk
 def test_interleaved_chunks_need_a_multiple_of_the_ranks() -> None:
     with pytest.raises(UsageError, match="multiple of pp=4 micro-batches, got 6"):
         order(4, 0, 6, 2)
+
+
+@given(st.integers(1, 6), st.integers(1, 14), st.integers(1, 4))
+def test_sends_lengthen_a_step_as_often_as_hops_says(ranks: int, micro_batches: int, chunks: int) -> None:
+    count = micro_batches if chunks == 1 else ranks * (1 + micro_batches // ranks)
+    if ranks == 1:
+        chunks = 1
+    alone = max(task.end for task in course([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks))
+    sending = course([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks, send_us=0.01)
+    assert max(task.end for task in sending) - alone == pytest.approx(0.01 * hops(ranks, count, chunks))

@@ -1,0 +1,248 @@
+"""``make bench-mappings``: steps of a small MoE model on 12 mappings, measured on an emulated cluster, and the simulated step.
+
+The simulator gets the curves of the groups that the mappings use, and the times of products, attention and whole layers on one
+rank without any sending. Nothing is fitted to a step. Writes a dated document, JSON with all that was measured, and a picture.
+``--predict FILE`` predicts again from such a JSON file, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from mappings_job import BATCH, CASES, GPUS, MODEL, NODES, RANKS, SEQUENCE, shapes_of
+from mappings_pictures import steps_figure
+from mappings_predict import RankCompute, Row, as_json, cluster_of, fitted, layer_errors, predict, spearman
+from mappings_ranks import ComputeTimes, Layer, run_compute, run_curves, run_steps
+
+import commlayer
+import commlayer.backend
+import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+from commlayer.drawing import save_figure
+from commlayer.emulation import EmulatedCluster
+
+RESULTS = Path(__file__).parent / "results"
+RATE = "100mbit"
+_RATE_GBPS = 0.0125
+_MOST_ERROR, _LEAST_RANK = 0.15, 0.9
+_MAX_BYTES = 4 << 20
+_LOAD = os.getloadavg()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Steps of each case, and seconds of each point of computation."""
+
+    steps: int
+    compute_s: float
+
+
+_EFFORTS = {False: Effort(7, 0.5), True: Effort(2, 0.1)}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``steps``: µs of every step of each case, in their order. ``curves``: profiles, by shape. ``compute``: before the steps and
+    after them."""
+
+    steps: list[list[float]]
+    curves: dict[str, str]
+    compute: list[ComputeTimes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps: whether it works")
+    parser.add_argument("--predict", type=Path, metavar="FILE", help="predict again from the JSON of an earlier run")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="folder to write to (benchmarks/results)"
+    )
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    if options.predict:
+        content = json.loads(options.predict.read_text(encoding="utf-8"))
+        date, facts, measured = content["date"], content["facts"], _from_json(content["measured"])
+    else:
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+        measured = measure(_EFFORTS[options.quick])
+        facts = _facts(time.perf_counter() - began)
+    compute = fitted(_mean(measured.compute))
+    rows = predict(CASES, measured.steps, cluster_of(measured.curves), compute)
+    stem = options.output / f"{date}-mappings"
+    save_figure(
+        steps_figure(rows, f"Predicted and measured steps: 2×4 ranks emulated, {RATE} a node"), stem.with_suffix(".svg")
+    )
+    found = {"rows": as_json(rows), "spearman": spearman(rows), "within": _within(rows)}
+    compute_found = {"kernel_us": compute.kernel_us, "byte_us": compute.byte_us}
+    content = {"date": date, "facts": facts, **found, **compute_found, "measured": asdict(measured)}
+    stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(document(date, facts, rows, measured, compute, stem.name), encoding="utf-8")
+    print(stem.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def measure(effort: Effort) -> Measured:
+    """Some minutes."""
+    began = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"{what}: since {time.perf_counter() - began:.0f} s", flush=True)
+
+    with EmulatedCluster(NODES, RANKS, inter=RATE, mode="netns") as cluster:
+        say("curves")
+        curves = cluster.run(run_curves, shapes_of(CASES), _MAX_BYTES, _RATE_GBPS, timeout_s=600)[0]
+        say("computation")
+        before = cluster.run(run_compute, effort.compute_s, timeout_s=300)[0]
+        say("steps")
+        steps = cluster.run(run_steps, CASES, effort.steps, 1, timeout_s=900)[0]
+        say("computation")
+        after = cluster.run(run_compute, effort.compute_s, timeout_s=300)[0]
+    return Measured(steps, curves, [before, after])
+
+
+def _mean(found: Sequence[ComputeTimes]) -> ComputeTimes:
+    def points(name: str) -> list[tuple[float, float]]:
+        each = [getattr(times, name) for times in found]
+        return [(same[0][0], sum(us for _, us in same) / len(same)) for same in zip(*each, strict=True)]
+
+    layers = [
+        Layer(
+            first.sequence,
+            first.batch,
+            first.experts,
+            first.top_k,
+            sum(layer.forward_us for layer in (first, *rest)) / len(found),
+            sum(layer.backward_us for layer in (first, *rest)) / len(found),
+        )
+        for first, *rest in zip(*(times.layers for times in found), strict=True)
+    ]
+    return ComputeTimes(points("products"), points("core_forward"), points("core_backward"), layers)
+
+
+def _from_json(content: dict[str, Any]) -> Measured:
+    compute = [
+        ComputeTimes(
+            **{
+                name: [(flops, us) for flops, us in each[name]]
+                for name in ("products", "core_forward", "core_backward")
+            },
+            layers=[Layer(**layer) for layer in each["layers"]],
+        )
+        for each in content["compute"]
+    ]
+    return Measured(content["steps"], content["curves"], compute)
+
+
+def _facts(took_s: float) -> dict[str, str]:
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
+        "load before": f"{_LOAD[0]:.1f} processes on average over the last minute",
+        "versions": f"commlayer {commlayer.__version__}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
+        "command": " ".join(["python", "benchmarks/mappings.py", *sys.argv[1:]]),
+        "took": f"{took_s:.0f} s",
+    }
+
+
+def _within(rows: Sequence[Row]) -> int:
+    return sum(abs(row.error) <= _MOST_ERROR for row in rows)
+
+
+def document(
+    date: str, facts: dict[str, str], rows: Sequence[Row], measured: Measured, compute: RankCompute, name: str
+) -> str:
+    """The whole result as Markdown."""
+    errors = [abs(row.error) for row in rows]
+    missed = [f"{row.name} ({row.error:+.1%})" for row in rows if abs(row.error) > _MOST_ERROR]
+    rank = spearman(rows)
+    lines = [
+        f"# Predicted and measured steps, {date}",
+        "",
+        f"Emulated: {NODES} nodes of {RANKS} ranks on one machine, each node with its own core and {RATE} of wire. Real",
+        "processes and bytes, a slow wire.",
+        "",
+        *[f"- {key}: {value}" for key, value in facts.items()],
+        "",
+        f"The model: {MODEL.layers} layers, hidden {MODEL.hidden}, {MODEL.heads} heads ({MODEL.kv_heads} of keys),",
+        f"{MODEL.experts} experts of width {MODEL.width}, {MODEL.top_k} a token, FP32; {BATCH} sequences of {SEQUENCE} tokens a",
+        f"step on {GPUS} ranks. Rows are padded to a capacity of 1.0. Every call is the backend's own (flat), nothing overlaps,",
+        "and a step ends with the sums of gradients: there is no optimizer in it.",
+        "",
+        f"Of {len(rows)} mappings **{_within(rows)} are predicted within {_MOST_ERROR:.0%}** (target: all); median error",
+        f"{median(errors):.1%}, largest {max(errors):.1%}; Spearman's rank correlation **{rank:.3f}** (target {_LEAST_RANK}).",
+        f"Missed: {', '.join(missed) or 'none'}." + ("" if rank >= _LEAST_RANK else " The ranking is missed too."),
+        "",
+        "| mapping | folded | measured, ms | predicted, ms | error | computed | tokens' exchanges | tp, cp, pp | gradients |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *map(_line, rows),
+        "",
+        f"![predicted and measured]({name}.svg)",
+        "",
+        "## What the prediction knows",
+        "",
+        "Curves of every shape of group that the mappings have (`commlayer.group_profiler.measure_groups`), all groups of a",
+        f"shape at once: {', '.join(measured.curves)} (nodes × ranks on each). Computation, all ranks at once and nothing sent:",
+        "products of six sizes; the attention's core of five, forward and backward; and five whole layers, from which two",
+        f"numbers come: {compute.kernel_us:.0f} µs for each of the kernels that memory bounds, and",
+        f"{1e-3 / max(compute.byte_us, 1e-9):.2f} GB/s. No number comes from a step.",
+        "",
+        "| layer alone | measured, ms | said, ms |",
+        "|---|---|---|",
+        *_layer_lines(measured, compute),
+        "",
+        f"Between its two measurements, before the steps and after them, computation changed by {_drift(measured):.1%} (median).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    def of(*names: str) -> str:
+        return f"{sum(row.parts_ms.get(name, 0.0) for name in names):.0f}"
+
+    low, high = row.quartiles_ms
+    work = of("attention", "experts", "dense", "memory", "head")
+    sent = (of("dispatch", "combine"), of("tp", "cp", "pp", "bubble"), of("gradients"))
+    cells = [
+        row.name,
+        "yes" if row.folded else "",
+        f"{row.measured_ms:.0f} [{low:.0f}, {high:.0f}]",
+        f"{row.predicted_ms:.0f}",
+        f"{row.error:+.1%}",
+        work,
+        *sent,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _layer_lines(measured: Measured, compute: RankCompute) -> list[str]:
+    times = _mean(measured.compute)
+    said = layer_errors(times, compute)
+    return [
+        f"| {layer.batch} × {layer.sequence} tokens, {layer.experts} experts | {real / 1e3:.1f} | {ours / 1e3:.1f} |"
+        for layer, (real, ours) in zip(times.layers, said, strict=True)
+    ]
+
+
+def _drift(measured: Measured) -> float:
+    before, after = measured.compute[0], measured.compute[-1]
+    pairs = zip(
+        [us for _, us in (*before.products, *before.core_forward, *before.core_backward)],
+        [us for _, us in (*after.products, *after.core_forward, *after.core_backward)],
+        strict=True,
+    )
+    return median(abs(b / a - 1) for a, b in pairs)
+
+
+if __name__ == "__main__":
+    main()

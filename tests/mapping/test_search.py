@@ -1,0 +1,434 @@
+"""Every valid setup, the best of them, and why; against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.profiles.errors import GroupError, InternalError, UsageError
+from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.explain import compare, explain
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.result import Memory, StepEstimate
+from commlayer.scheduler.mapping.search import CLOSEST, search, simplicity, smallest_fit
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.space import Space, families, setups
+from commlayer.scheduler.simulate import Estimator
+
+NODE = clusters.load("h100-eos").replace(name="four", domain=4)
+SMALL = ModelShape(
+    name="small",
+    layers=6,
+    hidden=256,
+    heads=8,
+    kv_heads=2,
+    head_dim=32,
+    experts=4,
+    top_k=2,
+    width=128,
+    vocabulary=512,
+    shared_width=64,
+)
+LATENT = replace(
+    SMALL,
+    name="latent",
+    kv_heads=8,
+    latent=LatentAttention(q_rank=64, kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32),
+)
+
+
+def job_of(gpus: int, *, model: ModelShape = SMALL, batch: int = 16, sequence: int = 256) -> Job:
+    return Job(model=model, gpus=gpus, global_batch=batch, sequence=sequence)
+
+
+class Fake:
+    """Bounds and times drawn from a seed, such that no bound exceeds what it stands for."""
+
+    software: Software = COMMLAYER
+
+    def __init__(self, job: Job, cluster: Cluster, seed: int, *, coarse: bool = False, fits: float = 0.7) -> None:
+        self.job, self.cluster, self.seed, self.coarse, self.fits = job, cluster, seed, coarse, fits
+        self.memory_limit = 1.0
+        self.estimated: list[Setup] = []
+        self._least = cache(self._draw)
+
+    def _draw(self, *key: object) -> float:
+        drawn = random.Random(f"{self.seed} {key}").random()
+        return round(drawn * 4) / 4 if self.coarse else drawn  # coarse: many are equal
+
+    def _times(self, setup: Setup) -> list[float]:
+        """The bounds, level by level, and the step."""
+        family = replace(setup, recompute="none", dispatch="all_to_all", zero=3)
+        least = replace(setup, recompute="none")
+        times = [100 + self._least("family", family)]
+        for level in range(CLOSEST + 1):
+            times.append(times[-1] + self._least(level, least))
+        order = ("none", "selective", "full")
+        more = sum(
+            self._least("more", replace(setup, recompute=word)) for word in order[1 : order.index(setup.recompute) + 1]
+        )
+        return [time + more for time in times]
+
+    def memory(self, setup: Setup) -> Memory:
+        used = 0.5 if self._least("memory", setup) <= self.fits else 1.5
+        return Memory(weights=used, gradients=0, optimizer=0, activations=0, buffers=0)
+
+    def bound_us(self, setup: Setup, level: int) -> float:
+        return self._times(setup)[level]
+
+    def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
+        self.estimated.append(setup)
+        return estimate_of(self.job, setup, self._times(setup)[-1], memory=self.memory(setup), limit=self.memory_limit)
+
+
+def estimate_of(
+    job: Job,
+    setup: Setup,
+    step_us: float,
+    *,
+    parts: dict[str, float] | None = None,
+    exposed: dict[str, float] | None = None,
+    memory: Memory | None = None,
+    limit: float = 80e9,
+) -> StepEstimate:
+    return StepEstimate(
+        job=job,
+        setup=setup,
+        cluster="four",
+        software="commlayer",
+        step_us=step_us,
+        mfu=0.4,
+        tflops=400.0,
+        memory=memory or Memory(weights=10e9, gradients=20e9, optimizer=5e9, activations=25e9, buffers=1e9),
+        memory_limit=limit,
+        parts=parts or {"experts": step_us},
+        exposed_us=exposed or {},
+        traffics=(),
+        bubble=0.0,
+        bottleneck="compute",
+    )
+
+
+# Space
+
+
+def by_setup_itself(job: Job, cluster: Cluster, space: Space) -> set[Setup]:
+    """Every combination of numbers up to the number of GPUs that Setup, the model and the batch accept."""
+    degrees = range(1, job.gpus + 1)
+    found = set()
+    for tp, cp, pp, ep, etp, vpp, micro_batch in itertools.product(
+        degrees, degrees, degrees, range(1, 5), degrees, range(1, 7), (1, 2, 4, 8)
+    ):
+        if (job.gpus % (tp * cp * pp) or job.gpus % (etp * ep * pp)) or (pp == 1 and vpp > 1):
+            continue  # Setup refuses the first two as well (test_folded), but takes its time to say why
+        for folded in (True, False):
+            try:
+                setup = Setup(
+                    gpus=job.gpus, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vpp=vpp, micro_batch=micro_batch, folded=folded
+                )
+                parameters.check(job.model, setup)
+                batches = setup.micro_batches(job)
+            except (GroupError, UsageError):
+                continue
+            if vpp > 1 and batches % pp:
+                continue
+            if job.sequence % (cp * tp * (2 if cp > 1 else 1)):
+                continue
+            if job.gpus > cluster.domain and (cluster.domain % tp or cluster.domain % etp):
+                continue
+            found.add(setup)
+    return found
+
+
+def ranks(setup: Setup) -> tuple[frozenset[int], ...]:
+    """The groups of rank 0: two setups with the same are the same."""
+    found = []
+    for axis in ("ep", "edp", "etp_ep", "etp"):
+        group = [0]
+        for size, stride in setup.layout(axis):
+            group = [rank + index * stride for index in range(size) for rank in group]
+        found.append(frozenset(group))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("gpus", [1, 4, 6, 8])
+@pytest.mark.parametrize("model", [SMALL, LATENT])
+def test_setups_are_those_that_setup_itself_accepts(gpus: int, model: ModelShape) -> None:
+    job = job_of(gpus, model=model, batch=24, sequence=96)
+    space = Space(recompute=("none",), dispatch=("all_to_all",), vpp=tuple(range(1, 7)))
+    got = list(setups(job, NODE, space))
+    assert len(got) == len(set(got))
+    expected = by_setup_itself(job, NODE, space)
+    assert set(got) <= expected
+    for setup in expected - set(got):  # left out only because the other kind has the same groups
+        assert setup.folded
+        assert ranks(setup) == ranks(replace(setup, folded=False))
+        assert replace(setup, folded=False) in got
+    for setup in got:
+        assert setup == replace(setup)  # made without Setup's own checks, it passes them
+        if setup.folded and setup.etp == setup.tp and replace(setup, folded=False) in expected:
+            assert ranks(setup) != ranks(replace(setup, folded=False))
+
+
+def test_words_are_combined_and_nothing_is_counted_twice() -> None:
+    job = job_of(8)
+    plain = Space(recompute=("none",), dispatch=("all_to_all",))
+    every = replace(
+        plain, recompute=("full", "none"), dispatch=("all_to_all", "all_gather"), attention=("tensor", "ulysses")
+    )
+    one = list(setups(job, NODE, plain))
+    expected = sum(2 * (2 if each.ep * each.etp > 1 else 1) * (2 if each.tp > 1 else 1) for each in one)
+    got = list(setups(job, NODE, every))
+    assert len(got) == len(set(got)) == expected
+    assert sum(family.size for family in families(job, NODE, every)) == expected
+
+
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    job = job_of(8)
+    space = Space(precision=("bf16", "fp8"))
+    without = NODE.replace(gpu=replace(NODE.gpu, fp8_tflops=0.0))
+    assert {setup.precision for setup in setups(job, NODE, space)} == {"bf16", "fp8"}
+    assert {setup.precision for setup in setups(job, without, space)} == {"bf16"}
+
+
+def test_tensor_parallelism_leaves_the_domain_only_where_it_may() -> None:
+    job = job_of(16)
+    assert max(setup.tp for setup in setups(job, NODE)) == 4
+    lifted = list(setups(job, NODE, Space(within_domain=False)))
+    assert max(setup.tp for setup in lifted) == 8
+    assert max(setup.etp for setup in lifted) == 16
+
+
+def test_interleaved_chunks_are_nearly_equal_unless_named() -> None:
+    job = job_of(2, batch=8)  # 6 layers, pp=2: of 2 · vpp chunks, 2 and 6 divide; 4 of 2 layers would lack 2
+    assert {setup.vpp for setup in setups(job, NODE, Space(pp=(2,)))} == {1, 3}
+    assert {setup.vpp for setup in setups(job, NODE, Space(pp=(2,), vpp=(1, 2, 3, 4)))} == {1, 2, 3}
+
+
+def test_a_thousand_nodes_are_enumerated_quickly_enough_to_count() -> None:
+    job = Job(model=catalog.load("mixtral-8x22b"), gpus=8192, global_batch=4096, sequence=4096)
+    counted = sum(family.size for family in families(job, clusters.load("h100-eos"), Space()))
+    assert counted > 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tp": ()}, "tp: expected whole numbers"),
+        ({"pp": (0,)}, "pp: expected whole numbers"),
+        ({"recompute": ("some",)}, "recompute: expected some of none, selective, full"),
+        ({"zero": (4,)}, "zero: expected some of 0, 1, 2, 3"),
+        ({"folded": ()}, "folded: expected some of"),
+    ],
+)
+def test_a_space_says_what_is_wrong(change: dict[str, tuple[object, ...]], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Space(**change)  # type: ignore[arg-type]
+
+
+# Search
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 10**6),
+    coarse=st.booleans(),
+    fits=st.sampled_from([0.02, 0.5, 1.0]),
+    gpus=st.sampled_from([2, 4, 8]),
+)
+def test_the_search_finds_what_brute_force_finds(seed: int, coarse: bool, fits: float, gpus: int) -> None:
+    job = job_of(gpus)
+    space = Space(micro_batch=(1, 2), zero=(1, 0))
+    fake = Fake(job, NODE, seed, coarse=coarse, fits=fits)
+    every = [fake.estimate(setup) for setup in setups(job, NODE, space) if fake.memory(setup).total <= 1]
+    every.sort(key=lambda found: (found.step_us, simplicity(found.setup)))
+    fake.estimated.clear()
+    if not every:
+        return
+    result = search(job, fake, space, top=5)
+    assert [found.setup for found in result.ranked] == [found.setup for found in every[:5]]
+    for folded, best in ((True, result.best_folded), (False, result.best_unfolded)):
+        expected = next((found.setup for found in every if found.setup.folded is folded), None)
+        assert (best and best.setup) == expected
+    assert result.num_valid == sum(1 for _ in setups(job, NODE, space))
+    assert result.num_estimated <= len(every)
+    assert len(set(fake.estimated)) == result.num_estimated
+    assert result.num_fitting <= result.num_checked <= result.num_valid
+
+
+def test_the_search_estimates_few_of_many() -> None:
+    job = job_of(8)
+    fake = Fake(job, NODE, seed=1)
+    result = search(job, fake, top=3)
+    assert result.num_valid > 1000
+    assert result.num_estimated < result.num_valid / 10
+
+
+def test_a_bound_above_its_estimate_is_our_own_bug() -> None:
+    class Wrong(Fake):
+        def bound_us(self, setup: Setup, level: int) -> float:
+            return super().bound_us(setup, level) + (50 if level == CLOSEST else 0)
+
+    job = job_of(4)
+    with pytest.raises(InternalError, match="above its estimate"):
+        search(job, Wrong(job, NODE, seed=3))
+
+
+def test_equal_times_go_to_the_simpler_setup() -> None:
+    class Flat(Fake):
+        def _times(self, setup: Setup) -> list[float]:
+            return [1.0] * (CLOSEST + 2)
+
+    job = job_of(4)
+    result = search(job, Flat(job, NODE, seed=0, fits=1.0), top=3)
+    assert result.best.setup == Setup(gpus=4, folded=False)
+    assert [simplicity(found.setup) for found in result.ranked] == sorted(
+        simplicity(found.setup) for found in result.ranked
+    )
+
+
+def test_progress_ends_where_it_said() -> None:
+    seen: list[tuple[int, int]] = []
+    job = job_of(4)
+    search(job, Fake(job, NODE, seed=5), top=4, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_search_refuses_what_it_cannot_do() -> None:
+    job = job_of(4)
+    with pytest.raises(UsageError, match="top: expected"):
+        search(job, Fake(job, NODE, seed=0), top=0)
+    with pytest.raises(UsageError, match="another job"):
+        search(job_of(8), Fake(job, NODE, seed=0))
+    with pytest.raises(UsageError, match="no mapping of small onto 4 GPUs of four is valid"):
+        search(job, Fake(job, NODE, seed=0), Space(tp=(3,)))
+
+
+@pytest.mark.parametrize("software", [COMMLAYER, MEGATRON])
+def test_the_real_estimator_is_searched_as_by_brute_force(software: Software) -> None:
+    model = replace(catalog.load("mixtral-8x7b"), layers=4)
+    job = Job(model=model, gpus=8, global_batch=16, sequence=2048)
+    space = Space(
+        micro_batch=(2,),
+        vpp=(1, 2),
+        recompute=("none", "full"),
+        tp=(1, 2),
+        cp=(1, 2),
+        ep=(4,),
+        etp=(1,),
+        pp=(1, 2),
+        zero=(0, 1),
+    )
+    cluster = clusters.load("h100-eos").replace(domain=4)
+    estimator = Estimator(job, cluster, software)
+    every = []
+    for setup in setups(job, cluster, space):
+        if estimator.memory(setup).total <= estimator.memory_limit:
+            found = estimator.estimate(setup, detail=False)
+            for level in range(CLOSEST + 1):
+                assert estimator.bound_us(setup, level) <= found.step_us * (1 + 1e-9), (level, setup)
+            lead = replace(setup, recompute="none", dispatch="all_to_all", zero=1)
+            assert estimator.bound_us(lead, 0) <= found.step_us * (1 + 1e-9), setup
+            every.append(found)
+    assert every
+    every.sort(key=lambda found: (found.step_us, simplicity(found.setup)))
+    result = search(job, estimator, space, top=5)
+    assert [found.step_us for found in result.ranked] == pytest.approx([found.step_us for found in every[:5]])
+    for folded, best in ((True, result.best_folded), (False, result.best_unfolded)):
+        expected = next((found.step_us for found in every if found.setup.folded is folded), None)
+        assert (best and best.step_us) == pytest.approx(expected)
+
+
+# What fits
+
+
+class Counted(Fake):
+    """With the memory that is really needed."""
+
+    def memory(self, setup: Setup) -> Memory:
+        return memory.estimate(self.job, setup, self.software.gradient_bytes)
+
+
+def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
+    job = Job(model=catalog.load("mixtral-8x22b"), gpus=8, global_batch=256, sequence=4096)
+    cluster = clusters.load("h100-eos")
+    fake = Counted(job, cluster, seed=0)
+    fake.memory_limit = 75e9
+    with pytest.raises(
+        UsageError, match=r"mixtral-8x22b fits in no mapping on 8 GPUs of h100-eos: .* GPUs would do: TP"
+    ) as error:
+        search(job, fake, Space(vpp=(1,), micro_batch=(1,)))
+    fit = smallest_fit(job, cluster, memory_limit=75e9)
+    assert fit is not None
+    assert f"{fit.gpus} GPUs would do" in str(error.value)
+    assert fit.memory.total <= 75e9
+    larger = replace(job, gpus=fit.gpus)
+    assert memory.estimate(larger, fit.setup) == fit.memory
+    fewer = replace(job, gpus=fit.gpus // 2)
+    assert all(memory.estimate(fewer, setup).total > 75e9 for setup in setups(fewer, cluster, Space(micro_batch=(1,))))
+
+
+def test_the_smallest_fit_is_the_same_with_every_choice_left_open() -> None:
+    """What smallest_fit leaves out never takes less memory."""
+    job = Job(model=replace(catalog.load("mixtral-8x7b"), layers=8), gpus=1, global_batch=32, sequence=4096)
+    cluster = clusters.load("h100-eos")
+    fit = smallest_fit(job, cluster, memory_limit=30e9)
+    assert fit is not None
+    asked = replace(job, gpus=fit.gpus)
+    least = min(memory.estimate(asked, setup).total for setup in setups(asked, cluster))
+    assert fit.memory.total == pytest.approx(least)
+
+
+def test_some_models_fit_nowhere() -> None:
+    job = Job(model=catalog.load("deepseek-v3"), gpus=8, global_batch=8, sequence=4096)
+    assert smallest_fit(job, clusters.load("h100-eos"), Space(pp=(1,), ep=(1,)), memory_limit=1e9, most_gpus=64) is None
+
+
+# Why
+
+
+def test_an_explanation_names_what_saves_and_what_costs() -> None:
+    job = job_of(8)
+    fast = estimate_of(
+        job,
+        Setup(gpus=8, tp=2),
+        100_000.0,
+        parts={"experts": 60_000.0, "tp": 10_000.0, "dispatch": 30_000.0},
+        exposed={"tp": 10_000.0, "ep": 30_000.0},
+    )
+    slow = estimate_of(
+        job, Setup(gpus=8, tp=4), 125_000.0, parts={"experts": 60_000.0, "tp": 45_000.0, "dispatch": 20_000.0}
+    )
+    said = compare(fast, slow)
+    assert "20.0% (25 ms) faster: TP2 instead of TP4 saves 35 ms of tp exchanges, and costs 10 ms of sending" in said
+    result = replace(search(job, Fake(job, NODE, seed=0)), ranked=(fast, slow), best_unfolded=None, best_folded=fast)
+    lines = explain(result)
+    assert any("No unfolded mapping" in line for line in lines)
+    assert any("40 ms of communication (40.0%) is hidden by nothing: ep 30 ms and tp 10 ms" in line for line in lines)
+    assert any("61.0 of 80.0 GB in use (activations 25.0, gradients 20.0" in line for line in lines)
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=10)
+def test_every_result_can_be_explained(seed: int) -> None:
+    job = job_of(4)
+    lines = explain(search(job, Fake(job, NODE, seed, coarse=True), top=2))
+    assert len(lines) == 5
+    assert all(line.endswith(".") for line in lines)
+
+
+def test_equal_setups_are_said_to_be_equal() -> None:
+    job = job_of(4)
+    one, other = (estimate_of(job, Setup(gpus=4, micro_batch=size), 100.0) for size in (1, 2))
+    assert "it is as fast, and simpler: micro-batches of 1 instead of 2; no part of the step differs" in compare(
+        one, other
+    )
