@@ -78,7 +78,7 @@ bench-lanes: $(READY)  ## an expert all_to_all beside gradients, and a whole ste
 	$(RUN) benchmarks/lanes.py $(ARGS)
 	$(RUN) benchmarks/lanes_step.py
 
-bench-mappings: $(READY)  ## steps of a small model on 12 mappings, against the simulated step; writes a dated document
+bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the simulated step; writes a dated document
 	$(RUN) benchmarks/mappings.py $(ARGS)
 
 papers: $(READY)  ## the papers' tables, predicted, beside what they publish; writes docs/papers.md

@@ -43,11 +43,11 @@ from commlayer.emulation import EmulatedCluster
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.lanes import lanes
 from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.statistics import reset_stats, stats
 
 RESULTS = Path(__file__).parent / "results"

@@ -262,8 +262,8 @@ AFTERWARDS = (
     ),
     (
         "Only those sends between stages count that lie on the longest chain of tasks",
-        "a measured pipeline on the emulated cluster was faster than predicted (benchmarks/README.md); here it moves rows by less "
-        "than 1 %.",
+        "a measured pipeline on the emulated cluster was faster than predicted (benchmarks/README.md); here it moves "
+        "little.",
     ),
 )
 """What was put into the model after its first predictions were seen. The four factors were fitted again with it."""

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from commlayer.groups import discover_topology, gather_objects
-from commlayer.scheduler.mapping.describe import MeshDescription
-from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.lanes import lane_of, level_of
+from commlayer.scheduler.mapping.describe import MeshDescription
+from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.settings import Settings
 
 __all__ = ["FoldedMesh", "mark_experts"]

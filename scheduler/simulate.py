@@ -2,8 +2,7 @@
 
 Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layer_build`). Every collective in
 them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
-what that
-costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
+what that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
 
 - the pipeline: micro-batches through the slowest stage, and the bubble of 1F1B or of its interleaved form (mapping/pipeline.py);
 - activations between stages: those on the longest chain of tasks, of which interleaving leaves few (``pipeline.hops``);
@@ -34,14 +33,16 @@ from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline import bubble_us, hops
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
-from commlayer.scheduler.mapping.software import COMMLAYER, Software
+from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.stage import (
     Edge,
     Stage,
     boundary_us,
     ends_course,
     gradient_edge,
+    least_edges,
     parameter_edge,
+    passing,
     stages_of,
 )
 
@@ -99,15 +100,20 @@ class Estimator:
     def bound_us(self, setup: Setup, level: int = 0) -> float:
         """A time that :meth:`estimate` is never below, µs.
 
-        ``level``: 0 of computation and bubble; 1 also of all calls that layers and ends make; 2 also of gradients and weights,
-        with nothing in each other's way. Each takes ten times as long as the one before. Raises as :meth:`estimate`.
+        ``level``: 0 of computation and bubble; 1 also of what computation cannot hide of gradients and weights; 2 also of all
+        calls that layers and ends make; 3 with gradients and weights sent when they are ready, nothing in each other's way. Each
+        takes longer to find than the one before. For setups that :meth:`estimate` would take: nothing is checked.
         """
-        per_stage = [self._stage_us(setup, stage, level) for stage in self._stages(setup)]
+        calls = level >= 2
+        stages = self._stages(setup)
+        per_stage = [self._stage_us(setup, stage, calls) for stage in stages]
         count = setup.micro_batches(self.job)
-        total = count * max(per_stage) + bubble_us(_all(per_stage, setup.pp), setup.vpp) + self._optimizer_us(setup)
-        if level >= 1:
+        total = count * max(per_stage) + _bubble_us(per_stage, stages, setup) + self._optimizer_us(setup)
+        if calls:
             total += hops(setup.pp, count, setup.vpp) * self._boundary(setup)[0]
-        if level >= 2:
+        if level in (1, 2):
+            total += self._least_edges_us(setup, calls)
+        elif level > 2:
             stage = self._stages(setup)[0]
             for edge in (gradient_edge, parameter_edge):
                 total += self._edge(edge, setup, stage, is_bound=True).us
@@ -121,7 +127,8 @@ class Estimator:
             PlanError: the cluster's profile lacks a curve that a call needs.
         """
         job = self._job(setup)
-        parameters.check(job.model, setup)
+        setup.check(job)
+        parameters.check(job.model, setup, self.software)
         stages = self._stages(setup)
         course = self._pipeline(setup, stages)
         gradients = self._edge(gradient_edge, setup, stages[0])
@@ -144,6 +151,7 @@ class Estimator:
             memory_limit=self.memory_limit,
             parts={part: course.parts[part] for part in _ORDER if course.parts.get(part)},
             exposed_us={lane: us for lane, us in course.exposed.items() if us},
+            links_us={link: us for link, us in course.links.items() if us},
             traffics=(),
             bubble=course.parts.get("bubble", 0.0) / course.total_us,
             bottleneck=_bottleneck(course),
@@ -167,7 +175,7 @@ class Estimator:
         slowest = max(courses, key=lambda each: each.total_us)
         found = Course()
         found.add(slowest, count)
-        found.parts["bubble"] = bubble_us(_all([each.total_us for each in courses], setup.pp), setup.vpp)
+        found.parts["bubble"] = _bubble_us([each.total_us for each in courses], stages, setup)
         found.total_us += found.parts["bubble"]
         us, link = self._boundary(setup)
         if us:
@@ -196,7 +204,8 @@ class Estimator:
         """What a layer's program depends on: not on the pipeline, unless it sends to the whole stage."""
         degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch, setup.folded)
         ways = (setup.recompute, setup.precision, setup.dispatch, setup.attention, max(setup.zero, 1))
-        size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances else 0
+        # The ranks of a stage matter to what is sent to all of them, and to groups that lie in dp.
+        size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances or not setup.folded else 0
         return (is_moe, *degrees, *ways, size)
 
     def _edge(self, edge: Callable[..., Edge], setup: Setup, stage: Stage, *, is_bound: bool = False) -> Edge:
@@ -211,20 +220,56 @@ class Estimator:
         return _kept(self._known, ("stages", setup.pp, setup.vpp), lambda: stages_of(self._builder(setup), setup))
 
     def _ends(self, setup: Setup, stage: Stage) -> Course:
-        key = ("ends", stage.index, setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.precision, setup.zero > 1)
-        return _kept(self._known, (*key, setup.attention), lambda: ends_course(self._builder(setup), setup, stage))
+        degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.vpp if setup.zero > 1 else 0)
+        key = ("ends", stage.index, *degrees, setup.precision, setup.zero, setup.attention)
+        return _kept(self._known, key, lambda: ends_course(self._builder(setup), setup, stage))
 
     def _boundary(self, setup: Setup) -> tuple[float, str]:
         key = ("boundary", setup.pp, setup.tp, setup.cp, setup.micro_batch)
         return _kept(self._known, key, lambda: boundary_us(self._builder(setup), setup))
 
-    def _stage_us(self, setup: Setup, stage: Stage, level: int) -> float:
-        """Of one micro-batch through ``stage``: of computation alone at level 0."""
+    def _least_edges_us(self, setup: Setup, calls: bool) -> float:
+        """For how long a step waits for its gradients and weights at least: what these take, less the passes that may hide them
+        but for one layer (the one before the first gradients, or behind the last weights).
+
+        Without ``calls`` the passes are of computation alone. That is a bound too: with each µs that calls add to a layer's pass
+        an edge has one less for every micro-batch that hides it, and the step one more for every micro-batch.
+        """
+        stage = self._stages(setup)[0]
+        degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.folded, setup.attention, setup.zero)
+        edges = _kept(
+            self._known, ("edges", *degrees, stage.layers), lambda: least_edges(self._builder(setup), setup, stage)
+        )
+        total = 0.0
+        for place, side in (("gradients", 1), ("parameters", 0)):
+            us, hides = edges[place]
+            if us and hides:
+                layers = {is_moe: self._pass_us(setup, is_moe, side, calls) for is_moe in set(stage.layers)}
+                plain = sum(layers[is_moe] for is_moe in stage.layers) - max(layers.values())
+                us = max(0.0, us - plain * (1 + passing(self._builder(setup), setup)))
+            total += us
+        return total
+
+    def _pass_us(self, setup: Setup, is_moe: bool, side: int, calls: bool) -> float:
+        """Of one layer: forward (side 0) or backward (1)."""
+        if calls:
+            return self._courses(setup, is_moe, is_bound=True)[side].total_us
+        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
+        key = ("pass", side, is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
+
+        def time() -> float:
+            work = layer_work(self._job(setup), setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
+            return work.step_us(setup.recompute) - work.forward if side else work.forward
+
+        return _kept(self._known, key, time)
+
+    def _stage_us(self, setup: Setup, stage: Stage, calls: bool) -> float:
+        """Of one micro-batch through ``stage``; without ``calls`` of computation alone."""
         total = 0.0
         for is_moe in (True, False):
             if number := stage.layers.count(is_moe):
-                total += number * (self._passes_us(setup, is_moe) if level else self._layer_us(setup, is_moe))
-        if level:
+                total += number * (self._passes_us(setup, is_moe) if calls else self._layer_us(setup, is_moe))
+        if calls:
             return total + self._ends(setup, stage).total_us
         return total + (self._head_us(setup) if stage.index == setup.pp - 1 else 0.0)
 
@@ -239,7 +284,7 @@ class Estimator:
         key = ("layer", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
         def times() -> float:
-            work = layer_work(self._job(setup), setup, self.compute, is_moe, self.software.splits_ends)
+            work = layer_work(self._job(setup), setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
             return work.step_us(setup.recompute)
 
         return _kept(self._known, key, times)
@@ -257,9 +302,9 @@ class Estimator:
         """Adam on this rank's share, and the gradients' buffers set to zero."""
 
         def time() -> float:
-            dense, expert = parameters.per_gpu(self.job.model, setup, self.software.splits_ends)
-            share = dense / (setup.dp * setup.cp) + expert / setup.edp if setup.zero else dense + expert
-            kept = dense + expert if setup.zero < 2 else share
+            share = parameters.shard_elements(self.job.model, setup, self.software)
+            whole = parameters.held_elements(self.job.model, setup, self.software)
+            kept = whole if setup.zero < 2 else share
             return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes)
 
         degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp)
@@ -320,9 +365,9 @@ def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Ca
     return value
 
 
-def _all(per_stage: Sequence[float], pp: int) -> list[float]:
-    """Of every stage, from the first, the second and the last."""
-    return [per_stage[0], *[per_stage[1]] * (pp - 2), per_stage[-1]] if pp > 2 else list(per_stage)
+def _bubble_us(per_stage: Sequence[float], stages: Sequence[Stage], setup: Setup) -> float:
+    every = [us for us, stage in zip(per_stage, stages, strict=True) for _ in range(stage.count)]
+    return bubble_us(every, setup.vpp)
 
 
 def _expose(course: Course, part: str, lane: str, us: float, links: Mapping[str, float]) -> None:

@@ -123,7 +123,8 @@ def _show(found: StepEstimate, request: Request) -> None:
     click.echo(job_words(request.job, found.cluster, found.software))
     click.echo(click.style(str(found.setup), bold=True))
     speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
-    click.echo(f"{format_us(found.step_us)} a step, {speed}, waits longest for {found.bottleneck}\n")
+    waits = f"waits longest for {found.link} links" if found.link else "waits for no link"
+    click.echo(f"{format_us(found.step_us)} a step, {speed}, {waits}\n")
     parts, memory = part_cells(found), memory_cells(found)
     print_table(PART_COLUMNS, parts, bold=[len(parts) - 1])
     click.echo()

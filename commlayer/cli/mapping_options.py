@@ -131,7 +131,9 @@ def job_options(function: F) -> F:
                 help="Whose way to run a step.",
             ),
             click.option(
-                "--efficiency", type=_POSITIVE, help="Factor on the GPU's declared rates.  [the model family's, else the median of all]"
+                "--efficiency",
+                type=_POSITIVE,
+                help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
             ),
         ]
     )(function)

@@ -49,6 +49,8 @@ def estimate_dict(estimate: StepEstimate) -> dict[str, Any]:
         "tflops": rounded(estimate.tflops),
         "bubble": rounded(estimate.bubble, 6),
         "bottleneck": estimate.bottleneck,
+        "link": estimate.link,
+        "links_us": {link: rounded(us) for link, us in estimate.links_us.items()},
         "parts_us": {name: rounded(us) for name, us in estimate.parts.items()},
         "exposed_us": {lane: rounded(us) for lane, us in estimate.exposed_us.items()},
         "memory_bytes": {**{name: round(size) for name, size in asdict(memory).items()}, "total": round(memory.total)},

@@ -137,7 +137,7 @@ def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
         found["ffn_by_tp"] = tensor_parallel_ffn(tokens, model.hidden, ranks)
     found = {name: elements * _ACTIVATION_BYTES for name, elements in found.items()}
     if setup.ep > 1:
-        crosses = len(cluster.nodes_of(setup.layout("ep"))) > 1
+        crosses = len(cluster.nodes_of(setup.layout("ep"), setup.gpus)) > 1
         link = Resource.INTER if crosses else Resource.INTRA
         tflops = cluster.gpu.fp8_tflops if setup.precision == "fp8" else cluster.gpu.bf16_tflops
         ratio_of = compute_over_communication(

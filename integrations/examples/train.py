@@ -29,11 +29,11 @@ from commlayer.cli.tables import print_json, print_table, rounded
 from commlayer.integrations.block import MoETransformerLayer
 from commlayer.integrations.examples.text import VOCABULARY, Corpus
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import CommlayerError, UsageError
 from commlayer.recorder import recorder
+from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.units import format_bytes
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]

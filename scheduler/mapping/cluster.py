@@ -8,7 +8,6 @@ which know the groups that were measured, and no others.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -18,6 +17,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.mapping.group_shapes import Layout, worst_shape
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
 
@@ -129,9 +129,10 @@ class Cluster:
     source: str = ""
     measured: tuple[Profile, ...] = ()
     _profiles: dict[tuple[int, ...], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _nodes: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = field(
+    _nodes: dict[tuple[Layout, int], tuple[int, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _shapes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.domain) is not int or self.domain < 1:
@@ -180,23 +181,25 @@ class Cluster:
                 raise UsageError(f"cluster {self.name!r}: expected one of the fields {', '.join(names)}, got {name!r}")
         return replace(self, **changes)
 
-    def nodes_of(self, layout: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-        """How many ranks of the group of rank 0 each domain holds, in order of the domains. Other groups may lie otherwise.
+    def nodes_of(self, layout: Layout, ranks: int = 0) -> tuple[int, ...]:
+        """How many ranks each domain holds of the slowest group of an axis: all of them end together, with that one.
+
+        Which one is the slowest: :func:`commlayer.scheduler.mapping.group_shapes.slowest`. Ranks fill domain after domain.
 
         Args:
-            layout: (size, stride) of each part of the group (``Setup.layout``).
+            layout: (size, stride) of each part of the group that holds rank 0 (``Setup.layout``).
+            ranks: GPUs of the job, which bound how many other groups there are; 0: any number, the worst of all alignments.
 
         Returns:
-            Always the same object for the same layout, so that it can be looked up by identity.
+            Always the same object for the same shape, so that it can be looked up by identity.
 
         Raises:
-            UsageError: a size or a stride below 1.
+            UsageError: a size or a stride below 1, parts that do not nest, fewer ranks than the group reaches.
         """
-        found = self._nodes.get(layout)
+        found = self._nodes.get((layout, ranks))
         if found is None:
-            nodes = _count(layout, self.domain)
-            known = {shape: shape for shape in self._nodes.values()}
-            found = self._nodes[layout] = known.get(nodes, nodes)
+            nodes = worst_shape(layout, self.domain, ranks)
+            found = self._nodes[layout, ranks] = self._shapes.setdefault(nodes, nodes)
         return found
 
     def profile_of(self, nodes: tuple[int, ...]) -> Profile:
@@ -266,27 +269,6 @@ def measured_shapes(profile: Profile) -> tuple[tuple[int, ...], ...]:
     topology = Topology.parse(profile.topology)
     num, each = topology.num_nodes, topology.ranks_per_node
     return tuple(dict.fromkeys([(each,) * num, (each,), (1,) * num]))
-
-
-def _count(layout: Sequence[tuple[int, int]], domain: int) -> tuple[int, ...]:
-    for size, stride in layout:
-        if size < 1 or stride < 1:
-            raise UsageError(f"layout: expected sizes and strides of at least 1, got {layout}")
-    if len(layout) == 1:
-        size, stride = layout[0]
-        if stride % domain == 0:  # a node for each of them
-            return (1,) * size
-        if domain % stride == 0:
-            each = domain // stride
-            full, rest = divmod(size, each)
-            return (each,) * full + ((rest,) if rest else ())
-    ranks = [0]
-    for size, stride in layout:
-        ranks = [rank + index * stride for index in range(size) for rank in ranks]
-    counts: dict[int, int] = {}
-    for rank in sorted(ranks):
-        counts[rank // domain] = counts.get(rank // domain, 0) + 1
-    return tuple(counts.values())
 
 
 def _check(what: str, value: float, least: float, most: float) -> None:

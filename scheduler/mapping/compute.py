@@ -77,8 +77,8 @@ class Compute:
         tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * groups
         waves = math.ceil(tiles / gpu.multiprocessors)
         flops = waves * gpu.multiprocessors * 2.0 * TILE * TILE * inner
-        # operands in `precision`, the result in BF16
-        moved = groups * (element * inner * (rows + columns) + 2 * rows * columns)
+        # operands in `precision`, the result in BF16, unless it is added to a sum
+        moved = groups * (element * inner * (rows + columns) + (0 if accumulates else 2 * rows * columns))
         rate = gpu.memory_gbps * gpu.memory * 1e3
         added = groups * _ACCUMULATED_BYTES * rows * columns / rate if accumulates else 0.0
         return max(flops / (peak * self.factor * 1e6), moved / rate) + added + gpu.launch_us

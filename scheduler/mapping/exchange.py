@@ -13,8 +13,19 @@ from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
 if TYPE_CHECKING:
     from commlayer.scheduler.mapping.job import Job, Setup
+    from commlayer.scheduler.mapping.model import ModelShape
 
-__all__ = ["SEND_RECV", "Exchange", "axis_size", "kept", "kv_heads_of_rank", "mirrored", "rows_of_rank"]
+__all__ = [
+    "SEND_RECV",
+    "Exchange",
+    "axis_size",
+    "head_sizes",
+    "kept",
+    "kv_heads_needed",
+    "kv_heads_of_rank",
+    "mirrored",
+    "rows_of_rank",
+]
 
 SEND_RECV = "send_recv"
 """The collective of messages between two ranks: the stages of a pipeline, the neighbours in a ring."""
@@ -105,3 +116,17 @@ def kv_heads_of_rank(heads: int, kv_heads: int, parts: int) -> tuple[int, ...]:
         start, stop = stop, stop + heads // parts + (part < heads % parts)
         found.append(-(-stop // shared_by) - start // shared_by if stop > start else 0)
     return tuple(found)
+
+
+def kv_heads_needed(model: ModelShape, tp: int) -> tuple[int, ...]:
+    """How many heads of keys and values each tp rank attends with; latent attention expands as many as it has queries."""
+    return kv_heads_of_rank(model.heads, model.heads if model.latent else model.kv_heads, tp)
+
+
+def head_sizes(model: ModelShape) -> tuple[int, int, int]:
+    """Elements of a query, of a key and its value together, and of a value, of one head."""
+    latent, size = model.latent, model.head_dim
+    if latent is None:
+        return size, 2 * size, size
+    key = latent.nope_dim + latent.rope_dim
+    return key, key + latent.value_dim, latent.value_dim

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from commlayer.scheduler.mapping.fit import describe_memory
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate
-from commlayer.scheduler.mapping.search import SearchResult, describe_memory
+from commlayer.scheduler.mapping.search import SearchResult
 
 __all__ = ["compare", "explain"]
 
@@ -90,12 +91,13 @@ def _other_kind(result: SearchResult) -> list[str]:
 def _waits(best: StepEstimate) -> str:
     exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
     if not exposed:
-        return f"It waits longest for {best.bottleneck}; all communication is hidden."
+        return "It waits for no link: all communication is hidden."
     total = sum(us for us, _ in exposed)
     lanes = _and([f"{lane} {_ms(us)}" for us, lane in exposed])
+    links = ", ".join(f"{link} {_ms(us)}" for link, us in sorted(best.links_us.items(), key=lambda each: -each[1]))
     return (
-        f"It waits longest for {best.bottleneck}; {_ms(total)} of communication ({total / best.step_us:.1%}) is hidden by "
-        f"nothing: {lanes}."
+        f"It waits longest for the {best.link} links ({links}); {_ms(total)} of communication ({total / best.step_us:.1%}) is "
+        f"hidden by nothing: {lanes}."
     )
 
 

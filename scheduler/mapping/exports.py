@@ -3,7 +3,8 @@
 A trainer that cannot run a mapping says so (UsageError) rather than run another one. What it does slightly differently, or wants
 told in the program, is in the notes. Sources: Megatron-LM, see :mod:`commlayer.scheduler.mapping.exports_megatron`; torchtitan
 v0.2.2, torchtitan/config/job_config.py and distributed/parallel_dims.py; DeepSpeed 0.19, docs/_pages/config-json.md,
-module_inject/auto_ep_config.py and auto_ep_folding.py, runtime/pipe/engine.py.
+module_inject/auto_ep_config.py, auto_ep_folding.py and tp_shard.py, runtime/sequence_parallel/ulysses_sp.py,
+runtime/pipe/engine.py.
 """
 
 from __future__ import annotations
@@ -114,8 +115,15 @@ def _layers_per_stage(job: Job, setup: Setup) -> int:
 
 
 def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
-    stages = math.ceil(job.model.layers / _layers_per_stage(job, setup))
+    model, divisor = job.model, setup.tp * setup.cp * 2
+    stages = math.ceil(model.layers / _layers_per_stage(job, setup))
+    kv_heads = model.kv_heads if model.latent is None else model.heads
     return {
+        f"tensor parallelism needs heads={model.heads} and kv_heads={kv_heads} to be multiples of tp={setup.tp}": (
+            model.heads % setup.tp > 0 or kv_heads % setup.tp > 0
+        ),
+        f"experts={model.experts} is no multiple of ep={setup.ep}": model.experts % setup.ep > 0,
+        f"sequence={job.sequence} is no multiple of tp · 2 · cp = {divisor}": job.sequence % divisor > 0,
         "it has no Ulysses attention: choose attention tensor": setup.attention == "ulysses" and setup.tp > 1,
         "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
         f"expert_tensor_parallel_degree is 1 or tp={setup.tp}": setup.ep > 1 and setup.etp not in (1, setup.tp),
@@ -127,7 +135,7 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
         ),
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
-        f"{job.model.layers} layers do not make pp · vpp = {setup.pp * setup.vpp} equal stages: choose vpp 1 or 2": (
+        f"{model.layers} layers do not make pp · vpp = {setup.pp * setup.vpp} equal stages: choose vpp 1 or 2": (
             setup.pp > 1 and setup.vpp not in _DEFAULT_CHUNKS and stages != setup.pp * setup.vpp
         ),
     }
@@ -178,8 +186,18 @@ def deepspeed(job: Job, setup: Setup) -> Section:
 
 
 def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
+    model = job.model
     is_tensor = setup.tp > 1 and setup.attention == "tensor"
+    ulysses = setup.tp if setup.attention == "ulysses" else 1
+    kv_heads = model.kv_heads if model.latent is None else model.heads
     return {
+        f"experts={model.experts} is no multiple of autoep_size={setup.ep}": model.experts % setup.ep > 0,
+        f"AutoTP leaves ranks without keys: tp={setup.tp} is more than kv_heads={kv_heads}": (
+            is_tensor and setup.tp > kv_heads
+        ),
+        f"Ulysses needs heads={model.heads} to be a multiple of its {ulysses} ranks, and kv_heads={kv_heads} or they one of the "
+        "other": model.heads % ulysses > 0 or (kv_heads % ulysses > 0 and ulysses % kv_heads > 0),
+        f"sequence={job.sequence} is no multiple of the {ulysses} ranks of Ulysses": job.sequence % ulysses > 0,
         "it has no context parallelism beside Ulysses: set cp=1, or attention ulysses with tp": setup.cp > 1,
         "its pipeline is 1F1B without chunks: set vpp=1": setup.vpp > 1,
         "its pipeline engine takes ZeRO 0 or 1": setup.pp > 1 and setup.zero >= 2,

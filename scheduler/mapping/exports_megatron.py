@@ -2,12 +2,14 @@
 
 Flags: megatron/training/arguments.py of Megatron-LM, whose parser took these at core_v0.13.1, core_v0.16.1 and a later state of
 its main branch (ZeRO 2 and 3 from core_v0.16, as ``--use-megatron-fsdp``). Groups: megatron/core/parallel_state.py, which lays
-attention's ranks as tp-cp-dp-pp and the experts' as tp-ep-dp-pp, innermost first: our folded mapping.
+attention's ranks as tp-cp-dp-pp and the experts' as tp-ep-dp-pp, innermost first: our folded mapping. What does not divide is
+refused as Megatron-LM does: ``validate_args`` there, megatron/core/transformer/transformer_config.py,
+megatron/core/pipeline_parallel/schedules.py (interleaved 1F1B), and of Ulysses Transformer Engine's attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -23,11 +25,12 @@ def megatron(job: Job, setup: Setup) -> list[str]:
     """The arguments of the job's model, batch and mapping, as pretrain_gpt.py takes them; data, optimizer and schedule are yours.
 
     Raises:
-        UsageError: what Megatron-Core has no flags for: groups that are not of the folded kind, chunks without a pipeline.
+        UsageError: what Megatron-Core has no flags for (groups that are not of the folded kind, chunks without a pipeline), or
+            refuses (heads, experts, widths, a sequence or micro-batches that the degrees do not divide): names every reason.
         GroupError: a batch that the mapping does not divide.
     """
     setup.micro_batches(job)
-    _check(setup)
+    _check(job, setup)
     return [
         *_model(job.model),
         *_degrees(setup),
@@ -51,6 +54,12 @@ def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
             "Ulysses is a kind of context parallelism there (--cp-comm-type a2a): --context-parallel-size is tp × cp, and the "
             "vocabulary is not split"
         )
+    tp, kv_heads = _own_degrees(setup)[0], _kv_heads(job.model)
+    if tp > kv_heads:
+        notes.append(
+            f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
+            "more tp than query groups"
+        )
     if setup.zero >= 2:
         notes.append(f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1")
     if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
@@ -60,7 +69,7 @@ def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _check(setup: Setup) -> None:
+def _check(job: Job, setup: Setup) -> None:
     if not setup.folded and setup.cp > 1 and setup.ep > 1:
         raise UsageError(
             f"Megatron-Core cannot lay {setup} out: its ep={setup.ep} ranks are neighbours (folded over cp={setup.cp}), those "
@@ -70,6 +79,45 @@ def _check(setup: Setup) -> None:
         raise UsageError(
             f"Megatron-Core has no chunks of layers without a pipeline: got vpp={setup.vpp} with pp=1; set vpp=1"
         )
+    reasons = [reason for reason, stands in _limits(job, setup).items() if stands]
+    if reasons:
+        raise UsageError(f"Megatron-LM cannot run {setup} of {job.model.name}: {'; '.join(reasons)}")
+
+
+def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
+    model, kv_heads = job.model, _kv_heads(job.model)
+    tp, cp, sequence = _own_degrees(setup)
+    micro_batches = setup.micro_batches(job)
+    halves = 2 * cp if cp > 1 else 1  # of the causal mask: each rank has one from the front and one from the back
+    widths = {"dense_width": (model.dense_width, tp), "shared_width": (model.shared_width, tp)}
+    limits = {
+        f"heads={model.heads} is no multiple of tp={tp}": model.heads % tp > 0,
+        f"kv_heads={kv_heads} is neither a multiple nor a divisor of tp={tp}": kv_heads % tp > 0 and tp % kv_heads > 0,
+        f"Ulysses needs heads={model.heads} and kv_heads={kv_heads} to be multiples of its {sequence} ranks": (
+            model.heads % sequence > 0 or kv_heads % sequence > 0
+        ),
+        f"experts={model.experts} is no multiple of ep={setup.ep}": model.experts % setup.ep > 0,
+        f"width={model.width} of an expert is no multiple of etp={setup.etp}": model.width % setup.etp > 0,
+        f"sequence={job.sequence} is no multiple of 2 x cp={cp}": job.sequence % halves > 0,
+        f"the {job.sequence // cp} tokens of a cp rank are no multiple of tp={tp}": job.sequence // cp % tp > 0,
+        f"chunks need micro-batches in whole rounds: {micro_batches} is no multiple of pp={setup.pp}": (
+            setup.vpp > 1 and micro_batches % setup.pp > 0
+        ),
+    }
+    return limits | {
+        f"{name}={width} is no multiple of tp={by}": width % by > 0 for name, (width, by) in widths.items()
+    }
+
+
+def _kv_heads(model: ModelShape) -> int:
+    """What Megatron calls query groups; latent attention has one for each head."""
+    return model.kv_heads if model.latent is None else model.heads
+
+
+def _own_degrees(setup: Setup) -> tuple[int, int, int]:
+    """Megatron's tensor and context parallel sizes, and how many ranks of the latter are Ulysses'."""
+    sequence = setup.tp if setup.attention == "ulysses" else 1
+    return setup.tp // sequence, setup.cp * sequence, sequence
 
 
 def _model(model: ModelShape) -> Iterator[str]:
@@ -110,8 +158,7 @@ def _model(model: ModelShape) -> Iterator[str]:
 
 
 def _degrees(setup: Setup) -> Iterator[str]:
-    sequence = setup.tp if setup.attention == "ulysses" else 1
-    tp, cp = setup.tp // sequence, setup.cp * sequence
+    tp, cp, sequence = _own_degrees(setup)
     yield from _flag("tensor-model-parallel-size", tp)
     if tp > 1:
         yield "--sequence-parallel"  # Megatron-Core demands it of MoE layers under tensor parallelism

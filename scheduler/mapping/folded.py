@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from commlayer.scheduler.mapping.describe import MeshDescription, describe_groups
 from commlayer.profiles.errors import GroupError
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.mapping.describe import MeshDescription, describe_groups
 
 __all__ = ["ATTENTION_AXES", "AXES", "MOE_AXES", "FoldedMapping"]
 

@@ -13,7 +13,8 @@ n ranks on m domains of l ranks each, S bytes (as nccl-tests counts them), every
   lets a rail's GPU forward the messages of its node, leaves the bytes of each card as they are, so nothing changes.
 
 Domains with different numbers of ranks: the fewest cards of any domain carry what comes in, and the largest share that any
-rank has to send counts.
+rank has to send counts. That holds for the stages of plans too: between domains a plan gives each rank S/most, as if all
+domains were the fullest, but the l ranks of the emptiest one take S·(n−l)/(n·l) each, from (n−l)/l others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
@@ -143,6 +145,18 @@ class _Times:
         inter = (shape.ranks - shape.fewest) / shape.ranks
         return self._sampled("messages", inter, (shape.most - 1) / shape.ranks, beyond)
 
+    def between(self) -> list[float]:
+        """Of a plan's stage between domains, by the size that its steps have: S/most of what the group moves."""
+        shape = self.shape
+        others = (shape.ranks - shape.fewest) / shape.fewest  # of each rank of the emptiest domain; even: domains - 1
+        beyond = self._beyond(math.ceil(others), 0, "message_us")
+        return self._sampled("messages", others * shape.most / shape.ranks, 0.0, beyond)
+
+    def inside(self) -> list[float]:
+        """Of a plan's stage inside the fullest domain."""
+        most = self.shape.most
+        return self._sampled("messages", 0.0, (most - 1) / most, self._beyond(0, most - 1, "message_us"))
+
     def send(self) -> list[float]:
         """From one rank to another."""
         crosses = self.shape.domains > 1
@@ -168,19 +182,25 @@ def curves_of_group(cluster: Cluster, nodes: tuple[int, ...]) -> tuple[Curve, ..
     curves.append(_curve("all_to_all_v", whole, exchange))
     curves += [_curve(name, whole, exchange) for name in _STEPS]
     if whole.domains > 1 and whole.most > 1:
-        curves += _stage_curves(cluster, _Shape(whole.domains, whole.domains, 1, 1))
-        curves += _stage_curves(cluster, _Shape(whole.most, 1, whole.most, whole.most))
+        curves += _stage_curves(cluster, whole)
     if whole.ranks == 2:
         curves.append(_curve("send_recv", whole, times.send()))
     return tuple(curves)
 
 
-def _stage_curves(cluster: Cluster, shape: _Shape) -> tuple[Curve, ...]:
-    found: tuple[Curve, ...] | None = cluster.kept.get(shape)
-    if found is None:
-        exchange = _Times(cluster, shape).messages()
-        found = cluster.kept[shape] = tuple(_curve(name, shape, exchange) for name in _STEPS)
-    return found
+def _stage_curves(cluster: Cluster, whole: _Shape) -> tuple[Curve, ...]:
+    """Of steps between one rank of each domain, and between the ranks of the fullest."""
+    across, inside = _Shape(whole.domains, whole.domains, 1, 1), _Shape(whole.most, 1, whole.most, whole.most)
+    # Among even groups the first depends on the domains alone, and the second always on the fullest alone.
+    by = across if whole.fewest == whole.most else whole
+    found: dict[Any, tuple[Curve, ...]] = cluster.kept
+    if ("between", by) not in found:
+        times = _Times(cluster, by).between()
+        found["between", by] = tuple(_curve(name, across, times) for name in _STEPS)
+    if ("inside", inside) not in found:
+        times = _Times(cluster, inside).inside()
+        found["inside", inside] = tuple(_curve(name, inside, times) for name in _STEPS)
+    return found["between", by] + found["inside", inside]
 
 
 def _device_curves(cluster: Cluster) -> tuple[Curve, ...]:

@@ -64,7 +64,8 @@ class Setup:
         gpus, tp, cp, pp, ep, etp: as :class:`~commlayer.scheduler.mapping.folded.FoldedMapping`.
         vpp: chunks of layers that each pipeline rank has (interleaved 1F1B); 1: plain 1F1B.
         micro_batch: sequences of a micro-batch of one data-parallel rank.
-        recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input stays).
+        recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input
+            stays).
         precision: of matrix products. dispatch: how tokens go to experts. attention: ``tensor`` (Megatron's TP with sequence
             parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
         zero: what data parallelism shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
@@ -124,9 +125,9 @@ class Setup:
     def layout(self, axis: str) -> tuple[tuple[int, int], ...]:
         """How the ranks of ``axis`` lie: (size, stride) of each part; its first group holds rank 0.
 
-        Axes: tp, cp, dp, pp, etp, ep, edp, tp_cp, dp_cp, etp_ep, stage, world. Folded: as FoldedMapping, innermost tp-cp-dp-pp and
-        etp-ep-edp-pp. Unfolded: ep lies in dp, beyond tp·cp, and what dp has no room for in cp; etp's ranks are tp's, edp's are
-        what is left of cp and dp. (MoE Parallel Folding, section 4.4: then "the EP group spans across multiple context
+        Axes: tp, cp, dp, pp, etp, ep, edp, tp_cp, dp_cp, etp_ep, stage, world. Folded: as FoldedMapping, innermost tp-cp-dp-pp
+        and etp-ep-edp-pp. Unfolded: ep lies in dp, beyond tp·cp, and what dp has no room for in cp; etp's ranks are tp's, edp's
+        are what is left of cp and dp. (MoE Parallel Folding, section 4.4: then "the EP group spans across multiple context
         parallelism groups". Its table 5 has such mappings with ep > dp.)
         """
         beyond = self.tp * self.cp
@@ -165,6 +166,26 @@ class Setup:
                 "change the batch, the micro-batch or the degrees"
             )
         return job.global_batch // each
+
+    def check(self, job: Job) -> None:
+        """Whether it is a way to do ``job``, as far as the model has no say in that.
+
+        Raises:
+            GroupError: another number of GPUs; a batch or a sequence that it does not divide; chunks of layers without a
+                pipeline, or whose order needs a multiple of pp micro-batches.
+        """
+        if self.gpus != job.gpus:
+            raise GroupError(f"the job has {job.gpus} GPUs, but the setup {self.gpus}: give both as many")
+        if job.sequence % (self.cp * self.tp):
+            raise GroupError(
+                f"cp={self.cp} × tp={self.tp} must divide a sequence of {job.sequence} tokens: change them, or pad sequences"
+            )
+        count = self.micro_batches(job)
+        if self.vpp > 1 and (self.pp == 1 or count % self.pp):
+            raise GroupError(
+                f"vpp={self.vpp}: interleaved chunks need a pipeline, and a multiple of pp={self.pp} micro-batches, got {count}: "
+                "set vpp to 1, or change pp, the batch or the micro-batch"
+            )
 
     def __str__(self) -> str:
         """Such as ``TP2 CP1 EP8 ETP1 PP8 VPP7 DP8 mb1 bf16 all_to_all``."""

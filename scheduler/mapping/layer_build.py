@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.layer_calls import layer_backward, layer_forwar
 from commlayer.scheduler.mapping.layer_program import Course, Finish, Move, Part, Send, Work, bind, run, sequence
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
-from commlayer.scheduler.mapping.software import Software
+from commlayer.scheduler.mapping.software import Software, splits_ffn
 from commlayer.scheduler.overlap import choose_slices
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.strategies import build
@@ -38,6 +38,7 @@ _PARTS = {
     "dp": "gradients",
 }
 """As what a call counts, by its place, or by its lane; others as their lane."""
+_GATHERED = ("before_attention", "before_ffn")
 Places = dict[str, list[Move]]
 
 
@@ -68,25 +69,29 @@ class LayerBuilder:
 
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Part]:
         """One layer's forward pass of a micro-batch."""
-        work = layer_work(self.job, setup, self.compute, is_moe, self.software.splits_ends)
+        work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
         return self._forward(
             setup, work, self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
         )
 
     def backward(self, setup: Setup, is_moe: bool = True) -> list[Part]:
         """One layer's backward pass of a micro-batch, with what is computed and sent again for it."""
-        work = layer_work(self.job, setup, self.compute, is_moe, self.software.splits_ends)
+        work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
         exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
         again = [each for each in exchanges if each.name.endswith(_AGAIN)]
         at = self._places(setup, [each for each in exchanges if not each.name.endswith(_AGAIN)])
         resent = self._places(setup, again)
         if setup.recompute == "full":
-            return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, {}))
+            # What the forward pass sends comes first; a sequence that is gathered once more for a weight's gradient after it.
+            gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
+            resent |= {place: resent[place][:1] for place in gathered}
+            return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
         if setup.recompute == "selective":
+            weights = {"parameters": resent.pop("parameters")} if "parameters" in resent else {}
             first = [Send(move) for moves in resent.values() for move in moves]
             last = [Finish(move) for moves in resent.values() for move in moves]
             # Its calls run beside what is computed again; what they do not hide is waited for at once.
-            return sequence(first, Work("recompute", work.remade()), last, self._backward(setup, work, at, {}))
+            return sequence(first, Work("recompute", work.remade()), last, self._backward(setup, work, at, weights))
         return self._backward(setup, work, at, resent)
 
     def course(self, parts: Sequence[Part]) -> Course:
@@ -249,7 +254,7 @@ class LayerBuilder:
 def group_nodes(cluster: Cluster, setup: Setup, exchange: Exchange) -> tuple[int, ...]:
     """Ranks of the exchange's group on each domain; of messages, the two that may be furthest apart."""
     layout = ((setup.gpus, 1),) if exchange.axis == "world" else setup.layout(exchange.axis)
-    nodes = cluster.nodes_of(layout)
+    nodes = cluster.nodes_of(layout, setup.gpus)
     if exchange.collective != SEND_RECV or sum(nodes) == 1:
         return nodes
     return (1, 1) if len(nodes) > 1 else (2,)

@@ -13,13 +13,14 @@ import math
 from commlayer.scheduler.mapping.exchange import (
     SEND_RECV,
     Exchange,
+    head_sizes,
     kept,
-    kv_heads_of_rank,
+    kv_heads_needed,
     mirrored,
     rows_of_rank,
 )
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.software import Software
+from commlayer.scheduler.mapping.software import Software, splits_ffn
 from commlayer.scheduler.mapping.stage_parameters import layer_parameters
 
 __all__ = ["dispatched_rows", "layer_backward", "layer_forward"]
@@ -66,11 +67,12 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
 def dispatched_rows(job: Job, setup: Setup) -> int:
     """Rows that a rank sends to experts, for a micro-batch: T·k, the busiest rank's; padded to the capacity where there is one.
 
-    A capacity of ceil(factor · T·k / E) rows for every expert (MoE Parallel Folding's text; its equation 4 is for k = 1).
+    Of ranks that have all experts (ep = 1) none is busier than the others. A capacity of ceil(factor · T·k / E) rows for every
+    expert (MoE Parallel Folding's text; its equation 4 is for k = 1).
     """
     choices = rows_of_rank(job, setup) * setup.micro_batch * job.model.top_k
     if job.capacity_factor is None:
-        return round(choices * job.imbalance)
+        return round(choices * job.imbalance) if setup.ep > 1 else choices
     return job.model.experts * math.ceil(job.capacity_factor * choices / job.model.experts - 1e-9)
 
 
@@ -93,9 +95,8 @@ def _is_gathered_again(exchange: Exchange, setup: Setup, software: Software) -> 
 def _attention(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
     model, width = job.model, software.activation_bytes
     rows = rows_of_rank(job, setup) * setup.micro_batch
-    query, key_value, value = _head_sizes(job)
-    kv_heads = model.heads if model.latent else model.kv_heads
-    needed = kv_heads_of_rank(model.heads, kv_heads, setup.tp)
+    query, key_value, value = head_sizes(model)
+    needed = kv_heads_needed(model, setup.tp)
     if setup.attention == "tensor":
         whole = rows * setup.tp * model.hidden * width
         before = Exchange("sequence", "tp", "tp", "all_gather", whole, "before_attention")
@@ -113,17 +114,10 @@ def _attention(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ..
     return kept(setup, before, context, after)
 
 
-def _head_sizes(job: Job) -> tuple[int, int, int]:
-    """Elements of a query, of a key and its value together, and of a value, of one head."""
-    latent, size = job.model.latent, job.model.head_dim
-    if latent is None:
-        return size, 2 * size, size
-    key = latent.nope_dim + latent.rope_dim
-    return key, key + latent.value_dim, latent.value_dim
-
-
 def _dense(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
-    """Of a dense FFN, split over tp: the sequence is gathered before it, and the sums are scattered."""
+    """Of a dense FFN, or a shared expert, that tp splits: the sequence is gathered before it, and the sums are scattered."""
+    if not splits_ffn(software, setup.attention):
+        return ()
     whole = rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
     return kept(
         setup,
@@ -135,7 +129,7 @@ def _dense(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
 def _experts(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
     before: tuple[Exchange, ...] = ()
     after: tuple[Exchange, ...] = ()
-    if job.model.shared_width and software.splits_ends:
+    if job.model.shared_width:
         before, after = _halves(_dense(job, setup, software))
     if software.balances:
         size = (2 * job.model.experts + 3) * _STATISTIC_BYTES

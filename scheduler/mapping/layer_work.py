@@ -117,7 +117,9 @@ def expert_rows(job: Job, setup: Setup) -> float:
     """Rows that a rank's experts compute in a micro-batch (the busiest rank's): its tokens' choices times those of the etp ranks
     with which it shares them. Padded to the capacity where there is one, in place of the imbalance."""
     _, own = tokens_of(job, setup)
-    spread = job.imbalance if job.capacity_factor is None else job.capacity_factor
+    spread = 1.0 if setup.ep == 1 else job.imbalance  # a rank that has all experts gets the mean
+    if job.capacity_factor is not None:
+        spread = job.capacity_factor
     return own * job.model.top_k * spread * setup.etp
 
 
@@ -126,7 +128,7 @@ def layer_work(
 ) -> LayerWork:
     """The work of one layer for a micro-batch. Cached by what it depends on.
 
-    ``splits_shared``: tp splits shared experts; else each rank has them whole, for its own tokens.
+    ``splits_shared``: tp splits shared experts and dense FFNs; else each rank has them whole, for its own tokens.
     """
     key = _Key(
         job.model,
@@ -134,7 +136,7 @@ def layer_work(
         expert_rows(job, setup),
         (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch),
         setup.attention == "tensor",
-        splits_shared or not is_moe,
+        splits_shared,
         setup.precision,
         is_moe,
     )

@@ -1,6 +1,6 @@
 """Expert and context parallelism for sequences from 4K to 1M tokens: side by side, along each other, or folded into a node.
 
-MoNTA (section "Cluster Expansion", figures 12 and 13) lays a node of t GPUs as one tensor-parallel group, and ep and cp over
+MoNTA (section "Cluster Expansion", figure 12) lays a node of t GPUs as one tensor-parallel group, and ep and cp over
 nodes:
 
 - *horizontal*: EP ⊥ CP. Each of the cp nodes of a sequence exchanges tokens with ep nodes of other sequences. The network
@@ -33,6 +33,7 @@ from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import Estimates
+from commlayer.scheduler.mapping.software import COMMLAYER, Software
 
 __all__ = [
     "SEQUENCES",
@@ -122,7 +123,7 @@ def cp_by_memory(
     pp: int,
     recompute: Recompute,
     memory_limit: float,
-    gradient_bytes: int = 4,
+    software: Software = COMMLAYER,
 ) -> int:
     """The least power of two of cp with which one sequence fits, laid out horizontally with as many GPUs as that takes.
 
@@ -132,7 +133,7 @@ def cp_by_memory(
     while sequence % (2 * cp * tp) == 0:
         setup = Setup(gpus=tp * cp * ep * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=tp, recompute=recompute, folded=False)
         job = Job(model=model, gpus=setup.gpus, global_batch=setup.dp * pp, sequence=sequence)
-        needed = min(needed, memory.estimate(job, setup, gradient_bytes).total)
+        needed = min(needed, memory.estimate(job, setup, software.gradient_bytes, software=software).total)
         if needed <= memory_limit:
             return cp
         cp *= 2
@@ -188,6 +189,7 @@ def expansion(
     micro_batches: int | None = None,
     joined_nodes: int | None = None,
     make: Callable[[Job, Cluster], Estimates] | None = None,
+    software: Software = COMMLAYER,
 ) -> Expansion:
     """What each way needs and takes, from the shortest to the longest sequence.
 
@@ -201,6 +203,7 @@ def expansion(
         micro_batches: of each data-parallel rank in a step; 4 · pp unless given.
         joined_nodes: by the network, at most; None: any number.
         make: an estimator of a job; without one nothing is estimated.
+        software: whose memory counts, where cp follows from it.
 
     Raises:
         UsageError: sequences or degrees out of their range, or a sequence that fits with no cp.
@@ -215,7 +218,9 @@ def expansion(
     rows = []
     for sequence in sorted(set(sequences)):
         if memory_limit is not None and tokens_per_rank is None:
-            cp = cp_by_memory(model, sequence, tp=tp, ep=ep, pp=pp, recompute=recompute, memory_limit=memory_limit)
+            cp = cp_by_memory(
+                model, sequence, tp=tp, ep=ep, pp=pp, recompute=recompute, memory_limit=memory_limit, software=software
+            )
         else:
             cp = cp_by_tokens(sequence, tokens_per_rank or TOKENS_PER_RANK)
         degrees = _Degrees(tp, cp, ep, pp, recompute)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
+from commlayer.scheduler.mapping.exchange import head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.job import Attention, Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.result import Memory
-from commlayer.scheduler.mapping.software import MEGATRON, Software
+from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
     "LayerElements",
@@ -110,8 +111,9 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
 
     Args:
         gradient_bytes: of an element in the sums of gradients.
-        software: whether tp splits embedding, head and shared experts; whether ZeRO shards what all tp ranks have over these too;
-            and whether a sequence that tp gathered for a product is kept for its weight's gradient, or gathered again.
+        software: whether tp splits embedding, head and FFNs; whether ZeRO shards what all tp ranks have over these too; whether
+            context parallelism gathers keys and values or passes them on; and whether what was gathered is kept for the backward
+            pass, or gathered again.
 
     Raises:
         UsageError: degrees that do not divide the model (:func:`~commlayer.scheduler.mapping.parameters.check`), or
@@ -122,40 +124,30 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
         raise UsageError(f"gradient_bytes: expected 2 (BF16) or 4 (FP32), got {gradient_bytes!r}")
     micro_batches = setup.micro_batches(job)
     sizes = _sizes(job, setup, software)
-    replicas = _replicas(setup, software)
-    per_split, per_whole, per_expert = (
-        state_bytes_per_parameter(setup.zero, number, gradient_bytes) for number in replicas
-    )
+    over = parameters.replicas(setup, software)
+    per = [state_bytes_per_parameter(setup.zero, number, gradient_bytes) for number in over]
     most, fullest = -1.0, (0.0, 0.0, 0.0, 0.0, 0.0)
-    for held in parameters.held(job.model, setup, software.splits_ends):
-        stage, split, whole, expert = held.stage, held.split, held.whole, held.expert
-        weights = split * per_split[0] + whole * per_whole[0] + expert * per_expert[0]
-        gradients = split * per_split[1] + whole * per_whole[1] + expert * per_expert[1]
-        optimizer = split * per_split[2] + whole * per_whole[2] + expert * per_expert[2]
+    for held in parameters.held(job.model, setup, software):
+        stage = held.stage
+        weights, gradients, optimizer = (
+            sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
+        )
         activations = (stage.layers - stage.dense) * sizes.sparse + stage.dense * sizes.dense
         activations *= in_flight(setup, stage.number, micro_batches)
         if stage.number == setup.pp - 1:
             activations += sizes.logits
         buffers = sizes.working
         if setup.zero >= 2:
-            buffers += _absent(held, replicas) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
+            buffers += _absent(held, over) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
         if (total := weights + gradients + optimizer + activations + buffers) > most:
             most, fullest = total, (weights, gradients, optimizer, activations, buffers)
     weights, gradients, optimizer, activations, buffers = fullest
     return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers)
 
 
-def _replicas(setup: Setup, software: Software) -> tuple[int, int, int]:
-    """GPUs over which ZeRO shards what tp splits, what its ranks have whole, and experts."""
-    split = setup.dp * setup.cp
-    apart = software.sums_replicas_over_tp and setup.attention == "tensor"
-    return split, split if apart else split * setup.tp, setup.edp
-
-
-def _absent(held: parameters.Held, replicas: tuple[int, int, int]) -> float:
+def _absent(held: parameters.Held, over: tuple[int, int, int]) -> float:
     """Parameters of one layer that other GPUs keep, and that are here only while they are needed."""
-    of_layer = (held.layer_split, held.layer_whole, held.layer_expert)
-    return sum(elements * (1 - 1 / number) for elements, number in zip(of_layer, replicas, strict=True))
+    return sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, over, strict=True))
 
 
 class _Sizes(NamedTuple):
@@ -171,15 +163,18 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     """``tokens`` are a rank's share of a micro-batch, ``rows`` what its experts take of it.
 
     The ranks of etp_ep bring as many choices as they are, and each row is on etp of them. With a capacity its buffers are as
-    large as the capacity, whatever the routing; without one the busiest rank has ``imbalance`` times the mean.
+    large as the capacity, whatever the routing; without one the busiest rank has ``imbalance`` times the mean, where there are
+    others that have other experts.
     """
     model, tp = job.model, setup.tp
     tokens = setup.micro_batch * job.sequence / (setup.cp * tp)
-    spread = job.imbalance if job.capacity_factor is None else job.capacity_factor
+    spread = 1.0 if setup.ep == 1 else job.imbalance
+    if job.capacity_factor is not None:
+        spread = job.capacity_factor
     rows = tokens * model.top_k * setup.etp * spread
-    kept, again = _layer_elements(model, setup.recompute, setup.attention, tp, setup.etp)
-    if not software.gathers_again and tp > 1 and setup.attention == "tensor" and setup.recompute == "none":
-        kept = _with_gathered(kept, model, tp, software.splits_ends)
+    kept, again = _layer_elements(
+        _Layer(model, setup.recompute, setup.attention, tp, setup.cp, setup.etp), _keeps(setup, software)
+    )
     exchanged = rows if setup.dispatch == "all_to_all" else tokens * setup.etp * setup.ep
     working = 2 * exchanged * model.hidden  # to the experts and back
     working += max(rows * again.row + tokens * again.shared, tokens * again.dense) + tokens * again.attention
@@ -190,7 +185,8 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     if tp > 1 and setup.attention == "tensor":
         working += tokens * tp * model.hidden
     if setup.cp > 1:
-        working += tokens * setup.cp * _gathered(model, tp)
+        # All blocks, or the one that is attended to and the one that arrives.
+        working += tokens * _keys_values(model, tp) * (setup.cp if software.context == "gather" else 2)
     return _Sizes(
         sparse=_WEIGHT * (tokens * (kept.attention + kept.shared) + rows * kept.row),
         dense=_WEIGHT * tokens * (kept.attention + kept.dense),
@@ -199,31 +195,61 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     )
 
 
-def _with_gathered(kept: LayerElements, model: ModelShape, tp: int, splits_ends: bool) -> LayerElements:
-    """With the inputs of attention, in place of the rank's part of it, and of FFNs that tp splits, beside it."""
-    shared = tp * model.hidden if model.shared_width and splits_ends else 0
-    return kept._replace(
-        attention=kept.attention + (tp - 1) * model.hidden,
-        dense=kept.dense + tp * model.hidden,
-        shared=kept.shared + shared,
-    )
+def _keys_values(model: ModelShape, tp: int) -> int:
+    """Elements per token of a rank's share that context parallelism moves: the expanded keys and values of its heads."""
+    return tp * max(kv_heads_needed(model, tp)) * head_sizes(model)[1]
 
 
-def _gathered(model: ModelShape, tp: int) -> int:
-    """Elements per token of a rank's share when context parallelism gathers keys and values (latent: what they are made of)."""
-    if model.latent is None:
-        return 2 * model.head_dim * max(model.kv_heads, tp)
-    return tp * (model.latent.kv_rank + model.latent.rope_dim)
+class _Layer(NamedTuple):
+    model: ModelShape
+    recompute: Recompute
+    attention: Attention
+    tp: int
+    cp: int
+    etp: int
+
+
+class _Keeps(NamedTuple):
+    """What software keeps of what it gathered, until the backward pass."""
+
+    sequence: bool
+    ffn_sequence: bool
+    context: bool
+
+
+def _keeps(setup: Setup, software: Software) -> _Keeps:
+    sequence = not software.gathers_again and setup.tp > 1 and setup.attention == "tensor"
+    context = not software.gathers_again and setup.cp > 1 and software.context == "gather"
+    return _Keeps(sequence, sequence and splits_ffn(software, setup.attention), context)
 
 
 @lru_cache(maxsize=4096)
-def _layer_elements(
-    model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int
-) -> tuple[LayerElements, LayerElements]:
-    """What is kept, and what recomputation brings back for the layer whose backward pass runs."""
-    kept = kept_elements(model, recompute, attention, tp, etp)
-    whole = kept_elements(model, "none", attention, tp, etp)
+def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerElements]:
+    """What is kept, and what recomputation brings back for the layer whose backward pass runs.
+
+    Selective recomputation gathers sequences again, and keeps what attention itself works on.
+    """
+    kept = kept_elements(layer.model, layer.recompute, layer.attention, layer.tp, layer.etp)
+    if layer.recompute == "none":
+        kept = _with_gathered(kept, layer, keeps)
+    elif layer.recompute == "selective":
+        kept = _with_gathered(kept, layer, _Keeps(False, False, keeps.context))
+    whole = kept_elements(layer.model, "none", layer.attention, layer.tp, layer.etp)
+    whole = _with_gathered(whole, layer, keeps)
     return kept, LayerElements(*(a - b for a, b in zip(whole, kept, strict=True)))
+
+
+def _with_gathered(kept: LayerElements, layer: _Layer, keeps: _Keeps) -> LayerElements:
+    """With the inputs of attention, and its keys and values, in place of the rank's part of them, and with the inputs of FFNs
+    that tp splits beside it."""
+    model, tp = layer.model, layer.tp
+    more = (tp - 1) * model.hidden * keeps.sequence + (layer.cp - 1) * _keys_values(model, tp) * keeps.context
+    ffn = tp * model.hidden * keeps.ffn_sequence
+    return kept._replace(
+        attention=kept.attention + more,
+        dense=kept.dense + ffn,
+        shared=kept.shared + (ffn if model.shared_width else 0),
+    )
 
 
 def monta_activation_bytes(batch: int, sequence: int, hidden: int, layers: int, heads: int, top_k: int) -> float:

@@ -13,8 +13,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping.job import Attention, Setup
+from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.software import MEGATRON, Software
+from commlayer.scheduler.mapping.stage_parameters import (
+    Elements,
+    Ways,
+    axis_of_whole,
+    end_elements,
+    layer_elements,
+    ways_of,
+)
 
 __all__ = [
     "Held",
@@ -24,8 +33,11 @@ __all__ = [
     "check",
     "count",
     "held",
+    "held_elements",
     "layer_of",
     "per_gpu",
+    "replicas",
+    "shard_elements",
     "stage_layers",
     "stages",
 ]
@@ -66,11 +78,11 @@ class Parameters:
 
 
 class LayerParameters(NamedTuple):
-    """Of one layer, by how tensor parallelism treats them.
+    """Of one layer. What of it a rank has: :mod:`~commlayer.scheduler.mapping.stage_parameters`.
 
-    ``sharded``: of attention, divided by tp (queries and output; of latent attention: the projections up and the output).
-    ``keys_values``: divided by tp as far as there are key-value heads. ``copied``: on every rank of tp (of latent attention: the
-    projections down). ``shared``, ``dense_ffn``: divided by tp. ``experts``: all routed ones; divided by etp · ep.
+    ``sharded``: of attention, what heads have of their own (queries and output; of latent attention: the projections up and the
+    output). ``keys_values``: what heads may share. ``copied``: what all share (of latent attention: the projections down).
+    ``experts``: all routed ones.
     """
 
     sharded: int
@@ -96,19 +108,18 @@ class Stage(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Parameters on a GPU of ``stage``, by how many others hold the same.
+    """Parameters on a GPU of ``stage``, in all and of one of its layers, one with experts where it has any.
 
-    ``split``: what tp divides, ``whole``: what each of its ranks has; both on all ranks of dp and cp besides. ``expert``: on all
-    ranks of edp. ``layer_…``: of one of its layers, one with experts where it has any.
+    Of what tp splits, of what each of its ranks has whole (both are on all ranks of dp and cp besides), and of experts.
     """
 
     stage: Stage
-    split: float
-    whole: float
-    expert: float
-    layer_split: float
-    layer_whole: float
-    layer_expert: float
+    elements: Elements
+    layer: Elements
+
+    @property
+    def total(self) -> int:
+        return sum(self.elements)
 
 
 @lru_cache(maxsize=256)
@@ -157,29 +168,32 @@ def count(model: ModelShape) -> Parameters:
     )
 
 
-def check(model: ModelShape, setup: Setup) -> None:
+def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> None:
     """Whether the degrees divide the model.
 
     Raises:
-        UsageError: tp does not divide the heads (or an FFN's width, with tensor parallelism), ep the experts, etp an expert's
-            width; the layers do not go into pp · vpp chunks. Names the number and what it must divide.
+        UsageError: tp does not divide the heads (or the width of an FFN that the software splits over it), ep the experts, etp
+            an expert's width; the layers do not go into pp · vpp chunks. Names the number and what it must divide.
     """
-    held(model, setup)
+    held(model, setup, software)
 
 
-def _check(model: ModelShape, tp: int, ep: int, etp: int, attention: Attention) -> None:
-    parts = [("tp", tp, "heads", model.heads), ("ep", ep, "experts", model.experts)]
-    parts.append(("etp", etp, "width of an expert", model.width))
-    if attention == "tensor":
-        parts += [("tp", tp, "shared width", model.shared_width), ("tp", tp, "dense width", model.dense_width)]
+def _check(model: ModelShape, ways: Ways) -> None:
+    parts = [("tp", ways.tp, "heads", model.heads), ("ep", ways.ep, "experts", model.experts)]
+    parts.append(("etp", ways.etp, "width of an expert", model.width))
+    if ways.splits_ffn:
+        parts += [
+            ("tp", ways.tp, "shared width", model.shared_width),
+            ("tp", ways.tp, "dense width", model.dense_width),
+        ]
     for axis, degree, name, number in parts:
         if number % degree:
             raise UsageError(
                 f"{axis}={degree}: expected a divisor of the {name} of {model.name}, {number}: {_near(degree, number)}"
             )
-    if model.latent is None and model.kv_heads % tp and tp % model.kv_heads:
+    if model.latent is None and model.kv_heads % ways.tp and ways.tp % model.kv_heads:
         raise UsageError(
-            f"tp={tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
+            f"tp={ways.tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
         )
 
 
@@ -223,8 +237,9 @@ def stage_layers(model: ModelShape, setup: Setup) -> int:
     return stages(model.layers, model.dense_layers, setup.pp, setup.vpp)[0].layers
 
 
-def held(model: ModelShape, setup: Setup, splits_ends: bool = True) -> tuple[Held, ...]:
-    """What a GPU of each of :func:`stages` holds.
+def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[Held, ...]:
+    """What a GPU of each of :func:`stages` holds, counted as its gradients are
+    (:mod:`~commlayer.scheduler.mapping.stage_parameters`).
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
     whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all
@@ -232,52 +247,54 @@ def held(model: ModelShape, setup: Setup, splits_ends: bool = True) -> tuple[Hel
     second copy of the embedding where the two are tied and pp > 1 (Megatron).
 
     Args:
-        splits_ends: tp divides embedding and head, and shared experts with ``tensor``
-            (:class:`~commlayer.scheduler.mapping.software.Software`).
+        software: whether tp divides embedding, head and FFNs at all, and what is held of key-value heads that it does not divide.
 
     Raises:
         UsageError: as :func:`check`.
     """
-    return _held(model, setup.pp, setup.vpp, setup.tp, setup.ep, setup.etp, setup.attention, splits_ends)
+    return _held(model, setup.pp, setup.vpp, ways_of(setup, software))
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(
-    model: ModelShape, pp: int, vpp: int, tp: int, ep: int, etp: int, attention: Attention, splits_ends: bool
-) -> tuple[Held, ...]:
-    _check(model, tp, ep, etp, attention)
-    sparse, first = _on_gpu(model, tp, attention, splits_ends)
-    experts = layer_of(model).experts / (etp * ep)
-    table = model.vocabulary * model.hidden
+def _held(model: ModelShape, pp: int, vpp: int, ways: Ways) -> tuple[Held, ...]:
+    _check(model, ways)
     found = []
     for stage in stages(model.layers, model.dense_layers, pp, vpp):
-        split, whole = ((stage.layers - stage.dense) * a + stage.dense * b for a, b in zip(sparse, first, strict=True))
-        is_last = stage.number == pp - 1
-        tables = (stage.number == 0) + (is_last and (pp > 1 or not model.ties_embeddings))
-        if splits_ends:
-            split += tables * table / tp
-        else:
-            whole += tables * table
-        whole += model.hidden if is_last else 0
-        of_layer = (*sparse, experts) if stage.layers > stage.dense else (*first, 0.0)
-        found.append(Held(stage, split, whole, (stage.layers - stage.dense) * experts, *of_layer))
+        sparse, dense = (layer_elements(model, ways, is_moe) for is_moe in (True, False))
+        ends = end_elements(model, ways, pp, stage.number)
+        parts = zip(sparse, dense, ends, strict=True)
+        elements = Elements(*((stage.layers - stage.dense) * a + stage.dense * b + c for a, b, c in parts))
+        found.append(Held(stage, elements, sparse if stage.layers > stage.dense else dense))
     return tuple(found)
 
 
-def _on_gpu(
-    model: ModelShape, tp: int, attention: Attention, splits_ends: bool
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(split, whole) of a layer with experts, but for these, and of one with a dense FFN."""
-    one = layer_of(model)
-    whole = float(one.copied + one.norms)
-    if attention == "ulysses":
-        whole += one.sharded + one.keys_values
-        return (0.0, whole + one.router + one.shared), (0.0, whole + one.dense_ffn)
-    split = one.sharded / tp + one.keys_values / min(tp, model.kv_heads)
-    shared = (one.shared / tp, 0) if splits_ends else (0.0, one.shared)
-    return (split + shared[0], whole + one.router + shared[1]), (split + one.dense_ffn / tp, whole)
+def per_gpu(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[int, int]:
+    """(dense, expert) parameters of the fullest GPU: of the stage that has most. Errors: as :func:`held`."""
+    fullest = max(held(model, setup, software), key=lambda each: each.total).elements
+    return fullest.split + fullest.whole, fullest.expert
 
 
-def per_gpu(model: ModelShape, setup: Setup, splits_ends: bool = True) -> tuple[float, float]:
-    """(dense, expert) parameters of the fullest GPU: of the stage that has most. ``splits_ends`` and errors: as :func:`held`."""
-    return max(((each.split + each.whole, each.expert) for each in held(model, setup, splits_ends)), key=sum)
+def replicas(setup: Setup, software: Software) -> tuple[int, int, int]:
+    """GPUs that hold the same of what tp splits, of what its ranks have whole, and of experts: over so many ZeRO shards.
+
+    Megatron-LM's distributed optimizer does not look across tp, although all its ranks have the second.
+    """
+    split = setup.dp * setup.cp
+    return split, split * setup.tp if axis_of_whole(setup, software) == "stage" else split, setup.edp
+
+
+def held_elements(model: ModelShape, setup: Setup, software: Software) -> float:
+    """Parameters of the fullest GPU, all together. Raises UsageError as :func:`held`."""
+    return float(max(each.total for each in held(model, setup, software)))
+
+
+def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float:
+    """Parameters whose optimizer state the fullest GPU keeps: from ZeRO-1 on its share of what it holds, of each kind over
+    those that hold the same (:func:`replicas`); all without. Raises UsageError as :func:`held`."""
+    if setup.zero == 0:
+        return held_elements(model, setup, software)
+    over = replicas(setup, software)
+    return max(
+        sum(elements / number for elements, number in zip(each.elements, over, strict=True))
+        for each in held(model, setup, software)
+    )

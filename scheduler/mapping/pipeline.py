@@ -38,8 +38,8 @@ def bubble_us(stages_us: Sequence[float], chunks: int) -> float:
 def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
     """Of all micro-batches, µs: the slowest rank works without a pause but for the bubble.
 
-    Exact for equal stages, and where the slowest is the last, as it is by the head; where it is another, never too short: of the
-    bubble behind it a part is then hidden.
+    Exact for equal stages, and where the slowest is the last, as it is by the head; where it is another, and forward and backward
+    have one ratio in all stages, never too short: a part of the bubble behind it is then hidden.
     """
     return micro_batches * max(stages_us) + bubble_us(stages_us, chunks)
 
@@ -48,8 +48,8 @@ def hops(ranks: int, micro_batches: int, chunks: int = 1) -> int:
     """Sends between stages that lengthen a step, where each is posted as soon as there is something to send and takes no longer
     than a forward task: those on the longest chain of tasks that wait for each other.
 
-    1F1B: 2(p−1) to fill and drain, and each further micro-batch 2 but for one in p; interleaved: 2(p·v−1), however many micro-batches
-    there are. Found from :func:`course`, and held against it by tests.
+    1F1B: 2(p−1) to fill and drain, and each further micro-batch 2 but for one in p; interleaved: 2(p·v−1), however many
+    micro-batches there are. Found from :func:`course`, and held against it by tests.
     """
     if ranks == 1:
         return 0

@@ -55,8 +55,10 @@ class StepEstimate:
             it: norms, SwiGLU, permutations), head, recompute, dispatch, combine, tp, cp, pp, gradients, parameters (what is
             exposed of each), bubble, optimizer.
         exposed_us: communication that nothing hides, by lane (ep, tp, pp, cp, dp).
-        traffics: every collective of a step. forward, backward: the simulated course of the stage that is slowest.
-        bottleneck: the link class, or compute, that the step waits for longest.
+        traffics: every collective of a step, of one rank of the last stage. forward, backward: the simulated course of the first
+            stage's layers with the first micro-batch (beside the gathering of weights) and with the last (beside gradients); of
+            one layer where nothing of that is overlapped.
+        links_us: as ``exposed_us``, by link class. bottleneck: of these and of compute what the step spends most in.
     """
 
     job: Job
@@ -76,10 +78,16 @@ class StepEstimate:
     forward: Forecast | None = None
     backward: Forecast | None = None
     notes: tuple[str, ...] = field(default=())
+    links_us: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
         return self.job.tokens / self.step_us * 1e6
+
+    @property
+    def link(self) -> str:
+        """The link class that the step waits for longest; "" where it waits for none."""
+        return max(self.links_us, key=lambda name: self.links_us[name], default="")
 
     @property
     def fits(self) -> bool:

@@ -4,8 +4,8 @@ Best first, with bounds (A*; Land and Doig's branch and bound). A heap holds wha
 which it cannot be: first families of setups (:class:`~commlayer.scheduler.mapping.space.Family`) by their compute and bubble;
 then the setups of a family by closer bounds, those that fit in memory; then setups by their estimate. What comes out with an
 estimate is final: everything else takes at least as long. A setup that recomputes more is asked for only where the same with
-less does not fit, or is final. So the answer is that of a brute force whenever no bound exceeds the estimate of what it stands
-for, and recomputation takes time. Ties go to the simpler setup.
+less does not fit, or is final (but with ZeRO 3). So the answer is that of a brute force whenever the estimator keeps its word
+(:class:`Estimates`). Ties go to the simpler setup.
 
 Rejected: a beam, or descent from neighbour to neighbour. Both miss mappings that need several degrees changed at once (TP for
 EP at another PP), and cannot say that they did not.
@@ -15,37 +15,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 from commlayer.profiles.errors import InternalError, UsageError
-from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.job import Job, Recompute, Setup
+from commlayer.scheduler.mapping.fit import MOST_GPUS, describe_memory, smallest_fit
+from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
-from commlayer.scheduler.mapping.software import COMMLAYER, Software
-from commlayer.scheduler.mapping.space import Family, Space, families, setups
+from commlayer.scheduler.mapping.software import Software
+from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, simplicity
 
-__all__ = [
-    "CLOSEST",
-    "MOST_GPUS",
-    "Estimates",
-    "Fit",
-    "SearchResult",
-    "describe_memory",
-    "search",
-    "simplicity",
-    "smallest_fit",
-]
+__all__ = ["CLOSEST", "Estimates", "SearchResult", "search", "smallest_fit"]
 
 CLOSEST = 3
 """The last level of bounds."""
-MOST_GPUS = 65_536
-"""Up to here :func:`smallest_fit` looks."""
-_RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 _ROUNDING = 1e-9
 """By what part a bound may exceed an estimate, as its sums are rounded in another order."""
 
@@ -55,8 +41,9 @@ Progress = Callable[[int, int], None]
 class Estimates(Protocol):
     """What the search asks of an estimator (:class:`commlayer.scheduler.simulate.Estimator` is one).
 
-    No bound exceeds what it is a bound of, and recomputing more makes no step shorter.
-    ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take set aside.
+    No bound exceeds what it is a bound of; and with ZeRO up to 2 recomputing more makes no step shorter (with 3 it can:
+    gathers of weights hide behind it). ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take
+    set aside.
     """
 
     @property
@@ -74,8 +61,8 @@ class Estimates(Protocol):
 
     def bound_us(self, setup: Setup, level: int, /) -> float:
         """What the step takes at least. Level 0: also that of every setup that has another dispatch, recomputes more or shards
-        less by ZeRO, and is else the same. Levels 1 to :data:`CLOSEST`: that of ``setup``, each closer and slower to find (or the
-        same again)."""
+        less by ZeRO, and is else the same. Levels 1 to :data:`CLOSEST`: that of ``setup``, each closer and slower to find (or
+        the same again)."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -111,26 +98,6 @@ class SearchResult:
     @property
     def best(self) -> StepEstimate:
         return self.ranked[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """The fewest GPUs on which a job fits, and the setup that takes the least memory there."""
-
-    gpus: int
-    setup: Setup
-    memory: Memory
-
-
-def simplicity(setup: Setup) -> tuple[object, ...]:
-    """Orders setups that are equally fast: fewer degrees in use, less recomputation, smaller degrees, then by name."""
-    degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.vpp)
-    return (
-        sum(degree > 1 for degree in degrees),
-        _RECOMPUTE.index(setup.recompute),
-        math.prod(degrees),
-        str(setup),
-    )
 
 
 def search(
@@ -175,32 +142,6 @@ def search(
     )
 
 
-def smallest_fit(
-    job: Job,
-    cluster: Cluster,
-    space: Space | None = None,
-    *,
-    memory_limit: float,
-    software: Software = COMMLAYER,
-    most_gpus: int = MOST_GPUS,
-) -> Fit | None:
-    """The smallest number of GPUs on which ``job`` fits in memory, whatever its own is; None where not even ``most_gpus`` do.
-
-    Looked at are the divisors of the domain, then 1, 2, 3, 4, 6, 8, 12 … domains (powers of two, and those times 1.5): what
-    clusters come in. ``memory_limit``: as :attr:`Estimates.memory_limit`.
-    """
-    lean = _leanest(space or Space())
-    for gpus in _sizes(cluster.domain, most_gpus):
-        asked = replace(job, gpus=gpus)
-        sizes = (
-            (memory.estimate(asked, setup, software.gradient_bytes), setup) for setup in setups(asked, cluster, lean)
-        )
-        least = min(sizes, key=lambda found: (found[0].total, simplicity(found[1])), default=None)
-        if least is not None and least[0].total <= memory_limit:
-            return Fit(gpus=gpus, setup=least[1], memory=least[0])
-    return None
-
-
 @dataclass(order=True, slots=True)
 class _Entry:
     """On the heap. ``stage``: the level of the bound that ``time_us`` is, or beyond all of them for an estimate. At one time
@@ -221,7 +162,7 @@ class _Frontier:
         self._heap: list[_Entry] = []
         self._order = itertools.count()
         self._limit = estimator.memory_limit
-        self._recompute = sorted(set(space.recompute), key=_RECOMPUTE.index)
+        self._recompute = sorted(set(space.recompute), key=RECOMPUTE.index)
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
 
@@ -270,8 +211,10 @@ class _Frontier:
         return found
 
     def _open(self, bound_us: float, family: Family) -> None:
-        for setup in family._replace(recompute=family.recompute[:1]).members():
-            self._admit(bound_us, setup)
+        least = family.recompute[0]
+        for setup in family.members():
+            if setup.recompute == least or _is_by_itself(setup):
+                self._admit(bound_us, setup)
 
     def _admit(self, bound_us: float, setup: Setup) -> None:
         """Where it fits; else the same with more recomputation."""
@@ -293,7 +236,7 @@ class _Frontier:
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
         """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
         place = self._recompute.index(setup.recompute) + 1
-        if place < len(self._recompute):
+        if place < len(self._recompute) and not _is_by_itself(setup):
             self._admit(bound_us, replace(setup, recompute=self._recompute[place]))
 
     def _fits(self, setup: Setup) -> bool:
@@ -316,27 +259,9 @@ class _Frontier:
         heapq.heappush(self._heap, _Entry(found.step_us, CLOSEST + 1, simplicity(setup), setup.folded, found))
 
 
-def _leanest(space: Space) -> Space:
-    """``space`` without what never takes less memory than what is left."""
-    recompute = max(space.recompute, key=_RECOMPUTE.index)
-    return replace(
-        space,
-        micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
-        vpp=space.vpp or (1,),
-        recompute=(recompute,),
-        zero=(max(space.zero),),
-    )
-
-
-def _sizes(domain: int, most: int) -> Iterator[int]:
-    """Numbers of GPUs that clusters come in, ascending."""
-    yield from (gpus for gpus in range(1, domain) if domain % gpus == 0 and gpus <= most)
-    domains = 1
-    while domains * domain <= most:
-        yield domains * domain
-        if domains > 1 and domains * domain * 3 // 2 <= most:
-            yield domains * domain * 3 // 2
-        domains *= 2
+def _is_by_itself(setup: Setup) -> bool:
+    """Recomputation may make it shorter (:class:`Estimates`)."""
+    return setup.zero == 3
 
 
 def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
@@ -362,10 +287,3 @@ def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[
         f"{message}. {fit.gpus} GPUs would do: {fit.setup} takes {fit.memory.total / 1e9:.1f} GB "
         f"({describe_memory(fit.memory)})"
     )
-
-
-def describe_memory(needed: Memory) -> str:
-    """Its parts, the largest first."""
-    names = ("weights", "gradients", "optimizer", "activations", "buffers")
-    parts = sorted(((getattr(needed, name), name) for name in names), reverse=True)
-    return ", ".join(f"{name} {size / 1e9:.1f}" for size, name in parts)

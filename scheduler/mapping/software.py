@@ -8,7 +8,7 @@ from typing import Literal
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.plan import Strategy
 
-__all__ = ["COMMLAYER", "MEGATRON", "PLANNED", "SOFTWARE", "Software", "software"]
+__all__ = ["COMMLAYER", "MEGATRON", "PLANNED", "SOFTWARE", "Software", "software", "splits_ffn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,10 @@ class Software:
         activation_bytes, parameter_bytes: of an element that travels; 2: BF16.
         gathers_again: a sequence that was gathered for a product is not kept, but gathered once more for the weight's gradient
             (Megatron-LM's linear layers).
-        splits_ends: tp splits embedding, head and shared experts; else each of its ranks has them whole, for its own rows.
+        splits_ends: tp splits embedding and head, and (but with Ulysses: :func:`splits_ffn`) shared experts and dense FFNs; else
+            each of its ranks has them whole, for its own rows.
+        keeps_whole_kv: where tp does not divide the key-value heads, each of its ranks has the projections of all of them; else
+            those of the heads that it needs, at least one.
         sums_replicas_over_tp: gradients of what all tp ranks have whole (norms, routers) are summed over tp by themselves, then
             with the others; else at once, over tp, cp and dp.
         sends_weights: gating weights (FP32) go with the tokens, and experts apply them; else they stay, for the combine.
@@ -49,6 +52,7 @@ class Software:
     parameter_bytes: int = 2
     gathers_again: bool = True
     splits_ends: bool = True
+    keeps_whole_kv: bool = False
     sums_replicas_over_tp: bool = True
     sends_weights: bool = True
     count_words: tuple[int, int] = (0, 1)
@@ -69,6 +73,7 @@ COMMLAYER = Software(
     overlaps_parameters=False,
     gathers_again=False,
     splits_ends=False,
+    keeps_whole_kv=True,
     sums_replicas_over_tp=False,
     sends_weights=False,
     count_words=(11, 8),
@@ -83,3 +88,11 @@ def software(name: str) -> Software:
     if name not in SOFTWARE:
         raise UsageError(f"software: expected {', '.join(SOFTWARE)}, got {name!r}")
     return SOFTWARE[name]
+
+
+def splits_ffn(software: Software, attention: str) -> bool:
+    """Whether tp splits the widths of shared experts and of dense FFNs; else each of its ranks has them whole, for its own rows.
+
+    Ulysses splits nothing but heads (MegaScale-MoE, section 3.1), and neither does a software that leaves the ends whole.
+    """
+    return software.splits_ends and attention == "tensor"

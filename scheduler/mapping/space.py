@@ -34,7 +34,10 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 
-__all__ = ["Family", "Space", "families", "setups"]
+__all__ = ["RECOMPUTE", "Family", "Space", "families", "setups", "simplicity"]
+
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+"""From the least to the most."""
 
 _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 
@@ -72,7 +75,7 @@ class Space:
                     f"{name}: expected whole numbers of at least 1, or None for every valid one, got {values!r}"
                 )
         allowed: dict[str, tuple[object, ...]] = {
-            "recompute": get_args(Recompute),
+            "recompute": RECOMPUTE,
             "precision": get_args(Precision),
             "dispatch": get_args(Dispatch),
             "attention": get_args(Attention),
@@ -139,9 +142,20 @@ def setups(job: Job, cluster: Cluster, space: Space | None = None) -> Iterator[S
         yield from family.members()
 
 
+def simplicity(setup: Setup) -> tuple[object, ...]:
+    """Orders setups that are equally fast: fewer degrees in use, less recomputation, smaller degrees, then by name."""
+    degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.vpp)
+    return (
+        sum(degree > 1 for degree in degrees),
+        RECOMPUTE.index(setup.recompute),
+        math.prod(degrees),
+        str(setup),
+    )
+
+
 def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     """The valid setups by family."""
-    recompute = tuple(word for word in get_args(Recompute) if word in space.recompute)
+    recompute = tuple(word for word in RECOMPUTE if word in space.recompute)
     precisions = tuple(word for word in dict.fromkeys(space.precision) if word == "bf16" or cluster.gpu.fp8_tflops > 0)
     dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
     zeros = tuple(dict.fromkeys(space.zero))

@@ -9,13 +9,14 @@ it, but no more than two for each axis: the engine's time grows with them, and l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.calls import Exchange, step_exchanges
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder
+from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.layer_program import Course, Finish, Move, Part, Send, Work, run
 from commlayer.scheduler.mapping.layer_work import head_work
 from commlayer.scheduler.mapping.stage_parameters import layers_of
@@ -24,16 +25,22 @@ __all__ = ["Edge", "Stage", "boundary_us", "ends_course", "gradient_edge", "para
 
 _MOST_CALLS = 2
 """Of one axis for each layer, in the simulation."""
+_SIZES = 16
+"""That bounds are priced at, between one power of two bytes and the next."""
+_FINER = 0.95
+"""Of a plan's time: on lanes others may be found, cut finer than all candidates, but hardly faster."""
 Template = Callable[[bool], tuple[list[Part], float]]
 """One layer, with experts or a dense FFN: its program, and the µs of its course."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One pipeline rank: its index, and for each of its layers whether it has experts, in order."""
+    """``count`` pipeline ranks that are alike: the index of the first, and for each of its layers, in order, whether it has
+    experts."""
 
     index: int
     layers: tuple[bool, ...]
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +53,15 @@ class Edge:
 
 
 def stages_of(builder: LayerBuilder, setup: Setup) -> tuple[Stage, ...]:
-    """The first, the second and the last stage, as far as there are so many: those between are as the second, or have less."""
-    found = []
-    for index in sorted({0, min(1, setup.pp - 1), setup.pp - 1}):
+    """The first stage, those between by their layers, the last."""
+    found: dict[tuple[int, int, int], Stage] = {}
+    for index in range(setup.pp):
         dense, moe = layers_of(builder.job.model, setup, index)
-        found.append(Stage(index, (False,) * dense + (True,) * moe))
-    return tuple(found)
+        end = index + 1 if index in (0, setup.pp - 1) else 0  # the ends of the model are like no other
+        known = found.get((end, dense, moe))
+        layers = (False,) * dense + (True,) * moe
+        found[end, dense, moe] = replace(known, count=known.count + 1) if known else Stage(index, layers)
+    return tuple(found.values())
 
 
 def ends_course(builder: LayerBuilder, setup: Setup, stage: Stage) -> Course:
@@ -81,10 +91,10 @@ def boundary_us(builder: LayerBuilder, setup: Setup) -> tuple[float, str]:
     """Of one activation to the next stage, µs, and over which link class; 0.0 without a pipeline."""
     if setup.pp == 1:
         return 0.0, "inter"
-    nodes = builder.cluster.nodes_of(((2, setup.gpus // setup.pp),))
     exchanges = step_exchanges(builder.job, setup, builder.software, stage=0)
-    size = next((each.logical_bytes for each in exchanges if each.place == "boundary"), 0)
-    return builder.pricer.us("send_recv", size, nodes), "inter" if len(nodes) > 1 else "intra"
+    boundary = next(each for each in exchanges if each.place == "boundary")
+    nodes = group_nodes(builder.cluster, setup, boundary)
+    return builder.pricer.us("send_recv", boundary.logical_bytes, nodes), "inter" if len(nodes) > 1 else "intra"
 
 
 def gradient_edge(
@@ -103,7 +113,7 @@ def gradient_edge(
     sends = _spread(builder, setup, wanted, len(layers), lambda j, n: -(-(j + 1) * len(layers) // n) - 1)
     parts: list[Part] = []
     pending: list[Move] = []
-    plain, others = 0.0, _others(builder, setup)
+    plain, others = 0.0, passing(builder, setup)
     for place, is_moe in enumerate(layers):
         layer, us = template(is_moe)
         filler = others * us
@@ -127,7 +137,7 @@ def parameter_edge(
     sends = _spread(builder, setup, wanted, len(stage.layers), lambda j, n: j * len(stage.layers) // n)
     moves = [move for layer in sends for move in layer]
     parts: list[Part] = [Send(move) for move in moves]
-    plain, others = 0.0, _others(builder, setup)
+    plain, others = 0.0, passing(builder, setup)
     for place, is_moe in enumerate(stage.layers):
         layer, us = template(is_moe)
         filler = others * us
@@ -156,15 +166,49 @@ def _spread(
     """For each layer what is sent with it: the calls of one kind in order, as evenly as layers are."""
     found: list[list[Move]] = [[] for _ in range(layers)]
     for exchange in wanted:
-        together = -(-exchange.count // (layers * _MOST_CALLS))
-        number = -(-exchange.count // together)
-        whole = replace(exchange, logical_bytes=exchange.logical_bytes * exchange.count // number, count=1)
+        whole, number = _together(exchange, layers)
         for j in range(number):
             found[place_of(j, number)].append(builder.move(setup, whole))
     return found
 
 
-def _others(builder: LayerBuilder, setup: Setup) -> int:
+def _together(exchange: Exchange, layers: int) -> tuple[Exchange, int]:
+    """One of the calls as which these are simulated, and how many there are."""
+    together = -(-exchange.count // (layers * _MOST_CALLS))
+    number = -(-exchange.count // together)
+    return replace(exchange, logical_bytes=exchange.logical_bytes * exchange.count // number, count=1), number
+
+
+def _least_us(builder: LayerBuilder, setup: Setup, exchange: Exchange) -> float:
+    """A time that no plan of one such call is below, by the plans for a size a little smaller: few sizes are ever priced."""
+    nodes = group_nodes(builder.cluster, setup, exchange)
+    if sum(nodes) == 1 or exchange.logical_bytes < 1:
+        return 0.0
+    size = int(2 ** (math.floor(math.log2(exchange.logical_bytes) * _SIZES) / _SIZES))
+    decision = builder.pricer.decide(exchange.collective, size, nodes)
+    return _FINER * min(each.total_us for each in decision.candidates)
+
+
+def least_edges(builder: LayerBuilder, setup: Setup, stage: Stage) -> dict[str, tuple[float, bool]]:
+    """Of ``gradients`` and ``parameters``: what the busiest axis takes in a step, µs, and whether passes may hide it; where they
+    may not, what all axes take one after the other. Nothing, where the layers send them with every micro-batch."""
+    software = builder.software
+    hidden = {"gradients": software.overlaps_gradients, "parameters": software.overlaps_parameters}
+    found = {"gradients": (0.0, False), "parameters": (0.0, False)}
+    exchanges = step_exchanges(builder.job, setup, software, stage=stage.index) if setup.zero < 3 else ()
+    for place, hides in hidden.items():
+        if place == "gradients" if setup.zero == 2 else setup.zero == 0 and place == "parameters":
+            continue
+        axes: dict[str, float] = {}
+        for exchange in exchanges:
+            if exchange.place == place:
+                whole, number = _together(exchange, len(stage.layers)) if hides else (exchange, exchange.count)
+                axes[exchange.axis] = axes.get(exchange.axis, 0.0) + _least_us(builder, setup, whole) * number
+        found[place] = (max(axes.values(), default=0.0), True) if hides else (sum(axes.values()), False)
+    return found
+
+
+def passing(builder: LayerBuilder, setup: Setup) -> int:
     """Micro-batches that go through a chunk of layers beside that whose gradients (or weights) these are."""
     return setup.pp - 1 if setup.vpp > 1 and setup.micro_batches(builder.job) >= setup.pp else 0
 

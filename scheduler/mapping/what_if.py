@@ -12,10 +12,11 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.crossing import Crossover, crossover, crossover_of_values
+from commlayer.scheduler.mapping.fit import describe_memory
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.result import StepEstimate
-from commlayer.scheduler.mapping.search import Estimates, describe_memory, search
+from commlayer.scheduler.mapping.search import Estimates, search
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.simulate import Estimator
@@ -307,7 +308,8 @@ def _estimate(
     needed = estimator.memory(setup)
     if needed.total > estimator.memory_limit:
         return None, (
-            f"{setup} does not fit: {needed.total / 1e9:.1f} GB of {estimator.memory_limit / 1e9:.1f} GB ({describe_memory(needed)})"
+            f"{setup} does not fit: {needed.total / 1e9:.1f} GB of {estimator.memory_limit / 1e9:.1f} GB "
+            f"({describe_memory(needed)})"
         )
     return estimator.estimate(setup), ""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
+from commlayer.integrations.gradients import gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.agreement import agree_on_experts
 from commlayer.integrations.moe.router import RouterConfig
+from commlayer.integrations.parameters import ShardedOptimizer
 from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
@@ -83,7 +87,7 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        return Setup(gpus=self.gpus, zero=0, **{"dispatch": "all_to_all", **self.degrees, **self.options})
+        return Setup(gpus=self.gpus, **{"zero": 0, "dispatch": "all_to_all", **self.degrees, **self.options})
 
     @property
     def is_static(self) -> bool:
@@ -112,6 +116,7 @@ class Case:
             dispatch=setup.dispatch,
             chunks="auto" if self.capacity_factor or setup.dispatch == "all_gather" else 1,
             bucket_bytes=self.software.bucket_bytes or 1,
+            overlap_gradients=self.setup.zero == 0,
         )
 
 
@@ -125,6 +130,7 @@ CASES = [
     Case(4, {"pp": 2, "cp": 2}, {"micro_batch": 2}, layers=3),
     Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "selective"}),
     Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "selective"}, capacity_factor=1.0),
+    Case(4, {"tp": 2, "ep": 2}, {"attention": "tensor", "zero": 1}, layers=2),  # ShardedOptimizer
     Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 4}, {"attention": "tensor"}),
     Case(8, {"pp": 2, "tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "micro_batch": 4}, layers=2),
     Case(8, {"tp": 2, "ep": 8}, {"dispatch": "all_gather", "attention": "ulysses"}),
@@ -156,11 +162,19 @@ def run_case(case: Case) -> Step:
         # What ranks agree on at a group's first call: the number of experts, and gradients' formats.
         for layer in model._layers():
             agree_on_experts(layer.moe.dispatcher.grid)
-        model._gradient_buckets(None)
+        optimizers = sharded_optimizers(model, mesh) if case.setup.zero else []
+        if not optimizers:
+            model._gradient_buckets(None)
         tokens = torch.arange(SEQUENCE * BATCH).view(SEQUENCE, BATCH) * 7 % SHAPE.vocabulary
         reset_stats()
-        with Rematerialise() if case.setup.recompute == "selective" else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if case.setup.recompute == "selective":
+                stack.enter_context(Rematerialise())
+            if optimizers:  # sum the gradients themselves
+                stack.enter_context(mock.patch("commlayer.integrations.model.synchronise_gradients"))
             model.train_step(tokens, tokens, num_micro_batches=case.setup.micro_batches(case.job))
+        for optimizer in optimizers:
+            optimizer.step()
         counted = {
             (names[group["group"]], call["collective"]): (call["calls"], call["logical_bytes"])
             for group in stats()["groups"]
@@ -174,6 +188,15 @@ def run_case(case: Case) -> Step:
             described[key] = calls + each.count, size + each.count * each.logical_bytes
         routed = {names[mesh.group(axis).group_name] for axis in ("ep", "etp")}
     return Step(counted, described, set() if case.is_static else routed)
+
+
+def sharded_optimizers(model: MoELanguageModel, mesh: FoldedMesh) -> list[ShardedOptimizer]:
+    """One for each axis over which parameters are shared. Collective."""
+    return [
+        ShardedOptimizer(parameters, partial(torch.optim.SGD, lr=0.1), mesh.group(axis), average=False)
+        for axis, parameters in gradient_axes(model).items()
+        if parameters and mesh.size(axis) > 1
+    ]
 
 
 def run_cases(cases: list[Case]) -> list[Step]:
@@ -279,11 +302,13 @@ def test_megatron_gathers_a_sequence_again() -> None:
     names = [each.name for each in layer_backward(job, setup, MEGATRON, moe=False)]
     wanted = ["ffn_sum_gradient", "ffn_sequence_again", "ffn_sequence_gradient", "attention_sum_gradient"]
     assert names == [*wanted, "sequence_again", "sequence_gradient"]
-    assert [each.name for each in layer_backward(job, setup, COMMLAYER, moe=False)] == [
+    kept = replace(MEGATRON, gathers_again=False)
+    assert [each.name for each in layer_backward(job, setup, kept, moe=False)] == [
         name for name in names if "again" not in name
     ]
-    full = layer_backward(job, replace(setup, recompute="full"), COMMLAYER, moe=False)
-    forward = layer_forward(job, setup, COMMLAYER, moe=False)
+    assert not [each for each in layer_forward(job, setup, COMMLAYER, moe=False) if each.place == "before_ffn"]
+    full = layer_backward(job, replace(setup, recompute="full"), kept, moe=False)
+    forward = layer_forward(job, setup, kept, moe=False)
     assert [each.name for each in full[: len(forward)]] == [f"{each.name}_again" for each in forward]
 
 
@@ -343,6 +368,7 @@ def test_capacity_and_imbalance() -> None:
     job = Job(model=SHAPE, gpus=4, global_batch=4, sequence=10, imbalance=1.3)
     setup = Setup(gpus=4, ep=4)
     assert dispatched_rows(job, setup) == 26  # 10 tokens of two choices
+    assert dispatched_rows(job, Setup(gpus=4, etp=4)) == 20  # no rank has other experts than the others
     assert dispatched_rows(replace(job, capacity_factor=1.25), setup) == 8 * 4  # ceil(1.25 · 20 / 8)
     assert dispatched_rows(replace(job, capacity_factor=2.0), setup) == 8 * 5
     names = [each.name for each in layer_forward(replace(job, capacity_factor=2.0), setup, MEGATRON)]

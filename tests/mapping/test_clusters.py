@@ -67,27 +67,96 @@ def in_domains(ranks: tuple[int, ...], domain: int) -> tuple[int, ...]:
     return tuple(counts.values())
 
 
+def first_ranks(layout: tuple[tuple[int, int], ...], ranks: int) -> list[int]:
+    """Of all groups that lie within the job, by trying each rank."""
+    reach = sum((size - 1) * stride for size, stride in layout)
+    at_start = (rank for rank in range(ranks) if all(rank // stride % size == 0 for size, stride in layout))
+    return [rank for rank in at_start if rank + reach < ranks]
+
+
+def all_shapes(layout: tuple[tuple[int, int], ...], ranks: int, domain: int) -> set[tuple[int, ...]]:
+    offsets = [0]
+    for size, stride in layout:
+        offsets = [offset + index * stride for index in range(size) for offset in offsets]
+    return {in_domains(tuple(sorted(first + at for at in offsets)), domain) for first in first_ranks(layout, ranks)}
+
+
+def slowest_of(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """What leaves a domain; of that the emptiest domain; of that the most domains, and the fullest."""
+    crossing = {nodes for nodes in shapes if len(nodes) > 1} or shapes
+    emptiest = {nodes for nodes in crossing if min(nodes) == min(map(min, crossing))}
+    most = {nodes for nodes in emptiest if len(nodes) == max(map(len, emptiest))}
+    return min(nodes for nodes in most if max(nodes) == max(map(max, most)))
+
+
 @FEW
-@given(st.integers(0, 7), st.data(), st.sampled_from([4, 8, 72]))
-def test_nodes_of_a_group_are_those_of_its_ranks(power: int, data: st.DataObject, domain: int) -> None:
+@given(st.sampled_from([1, 2, 3]), st.data(), st.sampled_from([4, 6, 8, 72]))
+def test_nodes_of_an_axis_are_those_of_its_slowest_group(odd: int, data: st.DataObject, domain: int) -> None:
     def part(left: int) -> int:
         return 1 << data.draw(st.integers(0, left))
 
+    power = data.draw(st.integers(0, 7))
     tp = part(power)
     cp = part(power - tp.bit_length() + 1)
     etp = part(power)
     ep = part(power - etp.bit_length() + 1)
-    cluster = H100.replace(domain=domain)
-    setup, mapping = Setup(gpus=1 << power, tp=tp, cp=cp, etp=etp, ep=ep), FoldedMapping(1 << power, tp, cp, 1, ep, etp)
+    cluster, gpus = H100.replace(domain=domain), odd << power
+    setup, mapping = Setup(gpus=gpus, tp=tp, cp=cp, etp=etp, ep=ep), FoldedMapping(gpus, tp, cp, 1, ep, etp)
     for axis in ("tp", "cp", "dp", "etp", "ep", "edp", "tp_cp", "dp_cp", "etp_ep"):
-        assert cluster.nodes_of(setup.layout(axis)) == in_domains(mapping.group_of(axis, 0), domain)
+        shapes = {in_domains(group, domain) for group in mapping.groups(axis)}
+        assert cluster.nodes_of(setup.layout(axis), gpus) == slowest_of(shapes)
 
 
-def test_nodes_of_a_group_of_several_parts() -> None:
+@pytest.mark.parametrize("domain", [6, 8, 72])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 12])
+@pytest.mark.parametrize("stride", [1, 2, 3, 8, 12])
+def test_nodes_of_looks_at_every_group(domain: int, size: int, stride: int) -> None:
+    cluster, period = H100.replace(domain=domain), size * stride
+    layout = ((size, stride),)
+    for count in (1, 2, 5):
+        assert cluster.nodes_of(layout, count * period) == slowest_of(all_shapes(layout, count * period, domain))
+    # Of a job without end there is each alignment that a job of as many periods as the domain has ranks has.
+    assert cluster.nodes_of(layout) == slowest_of(all_shapes(layout, domain * period, domain))
+
+
+@pytest.mark.parametrize("domain", [6, 8, 72])
+@pytest.mark.parametrize("layout", [((2, 2), (4, 8)), ((4, 1), (3, 8)), ((2, 1), (2, 2), (2, 16)), ((3, 2), (2, 12))])
+def test_nodes_of_a_group_of_several_parts(domain: int, layout: tuple[tuple[int, int], ...]) -> None:
+    period = layout[-1][0] * layout[-1][1]
+    for count in (1, 3, 7):
+        expected = slowest_of(all_shapes(layout, count * period, domain))
+        assert H100.replace(domain=domain).nodes_of(layout, count * period) == expected
+
+
+def test_unfolded_groups_are_those_of_their_ranks() -> None:
     setup = Setup(gpus=64, tp=2, cp=4, ep=2, etp=2, folded=False)
-    layout = setup.layout("edp")
-    ranks = tuple(sorted(a * layout[0][1] + b * layout[1][1] for a in range(layout[0][0]) for b in range(layout[1][0])))
-    assert H100.nodes_of(layout) == in_domains(ranks, 8)
+    for axis in ("ep", "edp", "etp_ep"):
+        assert H100.nodes_of(setup.layout(axis), 64) == slowest_of(all_shapes(setup.layout(axis), 64, 8))
+
+
+def test_experts_of_64_gpus_leave_a_rack_of_72() -> None:
+    rack, layout = clusters.load("gb200-nvl72"), ((64, 1),)
+    assert rack.nodes_of(layout, 64) == (64,)
+    assert rack.nodes_of(layout, 512) == rack.nodes_of(layout) == (8, 56)
+    assert sum(len(in_domains(tuple(range(first, first + 64)), 72)) > 1 for first in range(0, 512, 64)) == 7
+    inside, across = (flat_us(rack, "all_to_all_v", 256 * MIB, nodes) for nodes in ((64,), (8, 56)))
+    assert 14 < across / inside < 15
+    # Jobs that use 64 of each rack stay inside.
+    assert rack.replace(domain=64).nodes_of(layout, 512) == (64,)
+
+
+@FEW
+@given(
+    collectives, st.sampled_from([1 << 26, 1 << 30]), st.integers(3, 20), st.integers(1, 3), st.sampled_from([6, 72])
+)
+def test_no_group_of_an_axis_is_slower_than_the_one_that_is_priced(
+    collective: str, size: int, ranks: int, stride: int, domain: int
+) -> None:
+    cluster, layout = clusters.load("gb200-nvl72").replace(domain=domain), ((ranks, stride),)
+    worst = cluster.nodes_of(layout, 32 * ranks * stride)
+    for nodes in all_shapes(layout, 32 * ranks * stride, domain):
+        # The rest is hops and messages inside domains, which the shapes are not ordered by.
+        assert flat_us(cluster, collective, size, nodes) <= flat_us(cluster, collective, size, worst) * 1.05
 
 
 def test_nodes_of_is_the_same_object_each_time() -> None:
@@ -98,6 +167,12 @@ def test_nodes_of_is_the_same_object_each_time() -> None:
 def test_nodes_of_refuses_what_is_no_layout() -> None:
     with pytest.raises(UsageError, match="layout: expected sizes and strides of at least 1"):
         H100.nodes_of(((0, 1),))
+    with pytest.raises(
+        UsageError, match="expected each stride to be a multiple of what lies inside it, 4 x 1 = 4, got 2"
+    ):
+        H100.nodes_of(((4, 1), (2, 2)))
+    with pytest.raises(UsageError, match=r"ranks: expected 0 \(any number\) or at least the 57 that"):
+        H100.nodes_of(((8, 8),), 56)
 
 
 # Curves
@@ -123,7 +198,7 @@ def test_every_plan_on_every_cluster_finds_its_curves(name: str) -> None:
 
 def test_a_whole_rack_is_one_domain() -> None:
     rack = clusters.load("gb200-nvl72")
-    assert rack.nodes_of(((64, 1),)) == (64,)
+    assert rack.nodes_of(((64, 1),), 64) == (64,)
     assert flat_us(rack, "all_to_all_v", 64 * MIB, (64,)) < flat_us(rack, "all_to_all_v", 64 * MIB, (8,) * 8) / 5
 
 
@@ -225,6 +300,16 @@ def test_one_domain_is_never_slower_than_a_rank_on_each(collective: str, ranks: 
 @given(collectives, sizes, st.sampled_from([(3, 5), (1, 7), (2, 6)]))
 def test_uneven_nodes_are_never_faster_than_even_ones(collective: str, size: int, nodes: tuple[int, ...]) -> None:
     assert flat_us(H100, collective, size, nodes) >= flat_us(H100, collective, size, (4, 4))
+
+
+@pytest.mark.parametrize("collective", GROUP_COLLECTIVES)
+@pytest.mark.parametrize("size", [MIB, 64 * MIB, 1024 * MIB])
+def test_plans_on_uneven_nodes_never_take_less_time_than_their_emptiest_node(collective: str, size: int) -> None:
+    """What comes into a domain of one rank, or leaves it, crosses the one card there is, whatever the plan."""
+    rack = clusters.load("gb200-nvl72")
+    times = [Pricer(rack).us(collective, size, nodes) for nodes in ((32, 32), (16, 48), (8, 56), (2, 62), (1, 63))]
+    assert times == sorted(times)
+    assert times[-1] >= size * 63 / 64 / (rack.peaks.inter_gbps * 1e3)
 
 
 @FEW

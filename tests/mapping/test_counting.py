@@ -13,13 +13,17 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
+from commlayer.scheduler.mapping.exchange import axis_size
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.layer_calls import dispatched_rows, layer_backward, layer_forward
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.pipeline import order
 from commlayer.scheduler.mapping.result import Memory
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.stage_parameters import stage_parameters
 
+_software = st.sampled_from((MEGATRON, COMMLAYER))
 _powers = st.sampled_from((1, 2, 4))
 
 
@@ -67,26 +71,84 @@ def _states(found: Memory) -> tuple[float, float, float]:
 # Parameters
 
 
-@given(_models(), st.integers(1, 3), st.integers(1, 2), _powers, _powers, _powers, st.booleans(), st.booleans())
+@st.composite
+def _setups(draw: st.DrawFn, layers: int) -> Setup:
+    """Up to three stages, all of which ``held`` lists."""
+    pp, vpp = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    assume(pp * vpp <= layers)
+    tp, ep, etp = draw(_powers), draw(_powers), draw(_powers)
+    attention, zero = draw(st.sampled_from(("tensor", "ulysses"))), draw(st.integers(0, 3))
+    cp = draw(st.sampled_from((1, 2)))
+    return _setup(pp=pp, vpp=vpp, tp=tp, cp=cp, ep=ep, etp=etp, dp=ep * etp, attention=attention, zero=zero)
+
+
+@given(_models(), st.data(), _software)
 def test_parameters_of_all_gpus_are_those_of_the_model(
-    model: ModelShape, pp: int, vpp: int, tp: int, ep: int, etp: int, ulysses: bool, splits_ends: bool
+    model: ModelShape, data: st.DataObject, software: Software
 ) -> None:
-    """Each replica counted once. Up to three stages, all of which ``held`` lists."""
-    assume(pp * vpp <= model.layers)
-    setup = _setup(pp=pp, vpp=vpp, tp=tp, ep=ep, etp=etp, dp=ep * etp, attention="ulysses" if ulysses else "tensor")
-    found = parameters.held(model, setup, splits_ends)
+    """Each replica counted once."""
+    setup = data.draw(_setups(model.layers))
+    found = parameters.held(model, setup, software)
     counted = parameters.count(model)
-    assert sum(each.expert for each in found) * etp * ep == pytest.approx(counted.experts)
-    second_copy = counted.embedding if model.ties_embeddings and pp > 1 else 0
-    dense = sum(each.split * tp + each.whole for each in found)
-    assert dense == pytest.approx(counted.dense + second_copy)
+    assert sum(each.elements.expert for each in found) * setup.etp * setup.ep == counted.experts
+    second_copy = counted.embedding if model.ties_embeddings and setup.pp > 1 else 0
+    dense = sum(each.elements.split * setup.tp + each.elements.whole for each in found)
+    assert dense == counted.dense + second_copy
     assert [sum(numbers) for numbers in zip(*[each.stage[1:] for each in found], strict=True)] == [
         model.layers,
         model.dense_layers,
     ]
     assert parameters.stage_layers(model, setup) == max(each.stage.layers for each in found)
-    fullest = max(each.split + each.whole + each.expert for each in found)
-    assert sum(parameters.per_gpu(model, setup, splits_ends)) == pytest.approx(fullest)
+    fullest = max(each.total for each in found)
+    assert (
+        sum(parameters.per_gpu(model, setup, software)) == parameters.held_elements(model, setup, software) == fullest
+    )
+
+
+@given(_models(), st.sampled_from((1, 2, 4, 8, 16)), st.data(), _software)
+def test_what_is_held_is_what_is_summed(model: ModelShape, tp: int, data: st.DataObject, software: Software) -> None:
+    """On every stage, also where tp exceeds the key-value heads: as many gradients as parameters, over as many ranks as hold
+    them. Optimizer states are theirs."""
+    setup = data.draw(_setups(model.layers))
+    setup = dataclasses.replace(setup, gpus=setup.gpus // setup.tp * tp, tp=tp)
+    shards = []
+    for each in parameters.held(model, setup, software):
+        by_axis: dict[str, int] = {}
+        for axis, elements in stage_parameters(model, setup, software, each.stage.number):
+            by_axis[axis] = by_axis.get(axis, 0) + elements
+        assert sum(by_axis.values()) == each.total
+        assert by_axis.get("edp", 0) == each.elements.expert
+        over = parameters.replicas(setup, software)
+        kept = sum(elements / number for elements, number in zip(each.elements, over, strict=True))
+        assert kept == pytest.approx(sum(elements / axis_size(setup, axis) for axis, elements in by_axis.items()))
+        shards.append(kept if setup.zero else each.total)
+    assert parameters.shard_elements(model, setup, software) == pytest.approx(max(shards))
+    found = memory.estimate(_job(model, global_batch=64 * 16), setup, software=software)
+    if setup.pp == 1:
+        assert found.optimizer == pytest.approx(12 * shards[0])
+
+
+@pytest.mark.parametrize("software", [MEGATRON, COMMLAYER])
+@pytest.mark.parametrize("name", ["internal-352b", "hunyuan-large", "deepseek-v3"])
+def test_ulysses_splits_no_ffn(name: str, software: Software) -> None:
+    """MegaScale-MoE, section 3.1: it is not gathered for, not split, and not refused for its width."""
+    model = catalog.load(name)
+    setup = _setup(tp=8, dp=8, ep=8, attention="ulysses")
+    job = _job(model, 64)
+    for moe in (True, False):
+        calls = (*layer_forward(job, setup, software, moe=moe), *layer_backward(job, setup, software, moe=moe))
+        assert not [each.name for each in calls if each.place in ("before_ffn", "after_ffn")]
+    counted = parameters.count(model)
+    tables = (counted.embedding + counted.head) * (1 if software is COMMLAYER else 1 / 8)
+    rest = counted.dense - counted.embedding - counted.head
+    assert parameters.per_gpu(model, setup, software)[0] == pytest.approx(rest + tables)
+    odd = dataclasses.replace(model, shared_width=model.shared_width + 1, dense_width=model.dense_width + 1)
+    parameters.check(odd, setup, software)
+    tensor = _setup(tp=8, dp=8, ep=8)
+    assert ("ffn_sum" in [each.name for each in layer_forward(job, tensor, software)]) == (software is MEGATRON)
+    if software is MEGATRON:
+        with pytest.raises(UsageError, match=r"tp=8: expected a divisor of the (shared|dense) width"):
+            parameters.check(odd, tensor, software)
 
 
 def test_counts_every_part_of_a_small_model_by_hand() -> None:
@@ -115,9 +177,15 @@ def test_latent_attention_counts_its_projections_and_their_norms() -> None:
 
 def test_a_key_value_head_is_on_several_ranks_where_tp_exceeds_their_number() -> None:
     model = catalog.load("qwen3-235b-a22b")  # 4 key-value heads
-    (four,), (eight,) = (parameters.held(model, Setup(gpus=8, tp=tp, etp=1)) for tp in (4, 8))
     keys = parameters.layer_of(model).keys_values * model.layers
-    assert (four.split - keys / 4) / 2 == pytest.approx(eight.split - keys / 4)
+    for software in (MEGATRON, COMMLAYER):
+        four, eight = (parameters.held(model, Setup(gpus=8, tp=tp), software)[0].elements for tp in (4, 8))
+        if software is MEGATRON:  # one head each
+            assert (four.split - keys / 4) / 2 == eight.split - keys / 4
+            assert eight.whole == four.whole
+        else:  # all heads
+            assert (four.split - keys / 4) / 2 == eight.split
+            assert eight.whole == four.whole + keys
 
 
 @pytest.mark.parametrize(
@@ -301,6 +369,41 @@ def test_rows_are_those_of_the_step_time(capacity_factor: float | None, imbalanc
     alone = dataclasses.replace(job, capacity_factor=1e-9)
     difference = memory.estimate(job, setup).activations - memory.estimate(alone, setup).activations
     assert difference == pytest.approx(2 * expert_rows(job, setup) * full * model.layers)
+
+
+@pytest.mark.parametrize("etp", [1, 4])
+def test_who_has_all_experts_is_no_busier_than_others(etp: int) -> None:
+    setup = _setup(etp=etp, dp=4)
+    even = _job(catalog.load("mixtral-8x7b"), 4)
+    uneven = dataclasses.replace(even, imbalance=1.7)
+    assert memory.estimate(uneven, setup) == memory.estimate(even, setup)
+    assert dispatched_rows(uneven, setup) == dispatched_rows(even, setup) == 2 * 512
+    assert expert_rows(uneven, setup) == expert_rows(even, setup) == 2 * 512 * etp
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b-a22b"])
+def test_buffers_hold_what_context_parallelism_moves(name: str, tp: int) -> None:
+    """All that is gathered, or two blocks of the ring. Software that does not gather again keeps it, in every layer."""
+    model = dataclasses.replace(catalog.load(name), layers=1, dense_layers=0)
+    setup = _setup(tp=tp, cp=8, ep=8)
+    job = _job(model, 8 * tp, sequence=1 << 17)
+    found = {}
+    for software in (COMMLAYER, MEGATRON):
+        (context,) = (each for each in layer_forward(job, setup, software) if each.place == "context")
+        without = dataclasses.replace(setup, gpus=setup.gpus // 8, cp=1, ep=1)
+        alone = _job(model, tp, sequence=1 << 14)
+        buffers, kept = (
+            getattr(memory.estimate(job, setup, software=software), part)
+            - getattr(memory.estimate(alone, without, software=software), part)
+            for part in ("buffers", "activations")
+        )
+        found[software.name] = context.logical_bytes, buffers, kept
+    gathered, buffers, kept = found["commlayer"]
+    assert (buffers, kept) == (pytest.approx(gathered), pytest.approx(gathered * 7 / 8))
+    block, buffers, kept = found["megatron"]
+    assert (buffers, kept) == (pytest.approx(2 * block), 0)
+    assert gathered == 8 * block
 
 
 def test_the_last_stage_may_be_the_fullest() -> None:

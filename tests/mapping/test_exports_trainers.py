@@ -115,6 +115,66 @@ def test_an_unfolded_mapping_beyond_cp_has_no_flags() -> None:
     assert megatron(JOB, Setup(gpus=128, tp=2, etp=2, ep=8, pp=8, folded=False))
 
 
+QWEN = Job(model=catalog.load("qwen3-235b-a22b"), gpus=128, global_batch=256, sequence=4096)
+
+
+def test_more_tensor_parallelism_than_query_groups_needs_a_later_megatron() -> None:
+    wide, narrow = Setup(gpus=128, tp=8, ep=8, pp=8), Setup(gpus=128, tp=4, ep=8, pp=8)
+    exported = export("megatron", QWEN, wide)
+    assert "--num-query-groups 4\n" in exported.text
+    assert any("needs core_v0.16 or later" in note and "tp=8" in note for note in exported.notes)
+    assert not any("core_v0.16" in note for note in export("megatron", QWEN, narrow).notes)
+
+
+@pytest.mark.parametrize(
+    ("setup", "changes", "reason"),
+    [
+        (Setup(gpus=96, tp=3, ep=8), {}, "heads=64 is no multiple of tp=3; kv_heads=4 is neither"),
+        (
+            Setup(gpus=96, tp=6, ep=8),
+            {"heads": 96, "head_dim": 64},
+            "kv_heads=4 is neither a multiple nor a divisor of tp=6",
+        ),
+        (Setup(gpus=128, tp=8, ep=8, attention="ulysses"), {}, "Ulysses needs heads=64 and kv_heads=4"),
+        (Setup(gpus=96, ep=12), {}, "experts=128 is no multiple of ep=12"),
+        (Setup(gpus=128, tp=2, ep=8, etp=2), {"width": 1535}, "width=1535 of an expert is no multiple of etp=2"),
+        (Setup(gpus=128, tp=2, ep=8), {"shared_width": 1535}, "shared_width=1535 is no multiple of tp=2"),
+        (Setup(gpus=128, cp=4, ep=8), {"sequence": 4100}, "sequence=4100 is no multiple of 2 x cp=4"),
+        (Setup(gpus=128, tp=4, ep=8), {"sequence": 4098}, "the 4098 tokens of a cp rank are no multiple of tp=4"),
+        (Setup(gpus=128, tp=2, ep=8, pp=8, vpp=2), {"global_batch": 96}, "12 is no multiple of pp=8"),
+    ],
+)
+def test_megatron_refuses_what_does_not_divide(setup: Setup, changes: dict[str, Any], reason: str) -> None:
+    job = {name: value for name, value in changes.items() if name in ("sequence", "global_batch")}
+    model = {name: value for name, value in changes.items() if name not in job}
+    job = {"gpus": setup.gpus, "global_batch": 1920, **job}
+    given = replace(QWEN, model=replace(QWEN.model, **model), **job)
+    with pytest.raises(UsageError, match=f"Megatron-LM cannot run .*{reason}"):
+        export("megatron", given, setup)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "setup", "sequence", "reason"),
+    [
+        ("torchtitan", Setup(gpus=128, tp=8, ep=8, pp=2), 4096, "kv_heads=4 to be multiples of tp=8"),
+        ("torchtitan", Setup(gpus=128, cp=2, ep=8), 4098, "no multiple of tp · 2 · cp = 4"),
+        ("torchtitan", Setup(gpus=96, ep=12), 4096, "experts=128 is no multiple of ep=12"),
+        ("deepspeed", Setup(gpus=96, ep=12), 4096, "experts=128 is no multiple of autoep_size=12"),
+        ("deepspeed", Setup(gpus=128, tp=8, ep=8), 4096, "tp=8 is more than kv_heads=4"),
+        (
+            "deepspeed",
+            Setup(gpus=96, tp=3, ep=8, attention="ulysses"),
+            4096,
+            "heads=64 to be a multiple of its 3 ranks",
+        ),
+        ("deepspeed", Setup(gpus=128, tp=8, ep=8, attention="ulysses"), 4100, "no multiple of the 8 ranks of Ulysses"),
+    ],
+)
+def test_others_refuse_what_does_not_divide(trainer: str, setup: Setup, sequence: int, reason: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot run .*{reason}"):
+        export(trainer, replace(QWEN, gpus=setup.gpus, sequence=sequence, global_batch=1920), setup)
+
+
 def test_torchtitan_has_every_degree() -> None:
     found = torchtitan(JOB, BEST)
     degrees = found["parallelism"]

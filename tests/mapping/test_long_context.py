@@ -20,6 +20,7 @@ from commlayer.scheduler.mapping.long_context import (
     network_nodes,
     recommend,
 )
+from commlayer.scheduler.mapping.software import COMMLAYER
 from commlayer.scheduler.simulate import Estimator
 
 MIXTRAL = catalog.load("mixtral-8x22b")
@@ -112,7 +113,7 @@ def test_cp_by_memory_is_the_least_that_fits() -> None:
         for degree in {cp, max(1, cp // 2)}:
             setup = Setup(gpus=512 * degree, tp=8, cp=degree, pp=8, ep=8, etp=8, recompute="full", folded=False)
             job = Job(model=MIXTRAL, gpus=setup.gpus, global_batch=64, sequence=sequence)
-            assert (memory.estimate(job, setup).total <= limit) == (degree == cp)
+            assert (memory.estimate(job, setup, software=COMMLAYER).total <= limit) == (degree == cp)
 
 
 def test_cp_follows_from_memory_where_tokens_are_not_given() -> None:

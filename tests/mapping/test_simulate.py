@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from commlayer.errors import CommlayerError, GroupError, PlanError, UsageError
 from commlayer.profiles import catalog as profiles
+from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software
 from commlayer.scheduler.simulate import Estimator
 
 EOS = clusters.load("h100-eos")
@@ -25,7 +27,9 @@ MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3"
 @cache
 def estimator(model: str, gpus: int = 64, software: Software = MEGATRON, cluster: Cluster = EOS) -> Estimator:
     shape = catalog.load(model)
-    shape = replace(shape, layers=8 + shape.dense_layers)  # of 60 layers nothing else is to be learned, and it takes longer
+    shape = replace(
+        shape, layers=8 + shape.dense_layers
+    )  # of 60 layers nothing else is to be learned, and it takes longer
     job = Job(model=shape, gpus=gpus, global_batch=256, sequence=4096)
     return Estimator(job, cluster, software, efficiency=0.8)
 
@@ -70,21 +74,61 @@ def test_parts_add_up_and_bounds_are_never_above(model: str, software: Software,
     of = estimator(model, software=software)
     found = estimated(of, setup)
     assert sum(found.parts.values()) == pytest.approx(found.step_us, rel=1e-9)
-    bounds = [of.bound_us(setup, level) for level in (0, 1, 2)]
-    assert bounds == sorted(bounds)
-    assert bounds[2] <= found.step_us * (1 + 1e-9)
+    bounds = [of.bound_us(setup, level) for level in (0, 1, 2, 3)]
+    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(bounds))
+    assert bounds[3] <= found.step_us * (1 + 1e-9)
     assert 0 < found.mfu < 1
     assert sum(found.exposed_us.values()) < found.step_us
 
 
-@settings(max_examples=15)
-@given(st.sampled_from(MODELS), setups(), st.sampled_from(("inter_gbps", "intra_gbps")), st.floats(1.1, 10.0))
-def test_time_never_rises_with_bandwidth(model: str, setup: Setup, link: str, factor: float) -> None:
+@settings(max_examples=30)
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from((MEGATRON, PLANNED, COMMLAYER)),
+    setups(),
+    st.sampled_from(("inter_gbps", "intra_gbps")),
+    st.floats(1.05, 10.0),
+)
+def test_time_never_rises_with_bandwidth(
+    model: str, software: Software, setup: Setup, link: str, factor: float
+) -> None:
     peaks = EOS.peaks
     faster = replace(EOS, peaks=type(peaks)(**{**_rates(EOS), link: getattr(peaks, link) * factor}))
-    slow = estimated(estimator(model), setup)
-    fast = estimated(Estimator(estimator(model).job, faster, MEGATRON, efficiency=0.8), setup)
-    assert fast.step_us <= slow.step_us * (1 + 1e-9)
+    slow = estimated(estimator(model, software=software), setup)
+    fast = estimated(Estimator(estimator(model).job, faster, software, efficiency=0.8), setup)
+    # On lanes a faster link may bear finer pieces, which cost their call up to this part; chunks of tokens are as many as are
+    # within 3 % of the fastest.
+    slack = 0.0 if software is MEGATRON else LanePolicy().most_loss
+    assert fast.step_us <= slow.step_us * (1 + slack + 1e-9)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(MODELS), st.sampled_from((MEGATRON, COMMLAYER)), setups(), setups())
+def test_what_was_asked_before_changes_no_answer(model: str, software: Software, other: Setup, setup: Setup) -> None:
+    job = estimator(model).job
+    used = Estimator(job, EOS, software, efficiency=0.8)
+    estimated(used, replace(setup, pp=other.pp, cp=other.cp, zero=other.zero) if _divides(setup, other) else other)
+    fresh = estimated(Estimator(job, EOS, software, efficiency=0.8), setup)
+    assert estimated(used, setup).parts == pytest.approx(fresh.parts, rel=1e-12)
+
+
+def _divides(setup: Setup, other: Setup) -> bool:
+    try:
+        replace(setup, pp=other.pp, cp=other.cp, zero=other.zero)
+    except GroupError:
+        return False
+    return True
+
+
+def test_unfolded_groups_are_those_of_their_pipeline() -> None:
+    """Where expert groups lie in dp, and so depend on pp, no estimate may take another's."""
+    job = estimator("mixtral-8x22b").job
+    used = Estimator(job, EOS, MEGATRON, efficiency=0.8)
+    setups_of = [Setup(gpus=64, tp=2, cp=4, ep=8, etp=2, pp=pp, folded=False) for pp in (1, 4)]
+    for setup in setups_of:
+        used.estimate(setup, detail=False)
+    fresh = Estimator(job, EOS, MEGATRON, efficiency=0.8).estimate(setups_of[1], detail=False)
+    assert used.estimate(setups_of[1], detail=False).step_us == fresh.step_us
 
 
 def _rates(cluster: Cluster) -> dict[str, float]:
@@ -160,6 +204,9 @@ def test_a_profile_without_a_curve_says_which_one_it_lacks() -> None:
     [
         (Setup(gpus=64, tp=2, ep=8, pp=4, micro_batch=3), "no multiple of dp=8 × micro_batch=3"),
         (Setup(gpus=64, ep=64), "ep=64"),
+        (Setup(gpus=32, ep=8), "the job has 64 GPUs, but the setup 32"),
+        (Setup(gpus=64, vpp=2), "interleaved chunks need a pipeline"),
+        (Setup(gpus=64, tp=2, pp=8, vpp=2, micro_batch=16), "multiple of pp=8"),
         (Setup(gpus=64, pp=64), "pp=64"),
     ],
 )

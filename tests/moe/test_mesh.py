@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.mesh import FoldedMesh, mark_experts
-from commlayer.scheduler.mapping.folded import ATTENTION_AXES, AXES, MOE_AXES, FoldedMapping
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.mapping.folded import ATTENTION_AXES, AXES, MOE_AXES, FoldedMapping
 from commlayer.testing.plugin import ClusterFactory
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "mesh.md"
