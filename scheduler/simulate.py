@@ -15,12 +15,12 @@ Not modelled: data loading, checkpoints, stragglers, host stalls, and collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping import flops, memory, parameters
+from commlayer.scheduler.mapping import catalog, flops, memory, parameters
 from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_of, typical_efficiency
@@ -155,9 +155,20 @@ class Estimator:
             traffics=(),
             bubble=course.parts.get("bubble", 0.0) / course.total_us,
             bottleneck=_bottleneck(course),
-            notes=self.notes,
+            notes=(*self.notes, *self._doubts(of_step / self.cluster.gpu.bf16_tflops)),
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
+
+    def _doubts(self, mfu: float) -> Iterator[str]:
+        """What a reader of an estimate should know about its inputs."""
+        gpus, domain = self.job.gpus, self.cluster.domain
+        if gpus > domain and gpus % domain:
+            yield (
+                f"domains of {domain} do not divide {gpus} GPUs: groups lie across two of them, and the slowest counts; "
+                f"use a multiple of {domain}, or as much of a domain as divides"
+            )
+        if mfu > 1:
+            yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
     def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Course:
         """All micro-batches, with the bubble and what is exposed between stages."""
@@ -337,10 +348,21 @@ class Estimator:
         )
 
 
+def _core(model: ModelShape) -> tuple[int, ...]:
+    """What products and attention are large by; vocabularies are padded, and depth changes none of them."""
+    sizes = (model.hidden, model.heads, model.kv_heads, model.head_dim)
+    return (*sizes, model.experts, model.top_k, model.width, model.shared_width)
+
+
 def _efficiency(model: ModelShape) -> tuple[float, tuple[str, ...]]:
     found = efficiency_of(model.family or model.name)
     if found is not None:
         return found, ()
+    for name in catalog.names():  # the same model from a file has another name
+        known = catalog.load(name)
+        factor = efficiency_of(known.family or known.name)
+        if factor is not None and _core(known) == _core(model):
+            return factor, (f"compute runs at {factor:.2f} of the GPU's declared rates, as calibrated for {name}",)
     typical = typical_efficiency()
     note = (
         f"compute runs at {typical:.2f} of the GPU's declared rates, the median of the models that were calibrated: "

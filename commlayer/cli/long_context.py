@@ -131,11 +131,11 @@ def _cells(row: ContextRow) -> list[str]:
 
 
 def _sentences(found: Expansion) -> list[str]:
-    switch = f"from {found.switch_at} tokens on it is vertical" if found.switch_at else "it never becomes vertical"
     sentences = [
-        f"By MoNTA's rule {switch}: cp reaches ep = {found.ep} there."
+        f"Of these lengths, {found.switch_at} is the first at which cp reaches ep = {found.ep}: from there on MoNTA's rule is "
+        "vertical."
         if found.switch_at
-        else f"By MoNTA's rule {switch}."
+        else f"At none of these lengths cp reaches ep = {found.ep}, where MoNTA's rule becomes vertical."
     ]
     seen: set[str] = set()
     for row in found.rows:

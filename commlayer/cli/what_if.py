@@ -16,6 +16,7 @@ from commlayer.cli.progress import progress_of
 from commlayer.cli.tables import print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
 from commlayer.drawing.mapping_cells import job_words
+from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.crossing import Crossover
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import search
@@ -116,6 +117,7 @@ def what_if(
     plain = (Alternative(name="", software=request.software),)
     ways = [replace(way, space=_narrowed(space, pair, way)) for way in (ALTERNATIVES[pair] if pair else plain)]
     found = _estimated(request, variation, ways, hold)
+    _check_some(found)
     crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
     if picture is not None:
         draw(picture, lambda: _figure(found, crossing, measure))
@@ -147,6 +149,14 @@ def _estimated(request: Request, variation: Variation, ways: Sequence[Alternativ
                 progress=progress,
             )
     return found
+
+
+def _check_some(found: dict[str, WhatIf]) -> None:
+    """One value that cannot be is a line with a note; all of them are a mistake."""
+    points = [point for each in found.values() for point in each.points]
+    if not any(point.estimate for point in points):
+        notes = dict.fromkeys(f"{point.value}: {point.note}" for point in points)
+        raise UsageError("no value can be estimated\n" + "\n".join(notes))
 
 
 def _narrowed(space: Space, pair: str | None, way: Alternative) -> Space:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from commlayer.profiles.errors import UsageError
@@ -209,8 +210,10 @@ def resolve(name_or_path: str) -> ModelShape:
     if name_or_path in MODELS:
         return MODELS[name_or_path]
     if not Path(name_or_path).exists():
+        close = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.5)
+        hint = f". Did you mean {close[0]}?" if close else ""
         raise UsageError(
             f"model: expected one of {', '.join(MODELS)}, or a file such as a Hugging Face config.json (or its folder), "
-            f"got {name_or_path!r}, which is neither"
+            f"got {name_or_path!r}, which is neither{hint}"
         )
     return read_model(name_or_path)

@@ -72,7 +72,7 @@ def dispatched_rows(job: Job, setup: Setup) -> int:
     """
     choices = rows_of_rank(job, setup) * setup.micro_batch * job.model.top_k
     if job.capacity_factor is None:
-        return round(choices * job.imbalance) if setup.ep > 1 else choices
+        return round(choices * min(job.imbalance, setup.ep))
     return job.model.experts * math.ceil(job.capacity_factor * choices / job.model.experts - 1e-9)
 
 

@@ -117,7 +117,7 @@ def expert_rows(job: Job, setup: Setup) -> float:
     """Rows that a rank's experts compute in a micro-batch (the busiest rank's): its tokens' choices times those of the etp ranks
     with which it shares them. Padded to the capacity where there is one, in place of the imbalance."""
     _, own = tokens_of(job, setup)
-    spread = 1.0 if setup.ep == 1 else job.imbalance  # a rank that has all experts gets the mean
+    spread = min(job.imbalance, setup.ep)  # all rows on one rank is ep times the mean
     if job.capacity_factor is not None:
         spread = job.capacity_factor
     return own * job.model.top_k * spread * setup.etp

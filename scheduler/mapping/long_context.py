@@ -78,8 +78,8 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRow:
-    """One sequence length. ``by_rule``: MoNTA's choice of the first two, and its ``reason``. ``fastest``: of all three by their
-    estimates; None without. At equal times the one that is named first."""
+    """One sequence length. ``by_rule``: MoNTA's choice of the first two, and its ``reason``. ``fastest``: of those that
+    the network joins by their estimates; None without. At equal times that of the rule, then the one that is named first."""
 
     sequence: int
     cp: int
@@ -288,8 +288,12 @@ def _row(
         layouts.append(
             Layout(way=way, network_nodes=nodes, gpus=degrees.gpus(way), setup=setup, estimate=estimate, note=note)
         )
-    known = [(layout.estimate.step_us, index) for index, layout in enumerate(layouts) if layout.estimate]
     by_rule, reason = recommend(tp=tp, cp=cp, ep=ep, domain=cluster.domain, joined_nodes=joined_nodes)
+    known = [
+        (layout.estimate.step_us, layout.way != by_rule, index)
+        for index, layout in enumerate(layouts)
+        if layout.estimate and (joined_nodes is None or layout.network_nodes <= joined_nodes)
+    ]
     return ContextRow(
         sequence=sequence,
         cp=cp,
@@ -297,7 +301,7 @@ def _row(
         layouts=tuple(layouts),
         by_rule=by_rule,
         reason=reason,
-        fastest=layouts[min(known)[1]].way if known else None,
+        fastest=layouts[min(known)[2]].way if known else None,
     )
 
 

@@ -168,7 +168,7 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     """
     model, tp = job.model, setup.tp
     tokens = setup.micro_batch * job.sequence / (setup.cp * tp)
-    spread = 1.0 if setup.ep == 1 else job.imbalance
+    spread = min(job.imbalance, setup.ep)
     if job.capacity_factor is not None:
         spread = job.capacity_factor
     rows = tokens * model.top_k * setup.etp * spread

@@ -267,7 +267,7 @@ def _is_by_itself(setup: Setup) -> bool:
 def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
     return (
         f"no mapping of {job.model.name} onto {job.gpus} GPUs of {cluster.name} is valid with global_batch={job.global_batch}, "
-        f"sequence={job.sequence} in {space}: the data-parallel degree must divide the batch, tp·cp·pp and etp·ep·pp the GPUs; "
+        f"sequence={job.sequence} ({space}): the data-parallel degree must divide the batch, tp·cp·pp and etp·ep·pp the GPUs; "
         "try another number of GPUs or sequences, or allow more degrees"
     )
 

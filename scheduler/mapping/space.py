@@ -67,6 +67,12 @@ class Space:
     folded: tuple[bool, ...] = (True, False)
     within_domain: bool = True
 
+    def __str__(self) -> str:
+        """What is narrowed, such as ``tp 1 or 2, zero 3``; "every choice" where nothing is."""
+        narrowed = (field for field in fields(self) if getattr(self, field.name) != field.default)
+        words = [f"{field.name} {_or(getattr(self, field.name))}" for field in narrowed]
+        return ", ".join(words) or "every choice"
+
     def __post_init__(self) -> None:
         for name in _DEGREES:
             values = getattr(self, name)
@@ -86,6 +92,10 @@ class Space:
             values = getattr(self, name)
             if not values or any(value not in known for value in values):
                 raise UsageError(f"{name}: expected some of {', '.join(map(str, known))}, got {values!r}")
+
+
+def _or(values: object) -> str:
+    return " or ".join(map(str, values)) if isinstance(values, tuple) else "any" if values is None else str(values)
 
 
 class Family(NamedTuple):
