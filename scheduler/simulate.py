@@ -20,19 +20,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping import catalog, flops, memory, parameters
-from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
+from commlayer.scheduler.mapping import flops, memory, parameters
+from commlayer.scheduler.mapping.calibration import efficiency_for
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_of, typical_efficiency
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.layer_build import LayerBuilder
 from commlayer.scheduler.mapping.layer_program import Course, Part, run
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
-from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline import bubble_us, hops
 from commlayer.scheduler.mapping.pricing import Pricer
-from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
+from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.stage import (
     Edge,
@@ -45,6 +44,7 @@ from commlayer.scheduler.mapping.stage import (
     passing,
     stages_of,
 )
+from commlayer.scheduler.mapping.step_traffic import traffics_of
 
 __all__ = ["RESERVE", "Estimator"]
 
@@ -85,7 +85,7 @@ class Estimator:
             )
         self.notes: tuple[str, ...] = ()
         if efficiency is None and compute is None:
-            efficiency, self.notes = _efficiency(job.model)
+            efficiency, self.notes = efficiency_for(job.model)
         self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
         self.compute = compute or Compute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
@@ -342,33 +342,10 @@ class Estimator:
         forward, backward = self._programs(setup, True)
         return replace(
             found,
-            traffics=_traffics(builder, setup, stages[-1].index),
+            traffics=traffics_of(builder, setup, stages[-1].index),
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
         )
-
-
-def _core(model: ModelShape) -> tuple[int, ...]:
-    """What products and attention are large by; vocabularies are padded, and depth changes none of them."""
-    sizes = (model.hidden, model.heads, model.kv_heads, model.head_dim)
-    return (*sizes, model.experts, model.top_k, model.width, model.shared_width)
-
-
-def _efficiency(model: ModelShape) -> tuple[float, tuple[str, ...]]:
-    found = efficiency_of(model.family or model.name)
-    if found is not None:
-        return found, ()
-    for name in catalog.names():  # the same model from a file has another name
-        known = catalog.load(name)
-        factor = efficiency_of(known.family or known.name)
-        if factor is not None and _core(known) == _core(model):
-            return factor, (f"compute runs at {factor:.2f} of the GPU's declared rates, as calibrated for {name}",)
-    typical = typical_efficiency()
-    note = (
-        f"compute runs at {typical:.2f} of the GPU's declared rates, the median of the models that were calibrated: "
-        f"{model.name} was not"
-    )
-    return typical, (note,)
 
 
 _Value = TypeVar("_Value")
@@ -403,31 +380,3 @@ def _expose(course: Course, part: str, lane: str, us: float, links: Mapping[str,
 def _bottleneck(course: Course) -> str:
     busy = {"compute": sum(course.parts.get(part, 0.0) for part in _WORK), **course.links}
     return max(busy, key=lambda name: busy[name])
-
-
-def _traffics(builder: LayerBuilder, setup: Setup, stage: int) -> tuple[Traffics, ...]:
-    """Every collective of a step of one rank, equal ones together, in order of first use."""
-    counted: dict[Exchange, int] = {}
-    for exchange in whole_step(builder.job, setup, builder.software, stage=stage):
-        key = replace(exchange, count=1)
-        counted[key] = counted.get(key, 0) + exchange.count
-    return tuple(_traffic(builder, setup, exchange, count) for exchange, count in counted.items())
-
-
-def _traffic(builder: LayerBuilder, setup: Setup, exchange: Exchange, count: int) -> Traffics:
-    nodes = group_nodes(builder.cluster, setup, exchange)
-    name, axis, lane, collective, size = (
-        exchange.name,
-        exchange.axis,
-        exchange.lane,
-        exchange.collective,
-        exchange.logical_bytes,
-    )
-    if collective == SEND_RECV:
-        us = builder.pricer.us(SEND_RECV, size, nodes)
-        return Traffics(
-            name, axis, lane, collective, size, nodes, count, us, SEND_RECV, "inter" if len(nodes) > 1 else "intra"
-        )
-    decision = builder.pricer.decide(collective, size, nodes, lane if builder.software.lanes else "")
-    us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value
-    return Traffics(name, axis, lane, collective, size, nodes, count, us, plan, link)
