@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from papers_data import AFTERWARDS, ASSUMPTIONS, CALIBRATION, MEGASCALE_GAIN, Check
+from papers_data import AFTERWARDS, ASSUMPTIONS, CALIBRATION, Check
 from papers_folding import CLUSTER, TOLERANCE, Prediction, Searched, summary
-from papers_megascale import Gain, Kind, Synchronised, ratios
-from papers_monta import (
-    CONSTANT,
-    MEASURED,
-    O1,
-    O2,
-    O3,
-    PAPER,
-    STATED,
-    TABLE_8_BYTES,
-    Contention,
-    launch_range,
-    rows_of,
-    table_8,
-)
+from papers_megascale import Gain, Kind, Synchronised
+from papers_sections import megascale_section, monta_section
+from papers_text import percent, prose, table
 
-from commlayer.scheduler import Strategy
 from commlayer.scheduler.mapping.explain import compare
 
 __all__ = ["document"]
 
 _GIB = 2.0**30
-_NAMES = {O1: "O1", O2: "O2", O3: "O3"}
 
 
 def document(
@@ -43,12 +28,12 @@ def document(
 ) -> str:
     """The whole page."""
     parts = [
-        _prose(_HEAD),
-        _table(("", "what must hold", "seen"), ((("yes" if c.holds else "**no**"), c.name, c.details) for c in held)),
+        prose(_HEAD),
+        table(("", "what must hold", "seen"), ((("yes" if c.holds else "**no**"), c.name, c.details) for c in held)),
         _folding(factors, found, fp8),
         _searched(places),
-        _megascale(*megascale),
-        _monta(),
+        megascale_section(*megascale),
+        monta_section(),
     ]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
@@ -63,64 +48,41 @@ all other rows are predictions.
 """
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
-
-
-def _prose(text: str) -> str:
-    """Paragraphs and items, laid out anew; items are paragraphs here, and follow each other without a blank line there."""
-    found = []
-    for block in map(str.strip, text.split("\n\n")):
-        indent = "  " if block.startswith("- ") else ""
-        whole = " ".join(block.split()) if not block.startswith("#") else block
-        laid = textwrap.fill(whole, 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-        found.append(laid)
-    return "\n\n".join(found).replace("\n\n- ", "\n- ").replace("\n- ", "\n\n- ", 1)
-
-
-def _percent(value: float | None, *, signed: bool = False) -> str:
-    if value is None:
-        return "–"
-    return f"{value:+.1%}" if signed else f"{value:.1%}"
-
-
 # MoE Parallel Folding
 
 
 def _folding(
     factors: Mapping[str, float], found: Sequence[Prediction], fp8: Sequence[tuple[str, str, float, float]]
 ) -> str:
-    calibration = _table(
+    calibration = table(
         ("model", "GPUs", "mapping", "published MFU", "factor"),
         (
-            (row.model, row.gpus, f"TP{row.tp} EP{row.ep} PP{row.pp}", _percent(row.mfu), f"{factors[row.model]:.4f}")
+            (row.model, row.gpus, f"TP{row.tp} EP{row.ep} PP{row.pp}", percent(row.mfu), f"{factors[row.model]:.4f}")
             for row in CALIBRATION
         ),
     )
-    assumptions = _table(("assumption", "why"), ASSUMPTIONS)
-    tables = [_rows(found, table) for table in ("table 3", "table 4", "table 5")]
+    assumptions = table(("assumption", "why"), ASSUMPTIONS)
+    tables = [_rows(found, which) for which in ("table 3", "table 4", "table 5")]
     return "\n\n".join(
         [
             "## MoE Parallel Folding",
-            _prose(_FOLDING.format(cluster=CLUSTER)),
+            prose(_FOLDING.format(cluster=CLUSTER)),
             "### What is fitted",
             calibration,
             "### What the paper leaves open",
             assumptions,
             "### What was changed after looking",
-            _prose(_NOT_BLIND),
-            _table(("change", "what it was seen by"), AFTERWARDS),
+            prose(_NOT_BLIND),
+            table(("change", "what it was seen by"), AFTERWARDS),
             "### Every row",
-            _prose(_ROWS),
+            prose(_ROWS),
             *tables,
             _fp8(fp8),
             _summary(found),
             "![Predicted over published MFU](pictures/papers-mfu.svg)",
             "![Strong scaling](pictures/papers-scaling.svg)",
             _parts(found),
-            _prose(_LIMITS.format(inside=_inside(found)) + _far(found)),
+            prose(_LIMITS.format(inside=_inside(found)) + _far(found)),
         ]
     )
 
@@ -165,10 +127,10 @@ What to know about these rows:
 """
 
 
-def _rows(found: Sequence[Prediction], table: str) -> str:
-    mine = [each for each in found if each.row.table == table]
+def _rows(found: Sequence[Prediction], which: str) -> str:
+    mine = [each for each in found if each.row.table == which]
     head = ("model", "method", "GPUs", "mapping", "published", "predicted", "error", "")
-    return f"**{table.capitalize()}**\n\n" + _table(head, map(_row, mine))
+    return f"**{which.capitalize()}**\n\n" + table(head, map(_row, mine))
 
 
 def _row(each: Prediction) -> tuple[str, ...]:
@@ -180,24 +142,24 @@ def _row(each: Prediction) -> tuple[str, ...]:
     notes += [f"bounds {each.low:.1%} to {each.high:.1%}"] if each.low is not None and each.high is not None else []
     notes += [f"recompute {setup.recompute}"] if setup.recompute != "none" else []
     notes += [] if each.estimate.fits else [f"needs {each.estimate.memory.total / _GIB:.0f} GiB"]
-    error = "" if row.is_calibration else _percent(each.error, signed=True)
-    published = "out of memory" if row.mfu is None else _percent(row.mfu)
-    predicted = _percent(each.estimate.mfu)
+    error = "" if row.is_calibration else percent(each.error, signed=True)
+    published = "out of memory" if row.mfu is None else percent(row.mfu)
+    predicted = percent(each.estimate.mfu)
     return row.model, row.method, str(row.gpus), mapping, published, predicted, error, "; ".join(notes)
 
 
 def _fp8(rows: Sequence[tuple[str, str, float, float]]) -> str:
     cells = (
-        (method, precision, f"{theirs:.1f}", f"{ours:.1f}", _percent(ours / theirs - 1, signed=True))
+        (method, precision, f"{theirs:.1f}", f"{ours:.1f}", percent(ours / theirs - 1, signed=True))
         for method, precision, theirs, ours in rows
     )
     head = ("Mixtral-8x22B, 128 GPUs", "precision", "published TFLOP/s", "predicted", "error")
-    return "**Table 2** (the factor is that of the BF16 row)\n\n" + _table(head, cells)
+    return "**Table 2** (the factor is that of the BF16 row)\n\n" + table(head, cells)
 
 
 def _summary(found: Sequence[Prediction]) -> str:
-    cells = ((method, num, _percent(mean), _percent(most, signed=True)) for method, num, mean, most in summary(found))
-    return "**All predicted rows by method**\n\n" + _table(("method", "rows", "mean error", "largest"), cells)
+    cells = ((method, num, percent(mean), percent(most, signed=True)) for method, num, mean, most in summary(found))
+    return "**All predicted rows by method**\n\n" + table(("method", "rows", "mean error", "largest"), cells)
 
 
 def _far(found: Sequence[Prediction]) -> str:
@@ -224,7 +186,7 @@ def _parts(found: Sequence[Prediction]) -> str:
     mine = [each for each in found if each.row.table == "table 3" and each.row.method in ("MCore", "folded")]
     names = [name for name in mine[0].estimate.parts if any(_share(each, name) >= 0.005 for each in mine)]
     rows = ((f"{each.row.model}, {each.row.method}", *(f"{_share(each, name):.1%}" for name in names)) for each in mine)
-    return "**Where the predicted time goes**, parts of a step that nothing hides\n\n" + _table(("", *names), rows)
+    return "**Where the predicted time goes**, parts of a step that nothing hides\n\n" + table(("", *names), rows)
 
 
 def _share(each: Prediction, name: str) -> float:
@@ -246,8 +208,8 @@ def _searched(places: Sequence[Searched]) -> str:
         for each in places
     )
     head = ("", "the paper's best", "its place", "with CP 1", "ours")
-    why = _prose("\n\n".join(f"- {_why(each)}" for each in places if (each.place or 99) > 3))
-    return "\n\n".join(["### Is the paper's best mapping found?", _prose(_SEARCH), _table(head, rows), why])
+    why = prose("\n\n".join(f"- {_why(each)}" for each in places if (each.place or 99) > 3))
+    return "\n\n".join(["### Is the paper's best mapping found?", prose(_SEARCH), table(head, rows), why])
 
 
 _SEARCH = """
@@ -271,193 +233,3 @@ def _why(each: Searched) -> str:
 
 
 # MegaScale-MoE
-
-
-def _megascale(found: Sequence[Gain], kinds: Sequence[Kind], synchronised: Sequence[Synchronised]) -> str:
-    gains = _table(
-        ("model", "layers", "TP+TP MFU", "SP+EP MFU", "gain", "off by a factor of"),
-        (
-            (
-                each.model,
-                each.layers,
-                _percent(each.tensor.mfu),
-                _percent(each.sequence_expert.mfu),
-                _percent(each.gain, signed=True),
-                f"{each.factor:.2f}" if each.factor != 1 else "inside",
-            )
-            for each in found
-        ),
-    )
-    crossing = _table(
-        ("k", *(str(each.top_k) for each in kinds)),
-        (
-            ("two all_to_all, µs", *(f"{each.all_to_all_us:.0f}" for each in kinds)),
-            ("all_gather and reduce_scatter, µs", *(f"{each.all_gather_us:.0f}" for each in kinds)),
-        ),
-    )
-    synchronisation = _table(
-        ("groups", "attention MB", "FFN, ms", "TP, ms", "SP, ms", "SP by A.1's steps, ms", "difference", "eq. 10"),
-        (
-            (
-                each.groups,
-                each.megabytes,
-                f"{each.ffn_us / 1e3:.1f}",
-                f"{each.tensor_us / 1e3:.2f}",
-                f"{each.sequence_us / 1e3:.2f}",
-                f"{each.hierarchical_us / 1e3:.2f} ({each.plan})",
-                _percent(each.difference, signed=True),
-                f"{each.inter_over_intra:.2f}",
-            )
-            for each in synchronised
-        ),
-    )
-    ratio = _table(
-        ("model", "R inside the node", "R over the network"),
-        ((name, f"{inside:.2f}", f"{beyond:.2f}") for name, inside, beyond in ratios()),
-    )
-    published = " to ".join(map(_percent, MEGASCALE_GAIN))
-    return "\n\n".join(
-        [
-            "## MegaScale-MoE",
-            "### SP+EP over TP+TP (figure 13)",
-            _prose(_GAIN.format(published=published)),
-            gains,
-            "### Tokens gathered or exchanged (figure 7)",
-            "Mixtral-8x7B's hidden size, 8192 tokens, eight H800, by the library's own calls; the paper: all_gather from "
-            "k > 6.",
-            crossing,
-            "### Parameter synchronisation (figure 14)",
-            _prose(_SYNC),
-            synchronisation,
-            "### Compute over communication (equations 5 to 9)",
-            "R of equation 8 on eight H800, in bytes and FLOPs: 200 GB/s inside a node, 50 GB/s over a card. Above 1 "
-            "dispatch and combine can hide.",
-            ratio,
-        ]
-    )
-
-
-_GAIN = """
-One node of eight H800, global batch 32 of 8192 tokens, nothing hidden behind anything, as many layers as both ways have
-memory for, compute at the median of the four factors above. Published for the six models together: {published}; the paper
-does not say which model has which. The right column says by what factor 1 + gain lies outside of that range. We are too
-kind to SP+EP, or too hard on TP+TP: exchanges are priced by NCCL's bus bandwidths on H100 carried over to an H800's
-NVLink, and what else a layer does (routing, scatter and gather of rows, launches) takes longer in the paper's runs than
-here, which makes every gain in communication a smaller part of the whole.
-"""
-
-_SYNC = """
-10 GB of FFN parameters and 384 to 1536 MB of attention on each GPU, one byte count for gradients and one for weights
-(both BF16). The sizes are read as SP's, where each GPU has all of attention; TP has an eighth. Both send the same over
-the network; SP adds what crosses NVLink. On an H800 that takes longer than the network part (equation 10 below 1), so it
-is what the difference consists of. Published: 0.3 % to 3.1 %.
-"""
-
-
-# MoNTA
-
-
-def _monta() -> str:
-    eight = _table(
-        ("strategy", "collective", "MB", "printed, ms", "ours: MB", "ms"),
-        (
-            (name, collective, f"{size:.0f}", latency, f"{ours:.0f}", f"{ms:.4f}")
-            for name, collective, size, latency, ours, ms in table_8()
-        ),
-    )
-    ranges = _table(
-        ("all_gather and copy slow each other by", "launch cost, µs: table 8's volumes", "half of them"),
-        (
-            (f"{slowdown:.2f}", _ends(launch_range(slowdown)), _ends(launch_range(slowdown, 1 << 27)))
-            for slowdown in (1.5, 1.55, 1.6, 1.65, 1.7, 1.75, 1.8, 1.85, 1.9)
-        ),
-    )
-    return "\n\n".join(
-        [
-            "## MoNTA",
-            "### Table 8",
-            "From the plans' steps and the profile `monta-a800-2x8`, at a sequence of 8K:",
-            eight,
-            "### Its choice among O1, O2 and O3",
-            _prose(
-                _CHOICE.format(
-                    constant=_needle(), slowdown=STATED.gather_beside_copy, launch=STATED.launch_us, loss=STATED.loss
-                )
-            ),
-            ranges,
-            _choices(),
-            "![Where the choice is the paper's](pictures/papers-monta.svg)",
-            _checked(),
-        ]
-    )
-
-
-_CHOICE = """
-The paper measures O1 as the best up to 16K, O2 from 32K to 128K and O3 at 256K (4 chunks, figure 14). By its own
-equations O3 would never be slower than O2, nor O2 than O1. What it names as the reason: all_gather and the copy contend
-for memory, launches cost a fixed time, hosts of different nodes are not aligned. With what sizes of these do our prices
-choose alike?
-
-- **A constant contention of all_gather and copy alone cannot do it.** O2 runs its copies behind the all_gathers, so such
-  a contention never touches it, and it stays faster than O1 at every size. Nor can it turn O2 into O3 between 128K and
-  256K. While a copy of d µs runs beside an all_gather it takes g·d, in which the all_gather does the work of g·d/f:
-  hiding it loses g·(1 − 1/f)·d and saves d, and which of the two is larger does not depend on the size.
-
-- **With a fixed cost as well it holds in a wide range.** A step of a pipeline that waits for a step of another resource
-  pays a launch: the all_gather of each chunk, and its copy in O3, where it has a stream of its own; in O2 it follows on
-  the same stream, and O1 is one stream. The table says between which launch costs all seven choices are the paper's.
-  Stated, and used below: a slowdown of {slowdown:g} both ways and {launch:g} µs. What matters of the two slowdowns is
-  g·(1 − 1/f), {loss:.2f} there.
-
-- **Constant contention of all three resources could do it too**, with no launch cost at all: all_to_all with PXN also
-  uses NVLink. The range is a needle, for instance {constant}. But then O3 at 256K would take 0.30 of the baseline, and
-  the paper measured 0.253.
-"""
-
-
-def _needle() -> str:
-    return (
-        f"all_to_all {CONSTANT.exchange_beside_gather:g} times slower beside all_gather and "
-        f"{CONSTANT.exchange_beside_copy:g} beside the copy, "
-        f"all_gather {CONSTANT.gather_beside_exchange:g} and the copy {CONSTANT.copy_beside_exchange:g} beside all_to_all"
-    )
-
-
-def _ends(found: tuple[float, float] | None) -> str:
-    return "none" if found is None else f"{found[0]:.0f} to {found[1]:.0f}"
-
-
-def _choices() -> str:
-    blank, stated = rows_of(Contention()), rows_of(STATED)
-    rows = []
-    for (sequence, free, by_equations), (_, times, chosen) in zip(blank, stated, strict=True):
-        alone = " ".join(f"{free[each] / 1e3:.2f}" for each in (O1, O2, O3))
-        ours = " ".join(f"{times[each] / 1e3:.2f}" for each in (O1, O2, O3))
-        rows.append((f"{sequence}K", _NAMES[PAPER[sequence]], _NAMES[by_equations], alone, _NAMES[chosen], ours))
-    head = ("sequence", "paper", "equations alone", "O1 O2 O3, ms", "with the stated contention", "O1 O2 O3, ms")
-    return _table(head, rows)
-
-
-def _checked() -> str:
-    """What the stated contention says where the paper measured."""
-    by_sequence = {
-        what: {sequence: times for sequence, times, _ in rows_of(contention)}
-        for what, contention in (("alone", Contention()), ("stated", STATED), ("constant", CONSTANT))
-    }
-    strategies = {"O1": O1, "O2": O2, "O3": O3}
-    rows = []
-    for (name, sequence), measured in MEASURED.items():
-        cells = [
-            f"{times[sequence][strategies[name]] / times[sequence][Strategy.FLAT]:.3f}"
-            for times in by_sequence.values()
-        ]
-        rows.append((f"{name} over the baseline at {sequence}K", measured, *cells))
-    head = ("", "measured by the paper", "equations alone", "with the stated contention", "constant, all three")
-    text = (
-        f"Volumes are table 8's, {TABLE_8_BYTES / 1e6:.0f} MB at 8K; b·s·h·2 bytes with b = 1 is half of that. "
-        f"Efficiencies between and below the "
-        "sizes that the paper prints are extrapolated as for any profile. That O1 at 8K is measured faster than its own "
-        "equation says belongs to "
-        "the baseline, which took longer than in table 8."
-    )
-    return _table(head, rows) + "\n\n" + _prose(text)
