@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.emulation import EmulatedCluster
+from commlayer.failures import FailureBoard
 from commlayer.planned import PlannedGroup
 from commlayer.settings import Settings
 from commlayer.units import format_bytes
@@ -56,14 +57,17 @@ class Row:
 
 
 def planned(intra: str, world: int) -> PlannedGroup:
+    store, rank = PrefixStore(intra, _get_default_store()), dist.get_rank()
+    board = FailureBoard.watching(store, intra, rank, range(world), 60.0)
     return PlannedGroup(
         name="node",
-        rank=dist.get_rank(),
+        rank=rank,
         nodes=[range(world)],
         global_ranks=range(world),
-        store=PrefixStore(intra, _get_default_store()),
+        store=store,
         planner=None,
         settings=Settings(plan="flat_direct", intra=intra),
+        board=board,
         timeout_s=60,
     )
 

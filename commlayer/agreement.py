@@ -16,6 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from commlayer.failures import FailureBoard
+from commlayer.gloo import wait
+
 __all__ = ["AgreedMaximum", "is_agreed"]
 
 
@@ -30,8 +33,8 @@ def is_agreed(text: str, group: dist.ProcessGroup) -> bool:
 class AgreedMaximum:
     """``group`` is used for nothing else. All ranks call :meth:`exchange` equally often."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, board: FailureBoard) -> None:
+        self.group, self._board = group, board
         with torch.inference_mode(False):  # a tensor made in that mode can be written in it only
             self._value = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
@@ -46,7 +49,7 @@ class AgreedMaximum:
         """
         previous = 0
         if self._work is not None:
-            self._work.wait(timedelta(seconds=timeout_s))
+            wait(self._work, self._board, timeout_s)
             previous = int(self._value)
         self.calls += 1
         self._value.fill_(value)

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed has it too, bu
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.connect import device_type
+from commlayer.detector import FailureDetector
 
 __all__ = ["AllRanks"]
 
@@ -29,6 +30,8 @@ class AllRanks:
     store: Store
     group: dist.ProcessGroup
     device_type: str
+    detector: FailureDetector | None = None
+    """Of these ranks, where there is one already."""
 
     @classmethod
     def default(cls) -> AllRanks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
@@ -13,15 +13,17 @@ from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.dlpack import from_dlpack
 
 from commlayer.connect import connect, device_type
 from commlayer.debug import check_signatures, signature
+from commlayer.detector import FailureDetector, job_detector
 from commlayer.endings import end_with_program
 from commlayer.executor import Executor
-from commlayer.failures import FailureBoard
-from commlayer.groups import Grid, describe_self, form_grid, grid_key, versions
+from commlayer.failures import FailureBoard, own_client
+from commlayer.groups import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.lanes import Issued, lanes
 from commlayer.plain import as_bytes, plain
 from commlayer.profiles.catalog import resolve
@@ -91,6 +93,7 @@ class Communicator:
         lane: str = "ep",
     ) -> None:
         self._level, self.lane = level_of(lane), lane
+        self._own_detector: FailureDetector | None = None
         settings, failure = Settings(), None
         try:
             settings = Settings.from_environment()
@@ -112,8 +115,7 @@ class Communicator:
         self._device_type = device_type(ep_group)
         self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
         self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
-        board = FailureBoard(_get_default_store(), grid_key(members), dist.get_rank())
-        transport = connect(self.grid, self._device_type, board, self._timeout_s)
+        transport = connect(self.grid, self._device_type, self._watch(members), _get_default_store(), self._timeout_s)
         self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
         self._queue = OrderedQueue("commlayer")
         self._calls = 0
@@ -122,6 +124,15 @@ class Communicator:
         self._plans: dict[tuple[int, bool], Plan] = {}
         end_with_program(self)
         self.plans_run: Counter[str] = Counter()
+
+    def _watch(self, members: Sequence[Member]) -> FailureBoard:
+        """Where failures of the grid's ranks are known: by the job's detector, or one of the grid's own. Collective."""
+        ranks, key = sorted(member.rank for member in members), grid_key(members)
+        detector = job_detector(ranks)
+        if detector is None:
+            store = PrefixStore(f"{key}/detector/", own_client(_get_default_store()))
+            detector = self._own_detector = FailureDetector(store, dist.get_rank(), ranks, self._timeout_s)
+        return FailureBoard(detector, key, dist.get_rank(), ranks)
 
     @overload
     def all_to_all(
@@ -194,6 +205,8 @@ class Communicator:
         was_open, self.state = self.state is State.OPEN, State.CLOSED
         if was_open and dist.is_initialized():
             self._executor.transport.close()
+        if self._own_detector is not None:
+            self._own_detector.close("it closed its Communicator")
 
     def end(self, patience_s: float) -> None:
         """At the program's end, where nobody closed this: see :class:`commlayer.endings.Ends`."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
-from commlayer.failures import FailureBoard
+from commlayer.failures import Connecting, Failure, FailureBoard, own_client
+from commlayer.gloo import bounded
 from commlayer.groups import Grid
-from commlayer.profiles.errors import ClusterError, GroupError
+from commlayer.profiles.errors import GroupError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
@@ -28,10 +30,10 @@ def device_type(group: dist.ProcessGroup | None) -> str:
     return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
 
 
-def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> Transport:
+def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_s: float) -> Transport:
     """Make the groups of this rank's row and column, and the transport over them. Collective over the grid.
 
-    Raises ClusterError where a rank does not come.
+    Raises PeerError, CollectiveTimeoutError where a rank does not come.
     """
     is_ep_inside = grid.link is Resource.INTRA
     wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks, is_ep_inside), Op.ALL_GATHER: ("tp", grid.tp_ranks, True)}
@@ -40,12 +42,17 @@ def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> T
     for op, (name, ranks, is_inside) in wanted.items():
         if len(ranks) < 2:
             continue
+        began = time.monotonic()
         try:
-            channels[op] = make(name, ranks, board, timedelta(seconds=timeout_s), is_inside=is_inside)
-        except RuntimeError as error:
-            raise ClusterError(
-                f"rank {board.rank} could not connect to ranks {list(ranks)} (group {name}): {error}; look at their logs"
-            ) from error
+            channels[op] = make(name, ranks, board, store, timedelta(seconds=timeout_s), is_inside=is_inside)
+        except (RuntimeError, TimeoutError) as error:
+            others = tuple(rank for rank in ranks if rank != board.rank)
+            wait, failure = (
+                Connecting(board.rank, others, name, "messages"),
+                Failure(error, time.monotonic() - began, timeout_s),
+            )
+            board.report(wait, failure)
+            raise board.explain(wait, failure) from error
     if device == "cuda":
         from commlayer.cuda import NcclTransport
 
@@ -54,20 +61,24 @@ def connect(grid: Grid, device: str, board: FailureBoard, timeout_s: float) -> T
 
 
 def _gloo_channel(
-    name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta, *, is_inside: bool
+    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool
 ) -> Channel:
     """Straight from the store, under a name that all ranks agreed on.
 
     Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
     rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
     """
-    store = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", board.store)
-    group = dist.ProcessGroupGloo(store, ranks.index(board.rank), len(ranks), timeout)
-    verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
-    if is_inside:
-        settings = Settings.from_environment()
-        verbs = sharing_memory(verbs, ranks.index(board.rank), [range(len(ranks))], timeout.total_seconds(), settings)
-    return Channel(name, verbs, tuple((rank, index) for index, rank in enumerate(ranks)))
+    place, timeout_s = ranks.index(board.rank), timeout.total_seconds()
+
+    def make() -> dist.ProcessGroup:
+        own = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
+        group = dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+        verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
+        return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings) if is_inside else verbs
+
+    settings = Settings.from_environment()
+    group = bounded(make, board, timeout_s, f"connecting group {name}")
+    return Channel(name, group, tuple((rank, index) for index, rank in enumerate(ranks)))
 
 
 def sharing_memory(
@@ -91,10 +102,10 @@ def wants_shared_memory(settings: Settings) -> bool:
 
 
 def _nccl_channel(
-    name: str, ranks: tuple[int, ...], board: FailureBoard, timeout: timedelta, *, is_inside: bool
+    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool
 ) -> Channel:
     """A registered group, because torch's batched messages need one; so ranks must be in equal numbers of groups here."""
-    del board, is_inside  # NCCL finds its own way inside a node
+    del board, store, is_inside  # NCCL finds its own way inside a node
     group = dist.new_group(
         list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
     )

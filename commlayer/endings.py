@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from commlayer.detector import leave_all  # registered at exit before this module's end, and so called after it
+
 __all__ = ["Ends", "bury", "end_with_program", "rest"]
 
 _GRAVE_S = 5.0
@@ -89,9 +91,11 @@ def _other_threads() -> Iterator[str]:
 @atexit.register
 def _end_all() -> None:
     things = list(_watched)
+    has_crashed = getattr(sys, "last_type", None) is not None
+    if has_crashed:  # the others need not wait for what is under way here
+        leave_all(f"left with {sys.last_type.__name__}: {getattr(sys, 'last_value', None)}", is_failure=True)
     if not things and not _graves:
         return
-    has_crashed = getattr(sys, "last_type", None) is not None
     until = time.monotonic() + (_CRASH_PATIENCE_S if has_crashed else _PATIENCE_S)
     for thing in things:
         thing.end(max(0.0, until - time.monotonic()))

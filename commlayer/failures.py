@@ -1,39 +1,36 @@
 """Who failed: turns a broken wait into an error that names the rank that failed first, also on ranks that never spoke to it.
 
-A rank that dies is seen at once only by those who wait for it; the others wait for *those*, and would blame the wrong
-rank. So a rank whose wait breaks writes for whom it waited to the job's store, then closes its connections (which wakes
-whoever waits for it), then follows what the others wrote: from the rank it waited for to the rank that one waited for,
-to one that wrote nothing (it is dead, stuck, or never came) or that wrote why it left.
-Rejected: the first to see a failure names its neighbour for all. Where ranks did not start together, the first to run
-out of patience is often one that waits for an innocent rank.
+A rank that dies is seen by the job's failure detector (commlayer/detector.py), which tells all ranks; each breaks its calls
+in the groups that the dead rank is in. A rank whose wait breaks otherwise reports for whom it waited, which breaks the group
+on all of its ranks, and each follows what the others report: from the rank it waited for to the rank that one waited for, to
+one that reports nothing (it is stuck, or never came) or that says why it left. Rejected: the first to see a failure names its
+neighbour for all. Where ranks did not start together, the first to run out of patience is often one that waits for an
+innocent rank.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from commlayer.detector import FailureDetector, Gone, Left, Record, Report, job_detector
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-__all__ = ["Failure", "FailureBoard", "Wait", "own_client"]
+__all__ = ["Connecting", "Failure", "FailureBoard", "Wait", "own_client"]
 
-Answer = TypeVar("Answer")
-
-_SETTLE_BROKEN_S = 0.3
-"""Whoever closes a connection in good order has written before; a dead rank never will."""
+_SETTLE_BROKEN_S = 2.0
+"""Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
 _SETTLE_TIMEOUT_S = 5.0
 """Ranks that started later run out of patience later."""
-_STORE_PATIENCE_S = 5.0
-_POLL_S = 0.02
+_MAX_TEXT = 4000
+_LATE = "did not answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,22 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Connecting:
+    """A rank that makes connections with others when it fails. ``purpose``: what they are for."""
+
+    rank: int
+    peers: tuple[int, ...]
+    group: str
+    purpose: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} could not connect to ranks {', '.join(map(str, self.peers))} (group {self.group}, "
+            f"{self.purpose})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """How the wait ended: what the backend raised, after how long, and how long it was allowed to take, seconds."""
 
@@ -70,7 +83,7 @@ class Failure:
 
     @property
     def what(self) -> str:
-        return f"did not answer within {self.timeout_s:g} s" if self.is_timeout else "died or closed its connection"
+        return f"{_LATE} within {self.timeout_s:g} s" if self.is_timeout else "died or closed its connection"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,103 +100,152 @@ def own_client(store: Any) -> Store:
 
 
 class FailureBoard:
-    """The place where the ranks of one grid write and read what broke. ``key`` is theirs alone in the job's store."""
+    """What one rank knows of failures in one group: reads and writes the job's detector. ``key`` is the group's alone in the job.
 
-    def __init__(self, store: Store, key: str, rank: int) -> None:
-        self.store = store
-        self.key = key
-        self.rank = rank
-        self._is_unreachable = False
-        self._client: Store | None = None
+    ``rank`` is this rank, ``ranks`` are the group's (all global). It is broken once, for good: when a member dies or leaves by an
+    exception, or when a member's wait in this group breaks.
+    """
 
-    def report(self, wait: Wait, failure: Failure) -> None:
-        """Write for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
-        self._write({"peers": wait.peers, "what": failure.what})
+    def __init__(self, detector: FailureDetector, key: str, rank: int, ranks: Sequence[int]) -> None:
+        self.detector, self.key, self.rank = detector, key, rank
+        self.ranks = frozenset(ranks)
+        self.is_broken = False
+        self._breaking = threading.Lock()
+        self._first: Report | None = None
+        self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        detector.attach(self)
+
+    @classmethod
+    def watching(cls, store: Store, key: str, rank: int, ranks: Sequence[int], timeout_s: float) -> FailureBoard:
+        """The board of ``ranks``, by the job's detector, or by one of their own that is made here, in ``store``. Collective."""
+        detector = job_detector(ranks) or FailureDetector(store, rank, ranks, timeout_s)
+        return cls(detector, key, rank, ranks)
+
+    def on_break(self, wake: Callable[[], None]) -> None:
+        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
+        self._wakers.append(weakref.WeakMethod(wake))
+        if self.is_broken:
+            wake()
+
+    def close(self) -> None:
+        """The group is over: nothing breaks it any more."""
+        self.detector.detach(self)
+
+    def observe(self, record: Record) -> None:
+        """See detector.Observer."""
+        if isinstance(record, Report):
+            if record.key != self.key or record.rank == self.rank:
+                return
+            with self._breaking:
+                self._first = self._first or record
+        elif record.rank not in self.ranks or record.rank == self.rank:
+            return
+        elif isinstance(record, Left) and not record.is_failure:
+            return  # what it has sent before still arrives
+        self._break()
+
+    def _break(self) -> None:
+        with self._breaking:
+            if self.is_broken:
+                return
+            self.is_broken = True
+        for waker in list(self._wakers):
+            wake = waker()
+            if wake is not None:
+                wake()
+
+    def woken(self) -> RuntimeError:
+        """The error of a wait that was given up because the board is broken."""
+        return RuntimeError("Connection closed: another rank of the group has failed")
+
+    def report(self, wait: Wait | Connecting, failure: Failure) -> None:
+        """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
+        first = self._first
+        is_woken = self.is_broken and not failure.is_timeout
+        what = first.what if is_woken and first is not None and first.peers else failure.what
+        self.detector.tell(Report(self.key, self.rank, wait.peers, what[:_MAX_TEXT]))
+        self._break()
 
     def leave(self, why: str) -> None:
-        """Write that this rank leaves on its own account, and why."""
-        self._write({"peers": [], "what": why})
+        """Tell that this rank leaves the group on its own account, and why."""
+        self.detector.tell(Report(self.key, self.rank, (), why[:_MAX_TEXT]))
+        self._break()
 
-    def explain(self, wait: Wait, failure: Failure) -> ClusterError:
-        """The error to raise for a broken wait. Never raises itself, and takes ten seconds at most."""
+    def explain(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
+        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
-        note = ""
-        try:
-            until = time.monotonic() + settle_s
-            verdict = self._bounded(
-                lambda store: self._follow(store, wait, failure, until), settle_s + _STORE_PATIENCE_S
-            )
-        except Exception:  # noqa: BLE001  any failure of the store means the same here, and the first error matters more
-            verdict = _Verdict(wait.peers, failure.what, wait.rank)
-            note = " The store cannot be reached either: perhaps the rank that hosts it (rank 0) is gone."
+        verdict = self._verdict(wait, failure, settle_s)
         culprit = _named(verdict.ranks)
-        seen = "" if verdict.seen_by == wait.rank else f" (seen by rank {verdict.seen_by})"
-        kind = CollectiveTimeoutError if verdict.what.startswith("did not answer") else PeerError
+        seen = "" if verdict.seen_by in (wait.rank, *verdict.ranks) else f" (seen by rank {verdict.seen_by})"
+        kind = CollectiveTimeoutError if verdict.what.startswith(_LATE) else PeerError
         return kind(
-            f"{culprit} {verdict.what}{seen}; here: {wait}.{note} Nothing more can be sent here: look at the "
+            f"{culprit} {verdict.what}{seen}; here: {wait}. Nothing more can be sent here: look at the "
             f"log of {culprit}, then restart the job"
         )
 
-    def _follow(self, store: Store, wait: Wait, failure: Failure, until: float) -> _Verdict:
-        """From rank to rank along what they wait for, to those who wait for nobody."""
+    def culprit(self) -> str:
+        """The rank that failed first and what became of it, for messages; empty where none is known."""
+        failure = Failure(self.woken(), 0.0, 1.0)
+        verdict = self._verdict(Wait(self.rank, (), "", "", "", "", 0, 0), failure, _SETTLE_BROKEN_S)
+        return f"{_named(verdict.ranks)} {verdict.what}" if verdict.ranks else ""
+
+    def _verdict(self, wait: Wait | Connecting, failure: Failure, settle_s: float) -> _Verdict:
+        """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
+        until = time.monotonic() + settle_s
+        with self.detector.changed:
+            while True:
+                verdict, is_certain = self._follow(wait, failure)
+                left_s = until - time.monotonic()
+                if is_certain or left_s <= 0:
+                    return verdict
+                self.detector.changed.wait(left_s)
+
+    def _follow(self, wait: Wait | Connecting, failure: Failure) -> tuple[_Verdict, bool]:
+        """Who is to blame as far as is known, and whether nothing that may still come would change it."""
+        dead = self._dead(self.ranks)
+        if dead is not None:
+            return dead, True
+        own = self.detector.reports.get((self.key, self.rank))
+        if own is not None and not own.peers:
+            return _Verdict((self.rank,), own.what, self.rank), True
         seen = {wait.rank}
-        sources = dict.fromkeys(wait.peers, (failure.what, wait.rank))
+        first = None if failure.is_timeout else self._first
+        sources = dict.fromkeys(wait.peers if first is None else (first.rank,), (failure.what, wait.rank))
         while True:
+            silent: list[int] = []
             following: dict[int, tuple[str, int]] = {}
-            reports = {peer: self._read(store, peer, until) for peer in sources}
-            silent = tuple(peer for peer, report in reports.items() if report is None)
-            for peer, report in reports.items():
+            for peer in sources:
+                report = self.detector.reports.get((self.key, peer))
                 if report is None:
-                    continue
-                if not report["peers"]:
-                    return _Verdict((peer,), report["what"], peer)
-                following |= dict.fromkeys(report["peers"], (report["what"], peer))
+                    silent.append(peer)
+                elif not report.peers:
+                    return _Verdict((peer,), report.what, peer), True
+                else:
+                    following |= dict.fromkeys(report.peers, (report.what, peer))
             if silent:
                 what, seen_by = sources[silent[0]]
-                return _Verdict(silent, what, seen_by)
+                return self._silent(silent, what, seen_by)
             seen |= set(sources)
             sources = {rank: source for rank, source in following.items() if rank not in seen}
             if not sources:  # they wait for each other, as ranks do that called different things
                 what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
-                return _Verdict(wait.peers, what, wait.rank)
+                return _Verdict(wait.peers, what, wait.rank), False
 
-    def _bounded(self, ask: Callable[[Store], Answer], seconds: float) -> Answer:
-        """``ask(store)``, which waits for ever where the way to it is cut and nothing says so."""
-        if self._is_unreachable:
-            raise TimeoutError
-        answer: Future[Answer] = Future()
+    def _dead(self, ranks: Collection[int]) -> _Verdict | None:
+        """The first of ``ranks`` that died, or left by an exception: what came later may be a consequence."""
+        for record in self.detector.ended:
+            if record.rank in ranks:
+                if isinstance(record, Gone):
+                    return _Verdict((record.rank,), "died: its process has ended", record.seen_by)
+                return _Verdict((record.rank,), record.why, record.rank)
+        return None
 
-        def run() -> None:
-            try:
-                if self._client is None:  # made when it is needed, which is hardly ever
-                    self._client = own_client(self.store)
-                answer.set_result(ask(self._client))
-            except BaseException as error:  # noqa: BLE001  carried to the thread that asks
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="commlayer-store", daemon=True).start()
-        try:
-            return answer.result(seconds)
-        except FutureTimeoutError:
-            self._is_unreachable = True  # the thread still holds the store's lock: nobody may ask again
-            raise
-
-    def _read(self, store: Store, rank: int, until: float) -> dict[str, Any] | None:
-        """What ``rank`` wrote, or None when it has not until then. The clock runs once for all reads of one verdict."""
-        key = f"{self.key}/{rank}"
-        while not store.check([key]):
-            if time.monotonic() > until:
-                return None
-            time.sleep(_POLL_S)
-        report: dict[str, Any] = json.loads(store.get(key))
-        return report
-
-    def _write(self, report: dict[str, Any]) -> None:
-        key, text = f"{self.key}/{self.rank}", json.dumps(report)
-        try:
-            self._bounded(lambda store: store.compare_set(key, "", text), _STORE_PATIENCE_S)  # the first one counts
-        except Exception:  # noqa: BLE001  see explain
-            return
+    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[_Verdict, bool]:
+        """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
+        left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
+        if left:
+            return _Verdict((left[0].rank,), f"has left the job ({left[0].why})", left[0].rank), True
+        return _Verdict(tuple(silent), what, seen_by), False
 
 
 def _named(ranks: Iterable[int]) -> str:

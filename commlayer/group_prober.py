@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.codecs import Codec
+from commlayer.failures import FailureBoard
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
@@ -113,6 +114,7 @@ class GroupProber:
             planner=None,
             settings=Settings(plan=Strategy.DIRECT.value),
             timeout_s=timeout_s,
+            board=FailureBoard(self._prober.detector, prefix, rank, ranks),
         )
         planned.connect_messages()  # now, not within the first sample
         return planned, planned.connect("own calls", timeout_s)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ from commlayer.choices import Choices
 from commlayer.connect import sharing_memory
 from commlayer.endings import bury
 from commlayer.executor import drive
-from commlayer.failures import Failure, FailureBoard, Wait, own_client
+from commlayer.failures import Connecting, Failure, FailureBoard, Wait, own_client
+from commlayer.gloo import bounded, end_wait
 from commlayer.lanes import Gate, lanes
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import ClusterError, PlanError, UsageError
@@ -54,6 +55,9 @@ _BYTES_PER_US = 100.0
 goes on all the same when the higher lane has ended."""
 
 
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """What a plan means on this rank. The plan is kept, so that its id stays its own."""
@@ -72,7 +76,7 @@ class PlannedGroup:
     ``nodes``: for each node that the group touches, its members as ranks *of the group*. ``global_ranks[i]`` is member i's
     rank in the job (for error messages). ``store`` is the group's own. ``planner`` None: nothing is planned, unless
     ``settings.plan`` names one plan for all calls to which it applies. Not thread-safe: one call at a time, in the same order
-    on all ranks.
+    on all ranks. ``board`` is where failures of the group are known.
 
     ``choices`` decides. ``own_calls`` is the inner group of the backend's own calls,
     once there is one: a failure breaks its connections too, so that nobody waits for the rest of a timeout.
@@ -89,14 +93,19 @@ class PlannedGroup:
         planner: Planner | None,
         settings: Settings,
         timeout_s: float,
+        board: FailureBoard,
     ) -> None:
         self.name, self.rank, self.global_ranks = name, rank, tuple(global_ranks)
         self.nodes = tuple(tuple(node) for node in nodes)
         self.choices = Choices(tuple(len(node) for node in self.nodes), planner, settings)
         self.settings, self.timeout_s = settings, timeout_s
         self.own_calls: dist.ProcessGroup | None = None
+        self.has_failed = False  # then threads of Gloo's may wait in our groups for what never comes
         self._store = store
-        self._board = FailureBoard(store, "commlayer/failure", self.global_ranks[rank])
+        self.board = board
+        self.waited_for: set[dist.Work] = set()
+        """Messages of ``own_calls`` that are waited for: see GlooTransport."""
+        self.board.on_break(self._wake)
         self._transport: GlooTransport | None = None
         self._agreed: AgreedMaximum | None = None
         self._prepared: dict[tuple[int, int], _Prepared] = {}
@@ -159,7 +168,7 @@ class PlannedGroup:
             return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
         patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
-            self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s))
+            self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s), self.board)
         began = time.monotonic()
         try:
             largest = self._agreed.exchange(num_bytes, patience_s)
@@ -298,17 +307,46 @@ class PlannedGroup:
         me = self.global_ranks[self.rank]
         others = tuple(rank for rank in self.global_ranks if rank != me)
         wait = Wait(me, others, self.name, collective, "flat", collective, 0, sequence)
-        failure = Failure(error, waited_s, timeout_s)
-        self._board.report(wait, failure)
+        return self._explained(wait, Failure(error, waited_s, timeout_s))
+
+    def _explained(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
+        """Tell the others, wake them, and say who is to blame."""
+        self.board.report(wait, failure)
         self.abort()
-        return self._board.explain(wait, failure)
+        return self.board.explain(wait, failure)
+
+    def bounded(self, task: Callable[[], _Result], purpose: str, timeout_s: float) -> _Result:
+        """``task()``, which makes connections with the members and may wait in C++ for ever.
+
+        Raises PeerError, CollectiveTimeoutError where a member does not come.
+        """
+        began = time.monotonic()
+        try:
+            return bounded(task, self.board, timeout_s, purpose)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, ClusterError):
+                raise
+            me = self.global_ranks[self.rank]
+            wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
+            raise self._explained(wait, Failure(error, time.monotonic() - began, timeout_s)) from error
 
     def abort(self, why: str | None = None) -> None:
         """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
+        self.has_failed = True
         if why is not None:
-            self._board.leave(why)
+            self.board.leave(why)
         if self._transport is not None:
             self._transport.abort()
+        self._break_own_calls()
+
+    def _wake(self) -> None:
+        """The board is broken: end the waits for messages of ``own_calls``, and break its connections."""
+        self.has_failed = True
+        for work in list(self.waited_for):
+            end_wait(work)
+        self._break_own_calls()
+
+    def _break_own_calls(self) -> None:
         if self.own_calls is not None:
             break_connections(
                 self.own_calls, [member for member in range(len(self.global_ranks)) if member != self.rank]
@@ -316,6 +354,7 @@ class PlannedGroup:
 
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end."""
+        self.board.close()
         if self._transport is not None:
             for channel in set(self._transport.channels.values()):
                 group: object = channel.group
@@ -349,31 +388,26 @@ class PlannedGroup:
     def connect_messages(self) -> GlooTransport:
         """The transport of the plans; made at the first call of this, which is collective."""
         if self._transport is None:
-            group = self.connect("messages", self.timeout_s)
-            try:
-                group = sharing_memory(group, self.rank, self.nodes, self.timeout_s, self.settings)
-            except RuntimeError as error:
-                raise self._lonely("messages", error) from error
+            group = self.connect("messages", self.timeout_s, is_sharing=True)
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
-            self._transport = GlooTransport(dict.fromkeys(Op, channel), self._board, self.global_ranks[self.rank])
+            self._transport = GlooTransport(dict.fromkeys(Op, channel), self.board, self.global_ranks[self.rank])
         return self._transport
 
-    def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
-        """A Gloo group of the members for one purpose. Collective. Raises ClusterError where a member does not come."""
+    def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
+        """A Gloo group of the members for one purpose; ``is_sharing``: with messages inside nodes through shared memory.
+
+        Collective. Raises PeerError, CollectiveTimeoutError where a member does not come.
+        """
+
         # A client of its own: the groups of a process share one, whose waits hold its lock. Two groups that connect on two
         # threads, in another order on another rank, would wait for each other for ever.
-        store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
-        try:
-            group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise self._lonely(purpose, error) from error
-        return cast("dist.ProcessGroup", group)  # a backend has those of a group's verbs that are called
+        def make() -> dist.ProcessGroup:
+            store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
+            gloo = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
+            group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
+            return sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings) if is_sharing else group
 
-    def _lonely(self, purpose: str, error: RuntimeError) -> ClusterError:
-        return ClusterError(
-            f"rank {self.global_ranks[self.rank]} could not connect to ranks {list(self.global_ranks)} (group {self.name}, "
-            f"{purpose}): {error}; look at their logs"
-        )
+        return self.bounded(make, purpose, timeout_s)
 
     def stage(self, needed: int, buffer: Buffer = Buffer.STAGING) -> torch.Tensor:
         """Memory for a call, kept between calls: allocating (and first touching) it costs as much as a copy."""

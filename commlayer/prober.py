@@ -8,9 +8,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.all_ranks import AllRanks
 from commlayer.connect import connect
+from commlayer.detector import FailureDetector, job_detector
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard
 from commlayer.groups import Grid
@@ -35,8 +37,13 @@ class Prober:
         self.grid = world_grid(topology, self.ranks.rank)
         self.device = self.ranks.device_type
         self._where = self.ranks.device
-        board = FailureBoard(self.ranks.store, f"commlayer/failure/profiler/{self.ranks.name()}", self.ranks.rank)
-        transport = connect(self.grid, self.device, board, timeout_s)
+        name, everyone = self.ranks.name(), range(self.ranks.size)
+        shared = self.ranks.detector or job_detector(everyone)
+        store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
+        self.detector = shared or FailureDetector(store, self.ranks.rank, everyone, timeout_s)
+        self._is_owner = shared is None
+        board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
+        transport = connect(self.grid, self.device, board, store, timeout_s)
         self.executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
         self._timeout_s = timeout_s
 
@@ -114,6 +121,8 @@ class Prober:
     def close(self) -> None:
         """Let go of connections. Collective."""
         self.executor.transport.close()
+        if self._is_owner:
+            self.detector.close("it has measured what it wanted")
 
     def _buffers(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
         size = plan.traffic.logical_bytes

@@ -138,13 +138,15 @@ class SharedMemoryGroup:
                 neighbour.posted.setdefault(tag, deque()).append(work)
         return work
 
-    def alltoall_base(self, *arguments: Any) -> Waitable:
-        """As Gloo's."""
-        return OtherWork(self, self.group.alltoall_base(*arguments))
+    def alltoall_base(self, *arguments: Any) -> dist.Work:
+        """Gloo's own."""
+        self.serve()  # the neighbours need not wait for what comes from far away
+        return self.group.alltoall_base(*arguments)
 
-    def barrier(self) -> Waitable:
-        """As Gloo's: between all members."""
-        return OtherWork(self, self.group.barrier())
+    def barrier(self) -> dist.Work:
+        """Gloo's own: between all members."""
+        self.serve()
+        return self.group.barrier()
 
     def wait_for(self, work: Receive | Send, peer: Peer, timeout: timedelta | None) -> None:
         """Return when ``work`` is completed, serving all neighbours meanwhile. See Waitable."""

@@ -100,17 +100,17 @@ class Send:
 
 
 class OtherWork:
-    """A message or call of the Gloo group beneath. Where it times out, Gloo has closed its connections: so must we."""
+    """A message of the Gloo group beneath. Where it times out, Gloo has closed its connections: so must we."""
 
-    __slots__ = ("_group", "_work")
+    __slots__ = ("_group", "inner")
 
     def __init__(self, group: SharedMemoryGroup, work: dist.Work) -> None:
-        self._group, self._work = group, work
+        self._group, self.inner = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._group.serve()  # the neighbours need not wait for what comes from far away
         try:
-            return self._work.wait(timeout) if timeout else self._work.wait()
+            return self.inner.wait(timeout) if timeout else self.inner.wait()
         except RuntimeError as error:
             has_passed = timeout is None or "timed out" in str(error).lower()
             self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())

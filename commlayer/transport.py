@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures import Failure, FailureBoard, Wait
+from commlayer.gloo import end_wait
+from commlayer.gloo import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError, PlanError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Reduction, Region, tags_per_step
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
@@ -130,7 +132,16 @@ class GlooTransport:
         self.board = board
         self.rank = dist.get_rank() if rank is None else rank
         self.sequence = 0
+        self.waited_for: set[dist.Work] = set()
+        """The messages that calls of ours wait for: where the board breaks, these waits are ended from another thread."""
         self._is_aborted = False
+        board.on_break(self._wake)
+
+    def _wake(self) -> None:
+        """The board is broken: end the waits that are under way, and break connections."""
+        for work in list(self.waited_for):
+            end_wait(work)
+        self.abort()
 
     def start(
         self,
@@ -206,7 +217,7 @@ class GlooTransport:
     def _part(self, channel: Channel) -> None:
         """Wait for the others: a peer may still be reading what we sent. Bounded by the group's timeout."""
         try:
-            channel.group.barrier().wait()
+            wait_for_collective(channel.group.barrier(), self.board)
         except RuntimeError as error:
             ranks = [rank for rank, _ in channel.peers]
             raise ClusterError(
@@ -308,13 +319,19 @@ class GlooCall:
 
     def _wait(self, works: list[Pending]) -> None:
         """Wait for all and forget them (a Gloo receive may be waited for only once)."""
+        transport = self._transport
         for work, index, peer in works:
             left = self._timeout_s - (time.monotonic() - self._started)
+            # In this order: whoever breaks the board looks at the wait afterwards.
+            transport.waited_for.add(work)
             try:
-                work.wait(timedelta(seconds=max(left, 0.001)))
+                if transport.board.is_broken or not work.wait(timedelta(seconds=max(left, 0.001))):
+                    raise transport.board.woken()
             except RuntimeError as error:
                 self._require_broken(error)
                 raise self._explained(index, peer, error) from error
+            finally:
+                transport.waited_for.discard(work)
         works.clear()
 
     @staticmethod
@@ -336,13 +353,12 @@ class _GlooOneCall:
     def __init__(self, transport: GlooTransport, plan: Plan, timeout_s: float) -> None:
         self._transport, self._plan, self._timeout_s = transport, plan, timeout_s
         self._group = transport.channels[Op.ALL_TO_ALL].group
-        self._timeout = timedelta(seconds=timeout_s)
 
     def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._transport.sequence += 1
         started = time.monotonic()
         try:
-            self._group.alltoall_base(target, source, [], []).wait(self._timeout)
+            wait_for_collective(self._group.alltoall_base(target, source, [], []), self._transport.board)
         except RuntimeError as error:
             transport = self._transport
             ranks = tuple(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers if rank != transport.rank)

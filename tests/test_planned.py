@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from commlayer.detector import FailureDetector
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait
 from commlayer.planned import PlannedGroup
@@ -30,6 +31,7 @@ def rank_of(nodes: list[list[int]], rank: int, plan: str) -> PlannedGroup:
         planner=None,
         settings=Settings(plan=plan),
         timeout_s=1.0,
+        board=FailureBoard(FailureDetector.alone(), "test", members[rank], members),
     )
 
 
@@ -62,9 +64,9 @@ class OtherSizes:
 
 def test_a_message_of_another_size_is_told_to_the_others() -> None:
     """Whoever waits for the rank that found it must hear of it, and not take that rank for dead."""
-    store, group = HashStore(), cast("Any", OtherSizes())
+    detector, group = FailureDetector.alone(), cast("Any", OtherSizes())
     channel = Channel("world", group, ((10, 0), (11, 1)))
-    transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(store, "failure", 10), rank=10)
+    transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(detector, "failure", 10, (10, 11)), rank=10)
     planned = rank_of([[0, 1]], 0, plan="flat_direct")
     plan = planned.plan("all_gather", 512)
     assert plan is not None
@@ -75,5 +77,7 @@ def test_a_message_of_another_size_is_told_to_the_others() -> None:
     with pytest.raises(DisagreementError, match=r"rank 11, got 512: .*COMMLAYER_DEBUG=detail"):
         call.finish()
     wait = Wait(11, (10,), "world", "all_gather", plan.name, "all_gather", 0, 1)
-    theirs = FailureBoard(store, "failure", 11).explain(wait, Failure(RuntimeError("Connection closed"), 0.1, 1.0))
+    theirs = FailureBoard(detector, "failure", 11, (10, 11)).explain(
+        wait, Failure(RuntimeError("Connection closed"), 0.1, 1.0)
+    )
     assert str(theirs).startswith("rank 10 expected 256 bytes from rank 11 and got 512, so it left the group")

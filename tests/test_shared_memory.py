@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer import shared_memory_connect
 from commlayer.emulation import rights
+from commlayer.failures import FailureBoard
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
 from commlayer.scheduler.plan import Op
@@ -484,14 +485,21 @@ def sharing(nodes: Sequence[Sequence[int]], plan: str, timeout_s: float = 20.0) 
     torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    store, rank, everyone = (
+        PrefixStore(f"sharing {plan}", _get_default_store()),
+        dist.get_rank(),
+        range(dist.get_world_size()),
+    )
+    board = FailureBoard.watching(store, plan, rank, everyone, timeout_s)
     return PlannedGroup(
         name="world",
-        rank=dist.get_rank(),
+        rank=rank,
         nodes=nodes,
-        global_ranks=range(dist.get_world_size()),
-        store=PrefixStore(f"sharing {plan}", _get_default_store()),
+        global_ranks=everyone,
+        store=store,
         planner=None,
         settings=Settings(plan=plan, intra="shared"),
+        board=board,
         timeout_s=timeout_s,
     )
 

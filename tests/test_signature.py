@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from commlayer.backend.signature import SignatureCheck
-from commlayer.profiles.errors import CollectiveTimeoutError, TensorError
+from commlayer.detector import FailureDetector
+from commlayer.failures import FailureBoard
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, TensorError
 
 
 class Alone:
@@ -18,13 +21,26 @@ class Alone:
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
         return self
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+
+def nobody_died(error: RuntimeError, *_: object) -> ClusterError:
+    raise AssertionError("a timeout is not a death") from error
 
 
 def test_a_rank_whose_call_was_refused_there_has_not_called_nothing() -> None:
     store = HashStore()
-    ranks = [SignatureCheck(Alone(), store, member, [4, 5, 6], "ep") for member in range(3)]
+    detector = FailureDetector.alone()
+
+    def check(member: int) -> SignatureCheck:
+        board = FailureBoard(detector, "ep", 4 + member, (4, 5, 6))
+        return SignatureCheck(Alone(), store, member, [4, 5, 6], "ep", board, nobody_died)
+
+    ranks = [check(member) for member in range(3)]
     with pytest.raises(CollectiveTimeoutError):
         ranks[2].compare(1, "barrier(0 bytes)", 1.0)
     ranks[1].refuse(2, "all_gather", TensorError("an output of 8 elements, got 7"))

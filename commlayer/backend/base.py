@@ -31,6 +31,7 @@ from commlayer.backend.lane import GroupLane
 from commlayer.backend.progress import DONE, ProgressQueue, QueuedWork, Task
 from commlayer.backend.recording import fill_flat, fill_plan, new_record, run_recorded, waiting
 from commlayer.backend.signature import SignatureCheck, described
+from commlayer.gloo import SLICE, wait
 from commlayer.lanes import Issued, lanes
 from commlayer.planned import PlannedGroup
 from commlayer.profiles.errors import ClusterError, GroupError, TensorError, UsageError
@@ -341,9 +342,12 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
         self._sequence += 1
         try:
-            work.wait()
-        except RuntimeError as error:
-            self._fail(error, collective, started, opts)
+            work.wait(SLICE)
+        except RuntimeError:
+            try:
+                wait(work, self._planned.board)
+            except RuntimeError as error:
+                self._fail(error, collective, started, opts)
         row = self.counters.flat[collective]  # row.add, without the call
         row.calls += 1
         row.logical_bytes += num_bytes
@@ -379,7 +383,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
                 self._latest = None
 
         self.counters.flat[collective].add(num_bytes, 0, inter, intra)
-        issued = IssuedWork(self._progress, collective, outputs, work, end)
+        issued = IssuedWork(self._progress, collective, outputs, work, self._planned.board, end)
         self._latest = issued
         if self._coalescing is not None:
             self._coalescing.append(issued)

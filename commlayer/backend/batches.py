@@ -93,7 +93,8 @@ class Batch(Work):
             while self.works and self._error is None:
                 work, what = self.works.pop()
                 try:
-                    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+                    left_s = max(until - time.monotonic(), 0.001)
+                    self._group.await_message(work, timedelta(seconds=left_s))
                 except RuntimeError as error:
                     self._error = self._group.message_error(error, what)
                     self._error.__cause__ = error

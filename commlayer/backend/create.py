@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +20,13 @@ from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
+from commlayer.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.endings import end_with_program
+from commlayer.failures import Connecting, Failure, FailureBoard
+from commlayer.gloo import Watched, bounded
 from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
+from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 
@@ -59,11 +66,42 @@ def make_group(
     skip_methods()
     teach_monitored_barrier()
     teach_timeouts()
-    store = _own_keys(store, len(global_ranks))
-    gloo = _gloo(store, "gloo", rank, len(global_ranks), timeout)
+    store, generation = _own_keys(store, len(global_ranks))
+    me = global_ranks[rank]
+    shared = None if is_default else job_detector(global_ranks)
+    detector = shared or FailureDetector(PrefixStore("detector/", store), me, global_ranks, timeout.total_seconds())
+    try:
+        board = FailureBoard(detector, f"{name}#{generation}", me, global_ranks)
+        group = _make(name, rank, global_ranks, store, timeout, board, is_default=is_default, nccl_options=nccl_options)
+    except BaseException as error:
+        if shared is None:
+            detector.close(f"left with {type(error).__name__}: {error}", is_failure=True)
+        raise
+    if shared is None:
+        group.own_detector(detector)
+    if is_default:
+        set_job_detector(detector)
+    end_with_program(group)
+    return group
+
+
+def _make(
+    name: str,
+    rank: int,
+    global_ranks: Sequence[int],
+    store: Store,
+    timeout: timedelta,
+    board: FailureBoard,
+    *,
+    is_default: bool,
+    nccl_options: Any,
+) -> CommlayerGroup:
+    connect = _Connector(name, rank, global_ranks, store, timeout, board)
+    gloo = connect.gloo("gloo")
     job = None if is_default else world.current()
     if job is None:
-        job = world.agree(gloo, store, rank, global_ranks, timeout)
+        with connect.explaining("what all ranks must agree on"):
+            job = world.agree(Watched(gloo, board), store, rank, global_ranks, timeout, board.detector)
     settings = job.settings
     lanes().policy = LanePolicy(share=settings.lane_share)
     begin(settings, gloo, global_ranks, rank, len(global_ranks) if is_default else dist.get_world_size())
@@ -78,10 +116,11 @@ def make_group(
         planner=job.planner if len(global_ranks) > 1 else None,
         settings=settings,
         timeout_s=timeout.total_seconds(),
+        board=board,
     )
     planned.own_calls = gloo
     is_compared = settings.debug == "detail" or get_debug_level() == DebugLevel.DETAIL
-    control = _gloo(store, "control", rank, len(global_ranks), timeout) if is_compared else None
+    control = connect.gloo("control") if is_compared else None
     group = CommlayerGroup(
         name=name,
         rank=rank,
@@ -90,11 +129,13 @@ def make_group(
         gloo=gloo,
         planned=planned,
         is_planning=job.planner is not None or settings.plan is not None or settings.reduction == "ordered",
-        signatures=None if control is None else SignatureCheck(control, store, rank, global_ranks, name),
+        signatures=None
+        if control is None
+        else SignatureCheck(control, store, rank, global_ranks, name, board, planned.explain),
     )
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
     # collectives come from two threads (theirs, and the progress thread) mixes them up.
-    direct = _gloo(store, "direct", rank, len(global_ranks), timeout) if len(global_ranks) > 1 else gloo
+    direct = connect.gloo("direct") if len(global_ranks) > 1 else gloo
     group.use_direct(direct)
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
@@ -104,20 +145,53 @@ def make_group(
         group.use_nccl(nccl)
     if is_default:
         world.remember(job, group)
-    end_with_program(group)
     return group
 
 
-def _own_keys(store: Store, size: int) -> Store:
-    """``store`` without what an earlier group of the same name has left in it.
+def _own_keys(store: Store, size: int) -> tuple[Store, int]:
+    """``store`` without what an earlier group of the same name has left in it, and the number of earlier ones.
 
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
     found there. All ranks come once for each group, so the count of arrivals says which group of the name this is.
     """
-    return PrefixStore(f"{(store.add('commlayer/arrivals', 1) - 1) // size}/", store)
+    generation = (store.add("commlayer/arrivals", 1) - 1) // size
+    return PrefixStore(f"{generation}/", store), generation
 
 
-def _gloo(store: Store, tag: str, rank: int, size: int, timeout: timedelta) -> Any:
-    gloo: Any = dist.ProcessGroupGloo(PrefixStore(f"{tag}/", store), rank, size, timeout)
-    gloo._set_sequence_number_for_group()
-    return gloo
+@dataclass(frozen=True)
+class _Connector:
+    """Makes the inner groups of one group: within the timeout, and not longer than all of its ranks live."""
+
+    name: str
+    rank: int
+    global_ranks: Sequence[int]
+    store: Store
+    timeout: timedelta
+    board: FailureBoard
+
+    def gloo(self, tag: str) -> Any:
+        """An inner Gloo group. Raises PeerError, CollectiveTimeoutError where a rank does not come."""
+
+        def make() -> Any:
+            store = PrefixStore(f"{tag}/", self.store)
+            gloo: Any = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), self.timeout)
+            gloo._set_sequence_number_for_group()
+            return gloo
+
+        with self.explaining(f"for {tag}"):
+            return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
+
+    @contextlib.contextmanager
+    def explaining(self, purpose: str) -> Iterator[None]:
+        """What breaks here is told to the other ranks, and raised with the name of the rank that failed first."""
+        began = time.monotonic()
+        try:
+            yield
+        except CommlayerError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            me = self.global_ranks[self.rank]
+            wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
+            failure = Failure(error, time.monotonic() - began, self.timeout.total_seconds())
+            self.board.report(wait, failure)
+            raise self.board.explain(wait, failure) from error

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from commlayer.backend.base import Destroyed
 from commlayer.backend.batches import Batches
 from commlayer.backend.options import make
 from commlayer.backend.recording import end
+from commlayer.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.endings import bury
+from commlayer.gloo import bounded, keep
 
 __all__ = ["CommlayerGroup", "Together"]
 
@@ -64,6 +67,12 @@ class CommlayerGroup(Batches):
     CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.backend.cuda`).
     """
 
+    _detector: FailureDetector | None = None
+
+    def own_detector(self, detector: FailureDetector) -> None:
+        """This group was the first of its ranks, and ends their failure detector with itself."""
+        self._detector = detector
+
     # Synchronisation
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
@@ -83,7 +92,23 @@ class CommlayerGroup(Batches):
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else timedelta(seconds=self._timeout_s)
         # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
-        self._progress.run("monitored_barrier", self._gloo.monitored_barrier, (limit, wait_all_ranks))
+        self._progress.run("monitored_barrier", self._monitored_barrier, (limit, wait_all_ranks))
+
+    def _monitored_barrier(self, limit: timedelta, wait_all_ranks: bool) -> None:
+        task = partial(self._gloo.monitored_barrier, limit, wait_all_ranks)
+        if self._size == 1:
+            task()
+            return
+        began, limit_s = time.monotonic(), limit.total_seconds()
+        try:
+            bounded(
+                task, self._planned.board, 2 * limit_s + 5.0, "monitored_barrier"
+            )  # it names ranks itself at its limit
+        except RuntimeError as error:
+            if not self._planned.board.is_broken:
+                raise
+            waited_s = time.monotonic() - began
+            raise self._planned.explain(error, "monitored_barrier", self._sequence, waited_s, limit_s) from error
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
@@ -208,22 +233,25 @@ class CommlayerGroup(Batches):
             self._planned.close()
         else:
             end(gloo, self._size, with_others=False)
-            self._planned.abort(f"{who} was aborted")
+            self._planned.abort("aborted the group")
             gloo.abort()
             self._progress.drain(timeout_s=1.0)
             if self._sender is not None:
                 self._sender.drain(timeout_s=1.0)
         if not drain:
             self._direct.abort()
-        for inner in {gloo, self._direct}:
-            inner.shutdown()
-            bury(inner)
-        if self._signatures is not None:
-            bury(self._signatures.gloo)
+        inner = {gloo, self._direct} | ({self._signatures.gloo} if self._signatures is not None else set())
+        for each in inner:
+            each.shutdown()
+            (keep if self._planned.has_failed else bury)(each)
         if self._nccl is not None:
             (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
         self.counters.close()
         self._forget_world()
+        if self._detector is not None:
+            if job_detector(self._global_ranks) is self._detector:
+                set_job_detector(None)
+            self._detector.close("it destroyed its process group" if drain else "it aborted its process group")
         # Whoever still holds this object must not keep threads, connections and the store with it.
         self._gloo = self._planned = self._store = Destroyed(who)
         self._nccl = self._signatures = None

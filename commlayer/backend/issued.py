@@ -20,6 +20,8 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.progress import ProgressQueue, QueuedWork, too_long
+from commlayer.failures import FailureBoard
+from commlayer.gloo import wait
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["IssuedWork"]
@@ -32,8 +34,11 @@ End = Callable[[RuntimeError | None], None]
 class IssuedWork(Work):
     """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever thread sees the end."""
 
-    def __init__(self, queue: ProgressQueue, label: str, outputs: Any, inner: Work, end: End) -> None:
+    def __init__(
+        self, queue: ProgressQueue, label: str, outputs: Any, inner: Work, board: FailureBoard, end: End
+    ) -> None:
         super().__init__()
+        self._board = board
         self._queue, self._label, self._outputs, self._inner = queue, label, outputs, inner
         self._end: End | None = end
         self._lock = threading.Lock()
@@ -49,9 +54,9 @@ class IssuedWork(Work):
         if not self._done:
             seconds = timeout.total_seconds()
             try:
-                self._inner.wait(timeout) if seconds > 0 else self._inner.wait()
+                wait(self._inner, self._board, seconds if seconds > 0 else None)
             except RuntimeError as error:
-                if seconds > 0 and not self._inner.is_completed():
+                if seconds > 0 and not self._has_ended():
                     raise too_long(self._queue, self._label, seconds) from error
                 self._close(error)
             else:
@@ -81,14 +86,18 @@ class IssuedWork(Work):
                 self._error = explained
             self._done = True
 
+    def _has_ended(self) -> bool:
+        """Well or not: of a group that is broken nothing more comes."""
+        return bool(self._inner.is_completed()) or self._board.is_broken
+
     def is_completed(self) -> bool:
-        return self._done or bool(self._inner.is_completed())
+        return self._done or self._has_ended()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        if not self._done and self._inner.is_completed():
+        if not self._done and self._has_ended():
             try:
                 self.wait()
             except Exception as error:  # noqa: BLE001

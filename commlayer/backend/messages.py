@@ -42,7 +42,9 @@ class Message(Work):
             return True
         try:
             # Without a timeout Gloo takes the one that the group was made with, not the one it has now.
-            self._work.wait(timeout if timeout.total_seconds() > 0 else self._group.present_timeout)
+            self._group.await_message(
+                self._work, timeout if timeout.total_seconds() > 0 else self._group.present_timeout
+            )
         except RuntimeError as error:
             self._done, self._error = True, self._group.message_error(error, self._what)
             raise self._error from error
@@ -127,6 +129,16 @@ class Messages(Reductions):
     def present_timeout(self) -> timedelta:
         return self._gloo.options._timeout  # type: ignore[no-any-return]
 
+    def await_message(self, work: Work, timeout: timedelta) -> None:
+        """Return when the message has gone or come. Raises RuntimeError: Gloo's, or that the group has been broken meanwhile."""
+        board, waited_for = self._planned.board, self._planned.waited_for
+        waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
+        try:
+            if board.is_broken or not work.wait(timeout):
+                raise board.woken()
+        finally:
+            waited_for.discard(work)
+
     def message_error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""
         text = str(error)
@@ -135,9 +147,8 @@ class Messages(Reductions):
                 f"{self.who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
                 f"message: {text}"
             )
-        return PeerError(
-            f"{self.who}: {what}: the peer died or closed its connection: look at its log. Gloo's own message: {text}"
-        )
+        culprit = self._planned.board.culprit() or "the peer died or closed its connection"
+        return PeerError(f"{self.who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")
 
     def _require_other(self, role: str, member: int) -> None:
         """Gloo answers a rank that is not there with a crash or a hang, and this one as if it were a dead peer."""

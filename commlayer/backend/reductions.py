@@ -25,6 +25,7 @@ from commlayer.backend.exchanges import Exchanges
 from commlayer.backend.moves import Tensors
 from commlayer.backend.options import like, make, with_op
 from commlayer.backend.tensors import flat, join, land, real, reals, spread
+from commlayer.gloo import reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 
@@ -95,7 +96,7 @@ class Reductions(Exchanges):
             and input.nbytes == self._size * output.nbytes
         ):
             try:  # see allreduce
-                work = self._gloo._reduce_scatter_base(output, input, opts)
+                work = reduce_scatter(self._gloo, output, input, opts)
                 return self._await("reduce_scatter", input.nbytes, now(), work, opts)
             except Refused:
                 pass
@@ -218,7 +219,7 @@ class Reductions(Exchanges):
         plan = self._look("reduce_scatter", input, num_bytes, op=op, timeout=opts.timeout) if self._needs_look else None
         output, input = output.detach().view(-1), input.detach().view(-1)
         if plan is None:
-            self._flat("reduce_scatter", num_bytes, self._gloo._reduce_scatter_base, output, input, opts)
+            self._flat("reduce_scatter", num_bytes, reduce_scatter, self._gloo, output, input, opts)
         else:
             self._reduce_by_plan(plan, "reduce_scatter", num_bytes, input, output, op, opts)
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
-from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.failures import FailureBoard
+from commlayer.gloo import wait
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.scheduler.plan import Plan
 
 __all__ = ["SignatureCheck", "described"]
@@ -26,10 +28,21 @@ _DIGEST, _WIDTH = 32, 1024
 
 
 class SignatureCheck:
-    """Compares the calls of one group. ``gloo``: an inner group that nothing else uses; ``store``: the group's own."""
+    """Compares the calls of one group. ``gloo``: an inner group that nothing else uses; ``store``: the group's own; ``explain``:
+    tells the others of a broken wait and says who is to blame (PlannedGroup.explain)."""
 
-    def __init__(self, gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], group: str) -> None:
+    def __init__(
+        self,
+        gloo: Any,
+        store: Store,
+        rank: int,
+        global_ranks: Sequence[int],
+        group: str,
+        board: FailureBoard,
+        explain: Callable[[RuntimeError, str, int, float, float], ClusterError],
+    ) -> None:
         self.gloo, self._store, self._rank, self._group = gloo, store, rank, group
+        self._board, self._explain = board, explain
         self._global_ranks = tuple(global_ranks)
         self._key = "commlayer/debug/"
 
@@ -43,7 +56,10 @@ class SignatureCheck:
         message = torch.zeros(_WIDTH, dtype=torch.uint8)
         content = hashlib.sha256(text).digest() + text[: _WIDTH - _DIGEST]
         message[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self._store.set(f"{self._key}{self._rank}", f"{sequence} {call}")
+        try:
+            self._store.set(f"{self._key}{self._rank}", f"{sequence} {call}")
+        except RuntimeError as error:  # the rank that hosts the store is gone
+            self._blame(error, sequence, call, timeout_s)
         gathered = self._gather(message, sequence, call, timeout_s)
         first = gathered[0]
         for member, theirs in enumerate(gathered):
@@ -82,27 +98,27 @@ class SignatureCheck:
         opts = AllgatherOptions()
         opts.timeout = timedelta(seconds=timeout_s)
         try:
-            self.gloo._allgather_base(gathered.view(-1), message, opts).wait()
+            wait(self.gloo._allgather_base(gathered.view(-1), message, opts), self._board)
         except RuntimeError as error:
             self._blame(error, sequence, call, timeout_s)
         return gathered
 
     def _blame(self, error: RuntimeError, sequence: int, call: str, timeout_s: float) -> NoReturn:
+        is_timeout = "timed out" in str(error).lower()
+        explained = None if is_timeout else self._explain(error, f"comparison of {call}", sequence, 0.0, timeout_s)
         late = [
             f"rank {self._global_ranks[member]} ({last})"
             for member in range(len(self._global_ranks))
             if (last := self._last_call(member, sequence)) is not None
         ]
         me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
-        if "timed out" in str(error).lower():
+        if explained is None:
             who = ", ".join(late) or "some rank"
             raise CollectiveTimeoutError(
                 f"{me}: {who} did not come within {timeout_s:g} s: look at the log of each. Gloo's own message: {error}"
             ) from error
         who = f"; not yet in this call: {', '.join(late)}" if late else ""
-        raise PeerError(
-            f"{me}: a rank died, or left the call{who}: look at the logs. Gloo's own message: {error}"
-        ) from error
+        raise PeerError(f"{explained}{who}. Before {me}. Gloo's own message: {error}") from error
 
     def _last_call(self, member: int, sequence: int) -> str | None:
         """What ``member`` called last, where that is before ``sequence``; or why it could not make that call."""

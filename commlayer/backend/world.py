@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, get
 
 from commlayer.all_ranks import AllRanks
 from commlayer.connect import wants_shared_memory
+from commlayer.detector import FailureDetector
 from commlayer.groups import node_identity, versions
 from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
 from commlayer.profiles.topology import Topology
@@ -81,8 +82,10 @@ def read_settings() -> tuple[Settings, CommlayerError | None]:
         return Settings(), error
 
 
-def agree(gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta) -> World:
-    """Exchange what the ranks of ``gloo`` must agree on. Collective.
+def agree(
+    gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, detector: FailureDetector
+) -> World:
+    """Exchange what the ranks of ``gloo`` must agree on. Collective. ``detector`` watches them.
 
     Raises, on every rank: DisagreementError for other versions or settings, naming ranks; the rank whose own settings
     cannot be read raises SettingsError. TopologyError for a declared topology of another size.
@@ -98,7 +101,7 @@ def agree(gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeo
     topology = _topology(settings, [identity for identity, _, _ in everyone], global_ranks)
     from commlayer.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
-    ranks = AllRanks(rank, len(global_ranks), PrefixStore("calibrate/", store), gloo, "cpu")
+    ranks = AllRanks(rank, len(global_ranks), PrefixStore("calibrate/", store), gloo, "cpu", detector)
     planner = planner_for(
         settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout.total_seconds()
     )

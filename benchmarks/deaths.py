@@ -1,0 +1,258 @@
+"""``make bench-deaths``: ranks killed at random moments of random jobs, and when and how the surviving ranks hear of it.
+
+Each trial is a job of its own on an emulated cluster of 400 Mbit/s a node: a shape, a plan, a timeout, a way inside nodes,
+with or without ``COMMLAYER_DEBUG=detail``, a group (all ranks, or some of them), and a victim (rank 0, which hosts the store,
+as often as any other). The victim ends at a random moment by a signal that it does not handle, as by ``kill -9``: while the
+ranks connect for their first planned call, or while data is in flight. Every survivor calls collectives until one raises.
+Counted are the seconds from the death to that error, whether the error names the victim, and hangs. ``--json FILE`` keeps
+every trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import commlayer.backend.create  # before the fork: ranks then start in milliseconds
+import commlayer.calibrate  # noqa: F401  likewise
+from commlayer.emulation import EmulatedCluster
+from commlayer.emulation.outcomes import RankOutcome
+
+SHAPES = ((3, 2), (2, 2), (2, 4), (1, 4), (3, 1))
+PLANS = ("auto", "none", "hierarchical", "flat_direct", "pipelined:3")
+MOMENTS = ("connecting", "in flight")
+TIMEOUTS_S = (6.0, 60.0, 1800.0)
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "mixed")
+SIZES = (1 << 10, 64 << 10, 1 << 20, 8 << 20)
+_INTER = "400mbit"
+_PATIENCE_S = 25.0
+"""A survivor that has no error after so long counts as hung."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One job. ``delay_s``: from the moment that all ranks are initialised (connecting) or have made a call, to the death."""
+
+    seed: int
+    shape: tuple[int, int]
+    plan: str
+    moment: str
+    timeout_s: float
+    verb: str
+    num_bytes: int
+    intra: str
+    detail: bool
+    part: bool
+    victim: int
+    delay_s: float
+
+    @property
+    def world_size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the group that is used: all, or all but one that is not the victim."""
+        spare = (self.victim + 1) % self.world_size
+        return [rank for rank in range(self.world_size) if not (self.part and rank == spare)]
+
+
+@dataclass(frozen=True)
+class Survivor:
+    """What one rank saw. ``after_s``: from the death to its error; None: it hung, or ended otherwise."""
+
+    rank: int
+    after_s: float | None
+    is_named: bool
+    kind: str
+    text: str
+
+
+def draw(seed: int, victims: str = "any") -> Trial:
+    """The trial of a seed."""
+    pick = random.Random(seed)
+    shape = pick.choice(SHAPES)
+    moment = pick.choice(MOMENTS)
+    world_size = shape[0] * shape[1]
+    return Trial(
+        seed=seed,
+        shape=shape,
+        plan=pick.choice(PLANS),
+        moment=moment,
+        timeout_s=pick.choice(TIMEOUTS_S),
+        verb=pick.choice(VERBS),
+        num_bytes=pick.choice(SIZES),
+        intra=pick.choice(("auto", "gloo")),
+        detail=pick.random() < 0.33,
+        part=world_size > 3 and pick.random() < 0.25,
+        victim=0 if victims == "first" or pick.random() < 0.2 else pick.randrange(world_size),
+        delay_s=pick.uniform(0.0, 0.06) if moment == "connecting" else pick.uniform(0.02, 0.6),
+    )
+
+
+def environment(trial: Trial, cache: str) -> dict[str, str]:
+    """The variables of a trial's ranks."""
+    variables = {"COMMLAYER_INTRA": trial.intra, "COMMLAYER_CACHE": cache, "COMMLAYER_PROFILE": "auto"}
+    if trial.plan == "none":
+        variables["COMMLAYER_PROFILE"] = "none"
+    elif trial.plan != "auto":
+        variables |= {"COMMLAYER_PLAN": trial.plan, "COMMLAYER_PROFILE": "none"}
+    return variables | ({"COMMLAYER_DEBUG": "detail"} if trial.detail else {})
+
+
+def call(verb: str, x: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """One collective; ``x`` [n·s], ``whole`` [n·s]."""
+    size = dist.get_world_size(group)
+    part = x[: x.numel() // size]
+    if verb == "all_reduce":
+        dist.all_reduce(x, group=group)
+    elif verb == "all_gather":
+        dist.all_gather_single(whole, part, group=group)
+    elif verb == "reduce_scatter":
+        dist.reduce_scatter_single(part, whole, group=group)
+    elif verb == "all_to_all":
+        dist.all_to_all_single(whole, x, group=group)
+    else:
+        dist.broadcast(x, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+
+
+def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | None, str, str]:
+    """On every rank: (monotonic time of the error, its kind, its text)."""
+    torch.set_num_threads(1)
+    os.environ.update(environment(trial, cache))
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=trial.timeout_s))
+    rank = dist.get_rank()
+    group = dist.new_group(trial.members) if trial.part else None
+    if rank not in trial.members:
+        time.sleep(_PATIENCE_S + 5)
+        return None, "", "spare"
+    verbs = VERBS[:-1] if trial.verb == "mixed" else (trial.verb,)
+    elements = max(trial.num_bytes // 4 // len(trial.members), 1) * len(trial.members)
+    x, whole = torch.ones(elements), torch.ones(elements)
+    until = time.monotonic() + trial.delay_s + _PATIENCE_S
+    try:
+        if trial.moment == "in flight":
+            for verb in verbs:
+                call(verb, x, whole, group)
+        if rank == trial.victim:
+            moment_of_death[:8] = struct.pack("d", time.monotonic() + trial.delay_s)
+            signal.setitimer(
+                signal.ITIMER_REAL, max(trial.delay_s, 1e-6)
+            )  # nobody handles it: the kernel ends the process
+        while time.monotonic() < until:
+            for verb in verbs:
+                call(verb, x, whole, group)
+    except RuntimeError as error:
+        return time.monotonic(), type(error).__name__, str(error)
+    return None, "", "no error"
+
+
+def run(trial: Trial, cluster: EmulatedCluster, cache: str) -> list[Survivor]:
+    """Run one trial; what became of every member but the victim."""
+    moment_of_death = mmap.mmap(-1, mmap.PAGESIZE)
+    outcomes: list[RankOutcome] = cluster.run(
+        job, trial, cache, moment_of_death, check=False, grace_s=_PATIENCE_S, timeout_s=_PATIENCE_S + 60
+    )
+    (died,) = struct.unpack("d", moment_of_death[:8])
+    return [
+        _survivor(trial, outcome, died)
+        for outcome in outcomes
+        if outcome.rank in trial.members and outcome.rank != trial.victim
+    ]
+
+
+def _survivor(trial: Trial, outcome: RankOutcome, died: float) -> Survivor:
+    if outcome.failure is not None or outcome.value is None:
+        return Survivor(outcome.rank, None, False, "", f"ended otherwise: {outcome.failure}")
+    ended, kind, text = outcome.value
+    blamed = text.split("; here:")[0]
+    is_named = f"rank {trial.victim} " in blamed and "one of" not in blamed
+    return Survivor(outcome.rank, None if ended is None else ended - died, is_named, kind, text)
+
+
+def report(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> bool:
+    """Print the tables; whether the targets are met."""
+    table = Table(title="Seconds from a rank's death to every survivor's error")
+    for column in ("trials", "", "survivors", "median", "90 %", "99 %", "largest", "named", "hung"):
+        table.add_column(column, justify="left" if not column else "right")
+    groups: dict[str, list[tuple[Trial, list[Survivor]]]] = {"all": list(found)}
+    for name, of in (
+        ("moment", lambda t: t.moment),
+        ("plan", lambda t: t.plan),
+        ("debug", lambda t: "detail" if t.detail else "off"),
+        ("victim", lambda t: "rank 0" if t.victim == 0 else "another"),
+        ("inside", lambda t: t.intra),
+        ("timeout", lambda t: f"{t.timeout_s:g} s"),
+        ("shape", lambda t: f"{t.shape[0]}×{t.shape[1]}"),
+    ):
+        for trial, survivors in found:
+            groups.setdefault(f"{name} {of(trial)}", []).append((trial, survivors))
+    for name, rows in groups.items():
+        everyone = [survivor for _, survivors in rows for survivor in survivors]
+        times = sorted(s.after_s for s in everyone if s.after_s is not None)
+        hung = sum(s.after_s is None for s in everyone)
+        named = sum(s.is_named for s in everyone) / max(len(everyone), 1)
+        cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else [float("nan")] * 99
+        shown = (median(times) if times else float("nan"), cuts[89], cuts[98], times[-1] if times else float("nan"))
+        table.add_row(str(len(rows)), name, str(len(everyone)), *(f"{t:.2f}" for t in shown), f"{named:.1%}", str(hung))
+        if name == "all":
+            is_met = shown[0] <= 1.0 and shown[2] <= 3.0 and named >= 0.99 and not hung
+    console.print(table)
+    console.print("targets (median ≤ 1 s, 99 % ≤ 3 s, named ≥ 99 %, none hangs): " + ("met" if is_met else "MISSED"))
+    return is_met
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="the first trial's seed")
+    parser.add_argument("--only", default="", help="keep trials whose fields contain this, e.g. plan='hierarchical'")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--verbose", action="store_true", help="print every survivor that is late or names another")
+    options = parser.parse_args()
+    found: list[tuple[Trial, list[Survivor]]] = []
+    console = Console(width=110) if not Console().is_terminal else Console()
+    trials = [trial for k in range(options.trials) if options.only in str(trial := draw(options.seed + k))]
+    with tempfile.TemporaryDirectory() as cache:
+        clusters: dict[tuple[int, int], EmulatedCluster] = {}
+        try:
+            for trial in track(trials, "trials", console=console):
+                if trial.shape not in clusters:
+                    clusters[trial.shape] = EmulatedCluster(*trial.shape, inter=_INTER)
+                survivors = run(trial, clusters[trial.shape], cache)
+                found.append((trial, survivors))
+                for s in survivors:
+                    if options.verbose and (s.after_s is None or s.after_s > 3 or not s.is_named):
+                        console.print(f"{trial}\n  {s}", highlight=False, soft_wrap=True, markup=False)
+        finally:
+            for cluster in clusters.values():
+                cluster.close()
+    is_met = report(found, console)
+    if options.json:
+        rows = [{"trial": asdict(trial), "survivors": [asdict(s) for s in survivors]} for trial, survivors in found]
+        options.json.write_text(json.dumps(rows, indent=1))
+    sys.exit(0 if is_met else 1)
+
+
+if __name__ == "__main__":
+    main()

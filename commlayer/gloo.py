@@ -1,0 +1,203 @@
+"""Waiting for Gloo: bounded where it connects, and ended from another thread where nobody will ever answer.
+
+Gloo tells an error on a connection to the operations that are pending there, but not to a message of which some bytes have
+come or gone already (gloo/transport/tcp/pair.cc, ``signalException``): its wait lasts until its timeout, torch's half hour
+perhaps, also when the peer is known to be dead and every connection has been closed. Three ways out of a wait, one for each
+kind:
+
+- A *message* (send, recv): :func:`end_wait` calls its C++ object's ``abort()``, which Gloo made for this, and which torch
+  does not show to Python. The object's type is checked first by its table of virtual functions, which torch's library
+  exports.
+- A *collective* runs on a thread of Gloo's own: :func:`wait` looks up from it four times a second, and lets go of it when the
+  board says that it is over. A collective that was let go of holds that thread, and freeing its group would wait for it, so
+  such a group is never freed (:func:`keep`).
+- *Making a group* is done on a thread of ours (:func:`bounded`), which is let go of likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch._C._distributed_c10d import AllreduceOptions
+
+__all__ = ["SLICE", "Board", "Watched", "bounded", "end_wait", "keep", "reduce_scatter", "wait"]
+
+_NO_TIMEOUT = timedelta(0)
+
+SLICE = timedelta(milliseconds=250)
+"""How long a collective is waited for before its waiter looks up."""
+_LOOK_S = 0.05
+_OBJECT_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
+"""Of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
+_VTABLE_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
+_WORKS = ("_ZN4c10d16ProcessGroupGloo8RecvWork", "_ZN4c10d16ProcessGroupGloo8SendWork")
+
+Result = TypeVar("Result")
+
+
+class Board(Protocol):
+    """What a wait looks at."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether somebody whom the group needs is gone."""
+
+    def woken(self) -> RuntimeError:
+        """The error of a wait that was given up for it."""
+
+
+def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
+    """Wait for a Gloo collective, which has a timeout of its own; ``timeout_s``: give up before that.
+
+    Raises RuntimeError: Gloo's, ``board.woken()``, or that it timed out.
+    """
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError:  # noqa: PERF203  four times a second
+            if work.is_completed():  # it has failed, or came in the meantime
+                work.wait()
+                return
+            if board.is_broken:
+                raise board.woken() from None
+            if until is not None and time.monotonic() > until:
+                raise
+
+
+class _SummedBlock:
+    """This rank's block of a sum under way."""
+
+    __slots__ = ("_output", "_summed", "_work")
+
+    def __init__(self, work: Any, summed: torch.Tensor, output: torch.Tensor) -> None:
+        self._work, self._summed, self._output = work, summed, output
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        self._work.wait(timeout)
+        with torch.inference_mode():
+            self._output.copy_(self._summed)
+        return True
+
+
+def reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
+    """Gloo's ``_reduce_scatter_base``, which is an all_reduce of a copy; but its work waits without a limit, and this one's not.
+
+    1-D contiguous tensors of one dtype: ``input`` [n·s], ``output`` [s]. The same bits as Gloo's.
+    """
+    options = AllreduceOptions()
+    options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
+    summed, size, rank = input.detach().clone(), output.numel(), gloo.rank()
+    return _SummedBlock(gloo.allreduce([summed], options), summed[rank * size : (rank + 1) * size], output)
+
+
+class Watched:
+    """A Gloo group's collectives, whose works are waited for by :func:`wait`. For what is not on the way of every call."""
+
+    def __init__(self, group: Any, board: Board) -> None:
+        self._group, self._board = group, board
+
+    def __getattr__(self, verb: str) -> Callable[..., _WatchedWork]:
+        call = getattr(self._group, verb)
+        return lambda *arguments: _WatchedWork(call(*arguments), self._board)
+
+
+class _WatchedWork:
+    def __init__(self, work: Any, board: Board) -> None:
+        self._work, self._board = work, board
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        del timeout  # of these calls it is the group's
+        wait(self._work, self._board)
+        return True
+
+
+def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: str) -> Result:
+    """``task()``, which may wait in C++ for ever: on a thread that is let go of after ``timeout_s`` seconds, or when the
+    board breaks. Raises what it raises, TimeoutError, ``board.woken()``."""
+    answer: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(task())
+        except BaseException as error:  # noqa: BLE001  carried to the thread that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="commlayer-connect", daemon=True).start()
+    until = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(FutureTimeoutError):
+            return answer.result(min(_LOOK_S, max(until - time.monotonic(), 0.001)))
+        if answer.done():  # the task's own timeout
+            return answer.result()
+        if board.is_broken:
+            raise board.woken()
+        if time.monotonic() > until:
+            raise TimeoutError(f"{what}: Timed out after {timeout_s:g} s")
+
+
+def keep(group: object) -> None:
+    """Never free ``group``: a thread of it waits for what will not come, and freeing it would wait for that thread."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def end_wait(work: object) -> None:
+    """Make the wait for a Gloo message return False, now or when it begins; other works are left alone. From any thread.
+
+    ``work``: torch's, or something that waits for the one in its attribute ``inner``.
+    """
+    work = getattr(work, "inner", work)
+    aborts = _aborts()
+    if not aborts:
+        _warn_once()
+        return
+    address = ctypes.c_void_p.from_address(id(work) + _OBJECT_HEAD_BYTES).value if _is_torchs(work) else None
+    if address:
+        abort = aborts.get(ctypes.c_void_p.from_address(address).value or 0)
+        if abort is not None:
+            abort(address)
+
+
+def _is_torchs(work: object) -> bool:
+    """Whether ``work`` is an object of torch's own, and no subclass in Python: its memory is then as pybind11 lays it out."""
+    return type(work) is torch._C._distributed_c10d.Work
+
+
+@cache
+def _aborts() -> dict[int, Callable[[int], None]]:
+    """``abort()`` of Gloo's works, by the address of their table of virtual functions; empty where torch exports none."""
+    found: dict[int, Callable[[int], None]] = {}
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        for name in _WORKS:
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, f"_ZTV{name.removeprefix('_Z')}E"))
+            abort = library[f"{name}5abortEv"]
+            abort.argtypes, abort.restype = [ctypes.c_void_p], None
+            found[table + _VTABLE_HEAD_BYTES] = abort
+    return found
+
+
+@cache
+def _warn_once() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} does not let a wait for a Gloo message be ended: ranks that are in the middle of a "
+        "message when another dies notice it at the group's timeout only",
+        RuntimeWarning,
+        stacklevel=3,
+    )

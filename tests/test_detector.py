@@ -1,0 +1,278 @@
+"""The failure detector and the boards that read it: who is told of whom, and who is blamed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from commlayer.detector import FailureDetector, Gone, Left, Report, _framed, _frames
+from commlayer.failures import Connecting, Failure, FailureBoard, Wait
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
+from commlayer.testing.plugin import ClusterFactory
+
+KEY = "group"
+RANKS = (0, 1, 2, 3)
+CLOSED = Failure(RuntimeError("Connection closed by peer"), 0.1, 60.0)
+LATE = Failure(RuntimeError("Timed out"), 0.05, 0.05)
+
+
+def board(detector: FailureDetector, rank: int = 0) -> FailureBoard:
+    return FailureBoard(detector, KEY, rank, RANKS)
+
+
+def wait(rank: int = 0, *peers: int) -> Wait:
+    return Wait(rank, peers, "world", "all_reduce", "flat", "all_reduce", 0, 7)
+
+
+# Blame, without processes
+
+
+def test_a_dead_rank_is_blamed_whoever_one_waited_for() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Report(KEY, 1, (2,), "died or closed its connection"))
+    detector.tell(Gone(3, 2))
+    error = board(detector).explain(wait(0, 1), CLOSED)
+    assert isinstance(error, PeerError)
+    assert str(error).startswith("rank 3 died: its process has ended (seen by rank 2); here: rank 0, group world")
+
+
+def test_the_first_death_is_blamed_and_not_what_followed_from_it() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Left(2, "left with ValueError: no more data", is_failure=True))
+    detector.tell(Gone(1, 3))
+    assert str(board(detector).explain(wait(0, 1), CLOSED)).startswith(
+        "rank 2 left with ValueError: no more data; here"
+    )
+    assert board(detector).culprit() == "rank 2 left with ValueError: no more data"
+
+
+def test_who_waits_for_whom_leads_to_the_silent_rank() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    for rank, peer in ((1, 2), (2, 3)):
+        detector.tell(Report(KEY, rank, (peer,), "did not answer within 2 s"))
+    error = board(detector).explain(wait(0, 1), LATE)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert str(error).startswith("rank 3 did not answer within 2 s (seen by rank 2)")
+
+
+def test_a_rank_that_leaves_a_group_is_quoted() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    board(detector, 2).leave("left with MemoryError: 3 GB")
+    assert str(board(detector).explain(wait(0, 1, 2, 3), CLOSED)).startswith("rank 2 left with MemoryError: 3 GB; here")
+
+
+def test_a_rank_that_has_ended_in_good_order_is_named_with_its_reason() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Left(1, "its program has ended", is_failure=False))
+    mine = board(detector)
+    assert not mine.is_broken, "what it has sent may still be on its way"
+    assert str(mine.explain(wait(0, 1), CLOSED)).startswith("rank 1 has left the job (its program has ended)")
+
+
+def test_ranks_that_wait_for_each_other_blame_the_program() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Report(KEY, 1, (0,), "did not answer within 2 s"))
+    text = str(board(detector).explain(wait(0, 1), LATE))
+    assert "did all ranks call the same collectives in the same order?" in text
+
+
+def test_a_woken_rank_does_not_blame_whom_it_happened_to_wait_for() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine, woken = board(detector), []
+
+    class Sleeper:
+        def wake(self) -> None:
+            woken.append(1)
+
+    sleeper = Sleeper()
+    mine.on_break(sleeper.wake)
+    detector.tell(Report(KEY, 2, (3,), "did not answer within 2 s"))
+    detector.tell(Report(KEY, 1, (), "left with OSError: disk full"))
+    assert (mine.is_broken, woken) == (True, [1])
+    mine.report(wait(0, 1), Failure(mine.woken(), 0.5, 60.0))
+    assert detector.reports[KEY, 0].what == "did not answer within 2 s"
+
+
+def test_a_group_is_broken_by_its_own_members_only() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    others = FailureBoard(detector, "other", 0, (0, 1))
+    detector.tell(Gone(3, 2))
+    detector.tell(Report(KEY, 1, (3,), "died"))
+    assert not others.is_broken
+    assert board(detector).is_broken, "a board that is made later knows it too"
+    detector.tell(Gone(1, 2))
+    assert others.is_broken
+
+
+def test_a_rank_that_connects_says_so() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Gone(1, 2))
+    text = str(board(detector).explain(Connecting(0, (1, 2, 3), "world", "messages"), CLOSED))
+    assert "rank 1 died" in text
+    assert "rank 0 could not connect to ranks 1, 2, 3 (group world, messages)" in text
+
+
+@pytest.mark.parametrize("junk", [b"\x00\x00\x00\x03abc", b"\xff\xff\xff\xff", _framed(Gone(1, 2))[:-1] + b"\xc1"])
+def test_junk_is_refused_and_halves_wait(junk: bytes) -> None:
+    frame = _framed(Report(KEY, 1, (2, 3), "died"))
+    inbox = bytearray(frame + frame[:7])
+    assert _frames(inbox) == [Report(KEY, 1, (2, 3), "died")]
+    assert bytes(inbox) == frame[:7]
+    with pytest.raises((ValueError, msgspec.MsgspecError)):
+        _frames(bytearray(junk))
+
+
+# Processes
+
+
+def detector_of(rank: int, timeout_s: float = 20.0) -> FailureDetector:
+    return FailureDetector(
+        dist.PrefixStore("detectors/", _get_default_store()), rank, range(dist.get_world_size()), timeout_s
+    )
+
+
+def await_news(detector: FailureDetector, seconds: float = 20.0) -> bool:
+    with detector.changed:
+        return detector.changed.wait_for(lambda: bool(detector.ended or detector.left), seconds)
+
+
+def start() -> int:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    return dist.get_rank()
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("way", ["kill", "_exit", "exit", "crash"])
+def test_every_rank_hears_how_another_ended(emulated_cluster: ClusterFactory, way: str) -> None:
+    """Rank 0, which hosts the store: nobody may need it."""
+
+    def job() -> tuple[list[Any], list[Any]]:
+        rank = start()
+        detector = detector_of(rank)
+        dist.barrier()
+        if rank == 0:
+            if way == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif way == "_exit":
+                os._exit(0)
+            detector.close(
+                "left with ValueError" if way == "crash" else "its program has ended", is_failure=way == "crash"
+            )
+            sys.exit(0)
+        assert await_news(detector)
+        return [(type(r).__name__, r.rank) for r in detector.ended], [
+            (r.rank, r.why) for r in detector.left.values() if r.rank == 0
+        ]
+
+    outcomes = emulated_cluster(3, 2).run(job, check=False, grace_s=20.0)
+    for outcome in outcomes[1:]:
+        assert outcome.failure is None, outcome.failure
+        ended, left = outcome.value
+        if way in ("kill", "_exit"):
+            assert (ended, left) == ([("Gone", 0)], [])
+        elif way == "exit":
+            assert (ended, left) == ([], [(0, "its program has ended")])
+        else:
+            assert (ended, left) == ([("Left", 0)], [(0, "left with ValueError")])
+
+
+@pytest.mark.cluster
+def test_a_child_that_outlives_a_rank_does_not_hide_its_death(emulated_cluster: ClusterFactory) -> None:
+    """Such as a worker of a DataLoader, which has inherited the connections."""
+
+    def job() -> list[int]:
+        rank = start()
+        detector = detector_of(rank)
+        if rank == 1:
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(15,)).start()
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert await_news(detector, 10.0), "the child holds the connections"
+        return list(detector.gone)
+
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=20.0)
+    assert outcomes[0].value == outcomes[2].value == [1]
+
+
+@pytest.mark.cluster
+def test_a_connection_that_is_lost_is_no_death(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[list[int], int]:
+        rank = start()
+        detector = detector_of(rank)
+        dist.barrier()
+        if rank == 0:
+            with detector.changed:
+                for link in detector._links:
+                    link.socket.shutdown(socket.SHUT_RDWR)
+        dist.barrier()
+        time.sleep(0.5)  # for a wrong verdict to come
+        gone = list(detector.gone)
+        dist.barrier()
+        if rank == 0:  # and the new connections carry news
+            detector.tell(Report(KEY, 0, (1,), "died"))
+        with detector.changed:
+            assert detector.changed.wait_for(lambda: detector.reports, 20.0)
+        dist.barrier()
+        return gone, len(detector._links)
+
+    for gone, num_links in emulated_cluster(1, 4).run(job):
+        assert gone == []
+        assert num_links >= 2
+
+
+@pytest.mark.cluster
+def test_a_stranger_is_sent_away(emulated_cluster: ClusterFactory) -> None:
+    """Any process can connect; it can neither speak for a rank nor keep the detector from its work."""
+
+    def job() -> list[int]:
+        rank = start()
+        detector = detector_of(rank)
+        dist.barrier()
+        if rank == 0:
+            port = detector._listener.getsockname()[1]
+            for words in (_framed(Gone(1, 2)), b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100):
+                with socket.create_connection(("127.0.0.1", port), 5.0) as stranger:
+                    stranger.sendall(words)
+                    stranger.settimeout(5.0)
+                    assert stranger.recv(1) == b""
+            assert not detector.gone
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert await_news(detector)
+        return list(detector.gone)
+
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=20.0)
+    assert [outcome.value for outcome in outcomes[:2]] == [[2], [2]]
+
+
+@pytest.mark.cluster
+def test_what_a_detector_holds_it_gives_back(emulated_cluster: ClusterFactory) -> None:
+    def job() -> bool:
+        rank = start()
+        dist.barrier()
+        before = len(os.listdir("/proc/self/fd")), threading.active_count()
+        for nth in range(3):
+            store = dist.PrefixStore(f"{nth}/", _get_default_store())
+            detector = FailureDetector(store, rank, range(dist.get_world_size()), 20.0)
+            dist.barrier()
+            detector.close("done")
+            detector.close("again")
+        return (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+    assert all(emulated_cluster(1, 4).run(job))
