@@ -16,6 +16,7 @@ from moe_baseline import Clock, PlainMoE, deepspeed_layer, instrument, why_no_de
 from moe_tables import PHASES, Breakdown, LayerRow, breakdown, ratios, spread, width_of_balance
 from torch import nn
 
+from commlayer.agree_codec import Message, Peers, gather
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -28,7 +29,14 @@ INTER = "400mbit"
 NODES, RANKS_PER_NODE = 2, 4
 _TOLERANCE = 1e-4
 _EVERYWHERE, _INSIDE = NODES * RANKS_PER_NODE, RANKS_PER_NODE
+_TIMEOUT_S = 300.0
 Way = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Spent(Message, frozen=True):
+    """Where a rank's time went: µs by phase."""
+
+    us: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -323,9 +331,9 @@ class _Bench:
                 dist.barrier()
                 clock.restart()
                 self.step(way)
-                everyones: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(everyones, {name: clock.spent_us[name] for name in PHASES})
-                seen[place].append(everyones)
+                spent = _Spent({name: clock.spent_us[name] for name in PHASES})
+                everyones = gather(spent, _Spent, Peers.of(None), _TIMEOUT_S, "to compare where their time went")
+                seen[place].append([theirs.us for theirs in everyones])
         return [breakdown(way.name, way.mapping, seen[place]) for place, way in enumerate(ways)]
 
 

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-import pickle
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 
+from commlayer import agree_codec
+from commlayer.agree_codec import Message, Peers
 from commlayer.connect import device_type
 from commlayer.detector import FailureDetector
 
-__all__ = ["AllRanks"]
+__all__ = ["AllRanks", "ProfileText"]
+
+M = TypeVar("M", bound=Message)
+_PURPOSE = "to agree on a profile"
+
+
+class ProfileText(Message, frozen=True):
+    """A profile on its way to another rank: the text of its file, which the ordinary loader checks where it arrives."""
+
+    json: str
+
+
+class _Name(Message, frozen=True):
+    text: str
 
 
 @dataclass(frozen=True)
 class AllRanks:
     """``group`` has c10d's verbs (a process group, or a backend of one) over all ranks. ``device_type``: cpu or cuda.
 
-    Every method is collective, and waits as long as the group's timeout.
+    ``global_ranks``: what errors call the ranks of ``group``, in its order; None: 0, 1, … Every method is collective, and
+    waits as long as the group's timeout.
     """
 
     rank: int
@@ -30,6 +45,7 @@ class AllRanks:
     store: Store
     group: dist.ProcessGroup
     device_type: str
+    global_ranks: tuple[int, ...] | None = None
     detector: FailureDetector | None = None
     """Of these ranks, where there is one already."""
 
@@ -57,39 +73,25 @@ class AllRanks:
         """The sum of ``value`` over ranks."""
         return int(self._reduced(torch.tensor([value], dtype=torch.int64), dist.ReduceOp.SUM))
 
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's ``value``, which can be pickled."""
-        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        length = int(self._sent(torch.tensor([content.numel()], dtype=torch.int64)))
-        if self.rank != 0:
-            content = torch.empty(length, dtype=torch.uint8)
-        return pickle.loads(self._sent(content).cpu().numpy().tobytes())
+    def from_first(self, value: M, type_: type[M]) -> M:
+        """Rank 0's ``value``. Raises DisagreementError on the ranks that cannot read it."""
+        return agree_codec.from_first(value, type_, self._peers, None, _PURPOSE)
 
     def name(self) -> str:
         """Another name each time, the same on all ranks, for what they make together in their store."""
-        return str(self.from_first(uuid.uuid4().hex))
+        return self.from_first(_Name(uuid.uuid4().hex), _Name).text
 
-    def gather(self, text: str) -> list[str]:
-        """``text`` of every rank, in rank order."""
-        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        longest = int(self.maximum(mine.numel()))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        padded = padded.to(self.device)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self.group.allgather([parts], [padded]).wait()
-        return [part.cpu().numpy().tobytes().rstrip(b"\0").decode() for part in parts]
+    def gather(self, value: M, type_: type[M]) -> list[M]:
+        """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
+        return agree_codec.gather(value, type_, self._peers, None, _PURPOSE)
+
+    @property
+    def _peers(self) -> Peers:
+        return Peers(self.group, self.global_ranks or tuple(range(self.size)), self.rank, self.device)
 
     def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         value = value.to(self.device)
         self.group.allreduce([value], options).wait()
-        return value
-
-    def _sent(self, value: torch.Tensor) -> torch.Tensor:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        value = value.to(self.device)
-        self.group.broadcast([value], options).wait()
         return value

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
+from commlayer.agree_codec import Message, Peers, from_first
 from commlayer.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.communicator import Communicator
 from commlayer.prober import Prober
@@ -41,6 +42,12 @@ _MAX_BATCH = 8
 _BATCH_US = 30e3
 _HIDDEN = 512  # of bf16: rows of 1 KiB
 _ELEMENT_BYTES = 2
+
+
+class _Environment(Message, frozen=True):
+    """What a result says of the machine, as rank 0 sees it."""
+
+    values: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,10 @@ def bench(
     torch's are counted in the rows.
     """
     check_sizes(options.sizes, topology.num_nodes)
-    agreed = [environment() | dict(links or {})]  # hosts and dates differ between ranks, and a result must not
-    dist.broadcast_object_list(agreed)
+    mine = _Environment(
+        environment() | dict(links or {})
+    )  # hosts and dates differ between ranks, and a result must not
+    agreed = from_first(mine, _Environment, Peers.of(None), options.timeout_s, "to run the benchmark")
     result = BenchResult(
         topology=topology.shape,
         profile=profile.name,
@@ -112,7 +121,7 @@ def bench(
         is_emulated=is_emulated,
         inter=inter,
         intra=intra,
-        environment=agreed[0],
+        environment=agreed.values,
         points=(),
     )
     ep_group, tp_group = world_groups(topology)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
+from commlayer.agree_codec import Message, Reason
 from commlayer.all_ranks import AllRanks
-from commlayer.groups import node_identity, versions
+from commlayer.groups import Identity, node_identity, versions
 from commlayer.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.catalog import resolve
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
@@ -53,6 +54,22 @@ _PROBE_FROM_BYTES = 64 << 10
 
 _PROBE_VERSION = 3
 """Of what a probe says in its file: those that an earlier version has kept are measured again."""
+
+
+class _Held(Message, frozen=True):
+    """What a rank has found under the profile's name: its fingerprint, or why there is none."""
+
+    fingerprint: str = ""
+    reason: Reason | None = None
+
+    def __str__(self) -> str:
+        return f"fingerprint {self.fingerprint}" if self.reason is None else str(self.reason)
+
+
+class _Cached(Message, frozen=True):
+    """The text of the profile that rank 0 has in its cache; None where it has none."""
+
+    json: str | None
 
 
 def planner_for(
@@ -101,22 +118,23 @@ def cluster_key(topology: Topology, identities: list[str], device_type: str, int
 
 
 def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
-    profile, failure = None, ""
+    profile, held = None, _Held()
     try:
         profile = resolve(wanted)
         if topology is not None:
             check_shape(profile, topology)
+        held = _Held(profile.fingerprint)
     except CommlayerError as error:
-        failure = f"{type(error).__name__}: {error}"
+        held = _Held(reason=Reason.of(error))
         caught: CommlayerError = error
     # All ranks hear of it before one raises, or the others would wait for that one.
-    held = ranks.gather(failure or f"fingerprint {profile.fingerprint if profile else ''}")
-    if failure:
+    everyones = ranks.gather(held, _Held)
+    if held.reason is not None:
         raise caught
-    for rank, theirs in enumerate(held):
-        if theirs != held[0]:
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
             raise DisagreementError(
-                f"ranks disagree on the profile {wanted!r}: the first rank of the group has {held[0]}, its rank {rank} "
+                f"ranks disagree on the profile {wanted!r}: the first rank of the group has {everyones[0]}, its rank {rank} "
                 f"{theirs}: put the same file on every node"
             )
     assert profile is not None
@@ -130,8 +148,9 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
             f"nodes hold different numbers of ranks ({topology.shape}), which is not measured: nothing is planned",
         )
         return None
-    key = cluster_key(topology, ranks.gather(node_identity()), ranks.device_type, settings.intra)
-    cached = ranks.from_first(_cached(settings, key) if ranks.rank == 0 else None)
+    identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
+    key = cluster_key(topology, identities, ranks.device_type, settings.intra)
+    cached = ranks.from_first(_Cached(_cached(settings, key) if ranks.rank == 0 else None), _Cached).json
     if cached is not None:
         return parse_profile(cached, f"the cached profile {key}")
     begin = time.perf_counter()

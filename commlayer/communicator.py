@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.dlpack import from_dlpack
 
+from commlayer.agree_codec import Reason
 from commlayer.connect import connect, device_type
 from commlayer.debug import check_signatures, signature
 from commlayer.detector import FailureDetector, job_detector
@@ -103,7 +104,7 @@ class Communicator:
             failure = error
         self._timeout_s = timeout_s if timeout_s is not None else settings.timeout_s
         agreed = {} if failure else self._must_agree(settings)
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+        reason = None if failure is None else Reason.of(failure)
         members = describe_self(ep_group, tp_group, agreed, self._timeout_s, reason)
         if failure is not None:
             raise failure

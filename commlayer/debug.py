@@ -7,19 +7,19 @@ call with different sizes or dtypes, and tokens (or gradients) that were declare
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from commlayer.groups import gather_objects
+from commlayer.agree_codec import Message, Peers, gather_grid
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Signature", "check_signatures", "signature"]
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(Message, frozen=True):
+    """A call that a rank is about to make."""
+
     sequence: int
     direction: str
     plan: str
@@ -53,10 +53,8 @@ def check_signatures(
     still wait for it in the second.
     """
     purpose = f"to compare their call #{mine.sequence}"
-    row = [(dist.get_rank(), mine)]
-    if tp_group is not None:
-        row = gather_objects(row[0], tp_group, timeout_s, purpose)
-    rows: list[list[tuple[int, Signature]]] = gather_objects(row, ep_group, timeout_s, purpose)
+    row = None if tp_group is None else Peers.of(tp_group)
+    rows = gather_grid(mine, Signature, row, Peers.of(ep_group), timeout_s, purpose)
     first_rank, first = rows[0][0]
     for rank, theirs in itertools.chain.from_iterable(rows):
         if theirs.without_checksum() != first.without_checksum():

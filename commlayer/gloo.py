@@ -123,8 +123,7 @@ class _WatchedWork:
         self._work, self._board = work, board
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        del timeout  # of these calls it is the group's
-        wait(self._work, self._board)
+        wait(self._work, self._board, timeout.total_seconds() if timeout else None)
         return True
 
 

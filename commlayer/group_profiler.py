@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlayer.all_ranks import AllRanks
+from commlayer.all_ranks import AllRanks, ProfileText
 from commlayer.group_prober import OWN_CALLS, GroupCurve, GroupProber
 from commlayer.groups import discover_topology
 from commlayer.prober import Prober
@@ -94,7 +94,7 @@ def measure_groups(
         environment=environment("gloo"),
     )
     # Hosts and dates differ between ranks, and a profile must not.
-    return parse_profile(ranks.from_first(profile.to_json()), "rank 0's profile")
+    return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
 
 
 def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:

@@ -9,44 +9,40 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import platform
 import socket
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer.profiles.errors import (
-    ClusterError,
-    CollectiveTimeoutError,
-    DisagreementError,
-    GroupError,
-    PeerError,
-    TopologyError,
-)
+from commlayer.agree_codec import Message, Peers, Reason, check_alike, gather, gather_grid
+from commlayer.profiles.errors import ClusterError, DisagreementError, GroupError, TopologyError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
 from commlayer.settings import Settings
 
-__all__ = ["Grid", "Member", "describe_self", "discover_topology", "form_grid", "gather_objects", "grid_key"]
+__all__ = ["Grid", "Identity", "Member", "describe_self", "discover_topology", "form_grid", "grid_key"]
 
 
-@dataclass(frozen=True)
-class Member:
+class Identity(Message, frozen=True):
+    """Where a rank runs: what :func:`node_identity` says."""
+
+    text: str
+
+
+class Member(Message, frozen=True):
     """What a rank says of itself when a Communicator is made."""
 
     rank: int
     identity: str
     ep_ranks: tuple[int, ...]
     tp_ranks: tuple[int, ...]
-    agreed: dict[str, str] = field(default_factory=dict)
+    agreed: dict[str, str] = msgspec.field(default_factory=dict)
     serial: int = 0  # how many this process has described before: no two grids of a job share (rank, serial)
-    failure: str | None = None  # why it cannot take part
+    failure: Reason | None = None  # why it cannot take part
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,9 @@ def discover_topology(timeout_s: float | None = None) -> Topology:
     Collective: every rank calls it. Raises TopologyError for a declaration of another number of ranks.
     """
     settings = Settings.from_environment()
-    identities = gather_objects(node_identity(), None, timeout_s or settings.timeout_s, "to discover the topology")
+    mine, purpose = Identity(node_identity()), "to discover the topology"
+    everyones = gather(mine, Identity, Peers.of(None), timeout_s or settings.timeout_s, purpose)
+    identities = [theirs.text for theirs in everyones]
     if settings.topology is None:
         return Topology.from_identities(identities)
     declared = Topology.parse(settings.topology)
@@ -95,42 +93,6 @@ def discover_topology(timeout_s: float | None = None) -> Topology:
     return declared
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None, timeout_s: float, purpose: str) -> list[Any]:
-    """``value`` of every rank of ``group`` (None: the world), in rank order. Collective.
-
-    Like torch's all_gather_object, which waits for as long as the group's creator allowed: half an hour by default.
-    Raises CollectiveTimeoutError where not all ranks come within ``timeout_s``, PeerError where one is gone.
-    """
-    started = time.monotonic()
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in str(dist.get_backend(group)) else "cpu"
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-    num_ranks = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
-
-    def exchange(parts: list[torch.Tensor], part: torch.Tensor) -> None:
-        work = dist.all_gather(parts, part, group=group, async_op=True)
-        assert work is not None  # this rank is a member
-        work.wait(timedelta(seconds=max(0.001, timeout_s - (time.monotonic() - started))))
-
-    try:
-        exchange(lengths, torch.tensor([mine.numel()], dtype=torch.int64, device=device))
-        sizes = [int(length) for length in lengths]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        padded[: mine.numel()] = mine
-        parts = [torch.empty_like(padded) for _ in sizes]
-        exchange(parts, padded)
-    except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        who = f"rank {dist.get_rank()}: ranks {ranks} did not all come {purpose}"
-        if time.monotonic() - started >= timeout_s or "timed out" in str(error).lower():
-            raise CollectiveTimeoutError(
-                f"{who} within {timeout_s:g} s: every one of them must call this, at the same time; look at the log of "
-                "the one that did not"
-            ) from error
-        raise PeerError(f"{who}: one of them died or closed its connection; look at their logs") from error
-    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
-
-
 _serials = itertools.count()
 
 
@@ -139,12 +101,13 @@ def describe_self(
     tp_group: dist.ProcessGroup | None,
     agreed: dict[str, str],
     timeout_s: float,
-    failure: str | None = None,
+    failure: Reason | None = None,
 ) -> list[Member]:
     """Exchange descriptions over the grid and return all of them. Collective over both groups.
 
     ``failure``: why this rank cannot take part. It comes all the same and says so, or the others would wait for it.
-    Raises GroupError where this rank is in neither group.
+    Raises GroupError where this rank is in neither group, DisagreementError where a rank's words cannot be read or are
+    not of itself.
     """
     rank = dist.get_rank()
     for name, group in (("ep", ep_group), ("tp", tp_group)):
@@ -155,9 +118,25 @@ def describe_self(
     tp_ranks = tuple(dist.get_process_group_ranks(tp_group)) if tp_group is not None else (rank,)
     me = Member(rank, node_identity(), ep_ranks, tp_ranks, agreed, next(_serials), failure)
     purpose = "to make a Communicator"
-    row = gather_objects(me, tp_group, timeout_s, purpose) if tp_group is not None else [me]
-    rows = gather_objects(row, ep_group, timeout_s, purpose)
-    return [member for each in rows for member in each]
+    row = None if tp_group is None else Peers.of(tp_group)
+    rows = gather_grid(me, Member, row, Peers.of(ep_group), timeout_s, purpose)
+    _check_told(rows)
+    return [member for each in rows for _, member in each]
+
+
+def _check_told(rows: Sequence[Sequence[tuple[int, Member]]]) -> None:
+    """Raise DisagreementError for a description that no process group can give: what follows relies on it."""
+    seen: dict[int, Member] = {}
+    for row in rows:
+        ranks = tuple(rank for rank, _ in row)
+        for rank, member in row:
+            is_in_both = rank in member.ep_ranks and member.tp_ranks == ranks
+            if member.rank != rank or not is_in_both or seen.setdefault(rank, member) != member:
+                raise DisagreementError(
+                    f"rank {rank} says that it is rank {member.rank} of the ep group {list(member.ep_ranks)} and the tp group "
+                    f"{list(member.tp_ranks)}: expected rank {rank}, an ep group that holds it, the tp group {list(ranks)}, and "
+                    "the same words to everybody; look whether something else than a rank of this job has come in as it"
+                )
 
 
 def grid_key(members: Sequence[Member]) -> str:
@@ -177,7 +156,7 @@ def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = 
     for member in members:
         if member.failure is not None:
             raise ClusterError(f"rank {member.rank} could not make its Communicator: {member.failure}")
-    _check_agreed(members)
+    check_alike([(member.rank, member.agreed) for member in members])
     for peer in me.ep_ranks:
         if peer not in by_rank or by_rank[peer].ep_ranks.index(peer) != me.ep_ranks.index(peer):
             raise GroupError(
@@ -235,17 +214,6 @@ def _link(rows: Sequence[Sequence[int]], topology: Topology, place: dict[int, in
         f"the ep groups {[list(column) for column in columns]} put several ranks on one node ({topology.describe()}): "
         "this version plans groups with one rank on each node, or all ranks on one"
     )
-
-
-def _check_agreed(members: Sequence[Member]) -> None:
-    for key, value in members[0].agreed.items():
-        others = [member for member in members if member.agreed.get(key) != value]
-        if others:
-            raise DisagreementError(
-                f"ranks disagree on {key}: rank {members[0].rank} has {value}, "
-                + ", ".join(f"rank {member.rank} has {member.agreed.get(key)}" for member in others)
-                + ": start all ranks with the same one"
-            )
 
 
 def versions() -> dict[str, str]:

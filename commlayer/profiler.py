@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from commlayer.all_ranks import AllRanks
+from commlayer.all_ranks import AllRanks, ProfileText
 from commlayer.connect import device_type
 from commlayer.group_prober import GroupCurve, GroupProber, group_curves
 from commlayer.groups import discover_topology
@@ -118,7 +118,7 @@ def measure_cluster(
         environment=_environment(environment, "nccl" if ranks.device_type == "cuda" else "gloo"),
     )
     # Hosts and dates differ between ranks, and a profile must not.
-    return parse_profile(ranks.from_first(profile.to_json()), "rank 0's profile")
+    return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
 
 
 def num_points(options: SweepOptions, topology: Topology) -> int:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 
-from commlayer.profiles.errors import GroupError
+from commlayer.agree_codec import Message, Peers, gather
+from commlayer.profiles.errors import DisagreementError, GroupError
+from commlayer.settings import Settings
 
 __all__ = ["check_same_ranks", "planned_group"]
+
+
+class _Ranks(Message, frozen=True):
+    """The global ranks of the group that a rank has passed."""
+
+    ranks: tuple[int, ...]
 
 
 def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -20,6 +30,8 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
     Raises:
         GroupError: there is no default process group, or this rank is not in ``group``.
+        DisagreementError: a rank's words cannot be read, or are of no group that it can be in; it names the rank.
+        CollectiveTimeoutError, PeerError: not all ranks of the job came.
     """
     import commlayer.backend  # noqa: F401  # makes the backend's name valid, also where no entry point was installed
 
@@ -35,8 +47,10 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     # Which groups the others are in. Rejected: new_group(use_local_synchronization=True), which makes a group's name from
     # the number of groups that a rank is in; ranks in different numbers of groups then wait for each other for ever.
     mine = tuple(dist.get_process_group_ranks(group))
-    everyones: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    timeout_s = Settings.from_environment().timeout_s
+    told = gather(_Ranks(mine), _Ranks, Peers.of(None), timeout_s, "to make planned groups")
+    everyones = [each.ranks for each in told]
+    _check_possible(everyones)
     ours = None
     # Collective over the job: all ranks make all groups, in one order.
     for ranks in sorted(set(everyones)):
@@ -45,6 +59,16 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     if ours is None:
         raise GroupError(f"rank {dist.get_rank()} is not in its own group of ranks {mine}")
     return ours
+
+
+def _check_possible(everyones: Sequence[tuple[int, ...]]) -> None:
+    """Raise DisagreementError for a rank whose group it cannot be in: every rank would make that group."""
+    for rank, ranks in enumerate(everyones):
+        if rank not in ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(len(everyones))):
+            raise DisagreementError(
+                f"rank {rank} says that its group has ranks {list(ranks)}: expected different ranks from 0 to "
+                f"{len(everyones) - 1}, {rank} among them; look whether something else than a rank of this job has come in as it"
+            )
 
 
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from commlayer.groups import discover_topology, gather_objects
+from commlayer.agree_codec import Message, Peers, gather
+from commlayer.groups import discover_topology
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.lanes import lane_of, level_of
@@ -21,6 +22,12 @@ from commlayer.settings import Settings
 __all__ = ["FoldedMesh", "mark_experts"]
 
 _DEGREES = ("tp", "cp", "pp", "ep", "etp")
+
+
+class _Arguments(Message, frozen=True):
+    """The mesh that a rank asks for."""
+
+    text: str
 
 
 class FoldedMesh:
@@ -60,7 +67,7 @@ class FoldedMesh:
         Raises:
             GroupError: no default process group, a mapping of another number of ranks, degrees that cannot be, an unknown
                 axis or backend.
-            DisagreementError: ranks passed different arguments; it names two of them.
+            DisagreementError: ranks passed different arguments, or a rank's words cannot be read; it names them.
             CollectiveTimeoutError, PeerError: not all ranks came.
         """
         if not dist.is_initialized():
@@ -252,10 +259,11 @@ def _check_backend(backend: str | None) -> None:
 
 def _check_agreed(mine: str) -> None:
     """Raise DisagreementError unless all ranks ask for the same mesh: they would make groups that never meet."""
-    everyones = gather_objects(mine, None, Settings.from_environment().timeout_s, "to make a FoldedMesh")
+    timeout_s = Settings.from_environment().timeout_s
+    everyones = gather(_Arguments(mine), _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
             raise DisagreementError(
-                f"ranks disagree on the FoldedMesh: rank 0 asks for {everyones[0]}, rank {rank} for {other}: pass the same "
-                "arguments on all ranks"
+                f"ranks disagree on the FoldedMesh: rank 0 asks for {everyones[0].text}, rank {rank} for {other.text}: pass "
+                "the same arguments on all ranks"
             )

@@ -27,10 +27,10 @@ class OneSpeaks:
 
     rank, size, device_type = 0, 8, "cpu"
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, _: type[Any]) -> list[Any]:
         return [value] * self.size
 
-    def from_first(self, value: Any) -> Any:
+    def from_first(self, value: Any, _: type[Any]) -> Any:
         return value
 
 

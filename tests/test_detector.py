@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.detector import FailureDetector, Gone, Left, Report, _framed, _frames
@@ -140,7 +141,7 @@ def test_junk_is_refused_and_halves_wait(junk: bytes) -> None:
 
 def detector_of(rank: int, timeout_s: float = 20.0) -> FailureDetector:
     return FailureDetector(
-        dist.PrefixStore("detectors/", _get_default_store()), rank, range(dist.get_world_size()), timeout_s
+        PrefixStore("detectors/", _get_default_store()), rank, range(dist.get_world_size()), timeout_s
     )
 
 
@@ -268,7 +269,7 @@ def test_what_a_detector_holds_it_gives_back(emulated_cluster: ClusterFactory) -
         dist.barrier()
         before = len(os.listdir("/proc/self/fd")), threading.active_count()
         for nth in range(3):
-            store = dist.PrefixStore(f"{nth}/", _get_default_store())
+            store = PrefixStore(f"{nth}/", _get_default_store())
             detector = FailureDetector(store, rank, range(dist.get_world_size()), 20.0)
             dist.barrier()
             detector.close("done")

@@ -26,7 +26,7 @@ from commlayer.failures import Connecting, Failure, FailureBoard
 from commlayer.gloo import Watched, bounded
 from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
-from commlayer.profiles.errors import CommlayerError
+from commlayer.profiles.errors import CommlayerError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 
@@ -187,9 +187,9 @@ class _Connector:
         began = time.monotonic()
         try:
             yield
-        except CommlayerError:
-            raise
-        except (RuntimeError, TimeoutError) as error:
+        except (CommlayerError, RuntimeError, TimeoutError) as error:
+            if isinstance(error, CommlayerError) and not (isinstance(error, PeerError) and self.board.is_broken):
+                raise
             me = self.global_ranks[self.rank]
             wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
             failure = Failure(error, time.monotonic() - began, self.timeout.total_seconds())

@@ -7,7 +7,6 @@ nothing, or members would disagree on whether to ask.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, get_debug_level
+from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
+from commlayer.agree_codec import Message, Peers, Reason, check_alike, gather
 from commlayer.all_ranks import AllRanks
 from commlayer.connect import wants_shared_memory
 from commlayer.detector import FailureDetector
@@ -33,6 +33,14 @@ __all__ = ["World", "agree", "current", "forget", "remember"]
 
 _AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra", "wire", "lanes", "lane_share", "trace")
 """Settings of which ranks must not hold different ones: their calls would not meet."""
+
+
+class _Card(Message, frozen=True):
+    """What a rank says of itself when a group is made. ``must_agree``: names and values that all ranks must have alike."""
+
+    identity: str
+    must_agree: dict[str, str]
+    failure: Reason | None = None
 
 
 @dataclass(frozen=True)
@@ -87,21 +95,23 @@ def agree(
 ) -> World:
     """Exchange what the ranks of ``gloo`` must agree on. Collective. ``detector`` watches them.
 
-    Raises, on every rank: DisagreementError for other versions or settings, naming ranks; the rank whose own settings
-    cannot be read raises SettingsError. TopologyError for a declared topology of another size.
+    Raises, on every rank: DisagreementError for other versions or settings, or words that cannot be read, naming ranks; the
+    rank whose own settings cannot be read raises SettingsError. TopologyError for a declared topology of another size.
     """
     settings, failure = read_settings()
     must_agree = _of_the_machine(settings) | versions()
     must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
-    mine = (node_identity(), must_agree, None if failure is None else f"{type(failure).__name__}: {failure}")
-    everyone: list[tuple[str, dict[str, str], str | None]] = _gather(gloo, mine, len(global_ranks), timeout)
+    mine = _Card(node_identity(), must_agree, None if failure is None else Reason.of(failure))
+    peers = Peers(gloo, tuple(global_ranks), rank, torch.device("cpu"))
+    everyone = gather(mine, _Card, peers, timeout.total_seconds(), "to make a group of the backend")
     if failure is not None:
         raise failure
     _check(everyone, global_ranks)
-    topology = _topology(settings, [identity for identity, _, _ in everyone], global_ranks)
+    topology = _topology(settings, [card.identity for card in everyone], global_ranks)
     from commlayer.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
-    ranks = AllRanks(rank, len(global_ranks), PrefixStore("calibrate/", store), gloo, "cpu", detector)
+    own = PrefixStore("calibrate/", store)
+    ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector)
     planner = planner_for(
         settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout.total_seconds()
     )
@@ -116,41 +126,15 @@ def _of_the_machine(settings: Settings) -> dict[str, str]:
     }
 
 
-def _gather(gloo: Any, value: Any, size: int, timeout: timedelta) -> list[Any]:
-    """``value`` of every rank."""
-    opts = AllgatherOptions()
-    opts.timeout = timeout
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    lengths = torch.empty(size, dtype=torch.int64)
-    gloo._allgather_base(lengths, torch.tensor([mine.numel()], dtype=torch.int64), opts).wait()
-    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-    padded[: mine.numel()] = mine
-    gathered = torch.empty(size, padded.numel(), dtype=torch.uint8)
-    gloo._allgather_base(gathered.view(-1), padded, opts).wait()
-    return [
-        pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(gathered, lengths.tolist(), strict=True)
+def _check(everyone: Sequence[_Card], global_ranks: Sequence[int]) -> None:
+    failed = [
+        (rank, card.failure) for rank, card in zip(global_ranks, everyone, strict=True) if card.failure is not None
     ]
-
-
-def _check(everyone: Sequence[tuple[str, dict[str, str], str | None]], global_ranks: Sequence[int]) -> None:
-    failed = [(rank, why) for rank, (_, _, why) in zip(global_ranks, everyone, strict=True) if why is not None]
     if failed:
         raise DisagreementError(
             "; ".join(f"rank {rank} cannot take part: {why}" for rank, why in failed) + ": correct its environment"
         )
-    first = everyone[0][1]
-    for key, value in first.items():
-        others = [
-            (rank, theirs[key])
-            for rank, (_, theirs, _) in zip(global_ranks, everyone, strict=True)
-            if theirs[key] != value
-        ]
-        if others:
-            raise DisagreementError(
-                f"ranks disagree on {key}: rank {global_ranks[0]} has {value}, "
-                + ", ".join(f"rank {rank} has {theirs}" for rank, theirs in others)
-                + ": start all ranks with the same one"
-            )
+    check_alike([(rank, card.must_agree) for rank, card in zip(global_ranks, everyone, strict=True)])
 
 
 def _topology(settings: Settings, identities: Sequence[str], global_ranks: Sequence[int]) -> Topology:
