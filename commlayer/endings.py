@@ -91,9 +91,10 @@ def _other_threads() -> Iterator[str]:
 @atexit.register
 def _end_all() -> None:
     things = list(_watched)
-    has_crashed = getattr(sys, "last_type", None) is not None
-    if has_crashed:  # the others need not wait for what is under way here
-        leave_all(f"left with {sys.last_type.__name__}: {getattr(sys, 'last_value', None)}", is_failure=True)
+    crash = getattr(sys, "last_type", None)
+    has_crashed = crash is not None
+    if crash is not None:  # the others need not wait for what is under way here
+        leave_all(f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}", is_failure=True)
     if not things and not _graves:
         return
     until = time.monotonic() + (_CRASH_PATIENCE_S if has_crashed else _PATIENCE_S)

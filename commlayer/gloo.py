@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, Work
 
 __all__ = ["SLICE", "Board", "Watched", "bounded", "end_wait", "keep", "reduce_scatter", "wait"]
 
@@ -113,9 +113,14 @@ class Watched:
     def __init__(self, group: Any, board: Board) -> None:
         self._group, self._board = group, board
 
-    def __getattr__(self, verb: str) -> Callable[..., _WatchedWork]:
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
         call = getattr(self._group, verb)
-        return lambda *arguments: _WatchedWork(call(*arguments), self._board)
+
+        def watched(*arguments: Any) -> Any:
+            answer = call(*arguments)
+            return _WatchedWork(answer, self._board) if isinstance(answer, Work) else answer
+
+        return watched
 
 
 class _WatchedWork:
