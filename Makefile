@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes bench-mappings papers clean
+.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -80,6 +80,9 @@ bench-lanes: $(READY)  ## an expert all_to_all beside gradients, and a whole ste
 
 bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the simulated step; writes a dated document
 	$(RUN) benchmarks/mappings.py $(ARGS)
+
+bench-deaths: $(READY)  ## ranks killed at random moments of 300 jobs: when, and how, the others hear of it
+	$(RUN) benchmarks/deaths.py $(ARGS)
 
 papers: $(READY)  ## the papers' tables, predicted, beside what they publish; writes docs/papers.md
 	$(RUN) benchmarks/papers.py $(ARGS)

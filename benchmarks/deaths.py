@@ -156,9 +156,8 @@ def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | N
                 call(verb, x, whole, group)
         if rank == trial.victim:
             moment_of_death[:8] = struct.pack("d", time.monotonic() + trial.delay_s)
-            signal.setitimer(
-                signal.ITIMER_REAL, max(trial.delay_s, 1e-6)
-            )  # nobody handles it: the kernel ends the process
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # nobody handles it: the kernel ends the process
+            signal.setitimer(signal.ITIMER_REAL, max(trial.delay_s, 1e-6))
         while time.monotonic() < until:
             for verb in verbs:
                 call(verb, x, whole, group)

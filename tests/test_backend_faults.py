@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -12,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer
 import commlayer.backend.create
 import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+from commlayer import planned
+from commlayer.backend import create
 from commlayer.emulation import request_shape, rights
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
@@ -82,6 +86,155 @@ def test_a_rank_killed_at_any_stage_is_named_by_all_others(emulated_cluster: Clu
         assert "all_reduce" in text
         assert took_s < 10, f"noticed only after {took_s:.1f} s"
     assert leave_nothing_behind() == []
+
+
+LARGE = 1 << 20
+"""Of float32: 4 MiB, in mid-message for longer than anything else on a link of 400 Mbit/s."""
+HALF_AN_HOUR = 1800.0
+
+
+def until_an_error(call: Any, patience_s: float = 60.0) -> tuple[str, str, float]:
+    """Kind, text and time of the error in which ``call``, made again and again, ends."""
+    begin = time.monotonic()
+    try:
+        while time.monotonic() - begin < patience_s:
+            call()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    raise AssertionError("a rank was killed, and nobody noticed")
+
+
+def die_in(seconds: float) -> None:
+    """End this process then, whatever it does, as by kill -9: nobody handles the signal."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def check_named(outcomes: list[Any], victim: int) -> None:
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.failure is None, outcome.failure
+            kind, text, took_s = outcome.value
+            assert kind == "PeerError", text
+            assert f"rank {victim} died" in text, text
+            assert took_s < 20, f"noticed only after {took_s:.1f} s of half an hour"
+
+
+@pytest.mark.parametrize("victim", [0, 5])
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"])
+def test_a_death_in_mid_message_reaches_every_rank_long_before_the_timeout(
+    emulated_cluster: ClusterFactory, verb: str, victim: int
+) -> None:
+    """Also those that do not talk to the dead rank, and without the store, which rank 0 hosts."""
+
+    def job() -> tuple[str, str, float]:
+        rank = start("flat" if verb == "broadcast" else "pipelined:3", HALF_AN_HOUR)
+        x, whole = torch.ones(LARGE // 6 * 6), torch.empty(LARGE // 6 * 6)
+        part = x[: x.numel() // 6]
+        call = {
+            "all_reduce": partial(dist.all_reduce, x),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole),
+            "all_gather": partial(dist.all_gather_single, whole, part),
+            "all_to_all": partial(dist.all_to_all_single, whole, x),
+            "broadcast": partial(dist.broadcast, x, 1),
+        }[verb]
+        dist.barrier()
+        if rank == victim:
+            die_in(0.25)
+        return until_an_error(call)
+
+    check_named(emulated_cluster(3, 2, inter="400mbit").run(job, check=False, grace_s=40.0), victim)
+
+
+@pytest.mark.parametrize("detail", [False, True])
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter", "asynchronous", "send", "monitored_barrier"])
+def test_a_death_ends_calls_that_gloo_makes_itself(emulated_cluster: ClusterFactory, verb: str, detail: bool) -> None:
+    """Gloo's own calls, and messages between two ranks of which neither is the dead one, but one has stopped answering."""
+
+    def job() -> tuple[str, str, float]:
+        os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_DEBUG="detail" if detail else "off")
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
+        rank = dist.get_rank()
+        x, part = torch.ones(LARGE), torch.empty(LARGE // 4)
+        group: Any = dist.group.WORLD
+
+        def message() -> None:
+            if rank % 2:
+                dist.recv(x, rank - 1)
+            else:
+                dist.send(x, rank + 1)
+
+        def asynchronous() -> None:
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            work.wait()
+
+        call = {
+            "all_reduce": partial(dist.all_reduce, x),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, x),
+            "asynchronous": asynchronous,
+            "send": message,
+            "monitored_barrier": group.monitored_barrier,
+        }[verb]
+        dist.barrier()
+        if rank == VICTIM:
+            die_in(0.25)
+        if verb == "monitored_barrier" and rank == 1:
+            time.sleep(1.0)  # so that the others wait when it happens
+        return until_an_error(call)
+
+    outcomes = emulated_cluster(2, 2, inter="400mbit").run(job, check=False, grace_s=40.0)
+    check_named([each for each in outcomes if verb != "send" or each.rank in (2, VICTIM)], VICTIM)
+
+
+@pytest.mark.parametrize("purpose", ["messages", "agreement", "gloo", "control"])
+def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFactory, purpose: str) -> None:
+    """Those of the first planned call, and those of another group."""
+
+    def job() -> tuple[str, str, float]:
+        rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_INTRA="gloo", COMMLAYER_DEBUG="detail")
+        make: Any = PrefixStore
+
+        def dying(prefix: str, store: Any) -> Any:
+            if purpose in prefix:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return make(prefix, store)
+
+        if rank == VICTIM:
+            planned.PrefixStore = create.PrefixStore = dying  # type: ignore[assignment, attr-defined]
+        group: Any = dist.group.WORLD
+        if purpose == "agreement":
+            return until_an_error(lambda: group._planned.connect("agreement", HALF_AN_HOUR))
+        if purpose == "messages":
+            return until_an_error(lambda: dist.all_reduce(torch.ones(COUNT)))
+        return until_an_error(lambda: dist.new_group([0, 1, 2, 3]))
+
+    check_named(emulated_cluster(2, 2).run(job, check=False, grace_s=40.0), VICTIM)
+
+
+def test_a_rank_that_leaves_by_an_exception_is_quoted_by_all_others(emulated_cluster: ClusterFactory) -> None:
+    """Also by those that wait for another one, and before what is under way on it has been waited for."""
+    program = (
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('commlayer')\n"
+        "x = torch.ones(40_000)\n"
+        "dist.all_reduce(x)\n"
+        "if dist.get_rank() == 3:\n"
+        "    raise KeyError('no such shard')\n"
+        "try:\n"
+        "    dist.all_reduce(x)\n"
+        "except RuntimeError as error:\n"
+        "    assert \"rank 3 left with KeyError: 'no such shard'\" in str(error), error\n"
+        "    sys.exit(0)\n"
+        "sys.exit(9)\n"
+    )
+    os.environ["COMMLAYER_PLAN"] = "hierarchical"
+    try:
+        status = emulated_cluster(2, 2).command([sys.executable, "-c", program], timeout_s=90.0, grace_s=30.0)
+    finally:
+        del os.environ["COMMLAYER_PLAN"]
+    assert status == 1, "rank 3's own; the others would have ended with another"
 
 
 def cut_the_link() -> None:
