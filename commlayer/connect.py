@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.failures import FailureBoard
+from commlayer.forks import never_free_in_child
 from commlayer.groups import Grid
 from commlayer.profiles.errors import ClusterError, GroupError
 from commlayer.profiles.links import Resource
@@ -63,6 +64,7 @@ def _gloo_channel(
     """
     store = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", board.store)
     group = dist.ProcessGroupGloo(store, ranks.index(board.rank), len(ranks), timeout)
+    never_free_in_child(group)
     verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
     if is_inside:
         settings = Settings.from_environment()

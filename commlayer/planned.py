@@ -24,6 +24,7 @@ from commlayer.connect import sharing_memory
 from commlayer.endings import bury
 from commlayer.executor import drive
 from commlayer.failures import Failure, FailureBoard, Wait, own_client
+from commlayer.forks import never_free_in_child
 from commlayer.lanes import Gate, lanes
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import ClusterError, PlanError, UsageError
@@ -316,16 +317,21 @@ class PlannedGroup:
 
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end."""
+        bury(self._let_go())  # the groups that only its list refers to now
+
+    def _let_go(self) -> list[object]:
+        groups: list[object] = []
         if self._transport is not None:
-            for channel in set(self._transport.channels.values()):
-                group: object = channel.group
-                if isinstance(group, SharedMemoryGroup):
-                    group.close()
-                bury(group)
+            groups += {channel.group for channel in self._transport.channels.values()}
+            self._transport.channels = {}
+        for group in groups:
+            if isinstance(group, SharedMemoryGroup):
+                group.close()
         if self._agreed is not None:
             self._agreed.finish()
-            bury(self._agreed.group)
+            groups.append(self._agreed.group)
         self._transport, self._agreed, self.own_calls = None, None, None
+        return groups
 
     def _prepare(self, plan: Plan, root: int) -> _Prepared:
         if len(self._prepared) >= _MAX_KEPT:
@@ -367,6 +373,7 @@ class PlannedGroup:
             group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise self._lonely(purpose, error) from error
+        never_free_in_child(group)
         return cast("dist.ProcessGroup", group)  # a backend has those of a group's verbs that are called
 
     def _lonely(self, purpose: str, error: RuntimeError) -> ClusterError:

@@ -18,6 +18,7 @@ from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
 from commlayer.endings import end_with_program
+from commlayer.forks import disown_in_child, never_free_in_child
 from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
 from commlayer.scheduler.lanes import LanePolicy
@@ -105,6 +106,7 @@ def make_group(
     if is_default:
         world.remember(job, group)
     end_with_program(group)
+    disown_in_child(group)
     return group
 
 
@@ -119,5 +121,6 @@ def _own_keys(store: Store, size: int) -> Store:
 
 def _gloo(store: Store, tag: str, rank: int, size: int, timeout: timedelta) -> Any:
     gloo: Any = dist.ProcessGroupGloo(PrefixStore(f"{tag}/", store), rank, size, timeout)
+    never_free_in_child(gloo)
     gloo._set_sequence_number_for_group()
     return gloo

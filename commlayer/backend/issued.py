@@ -20,7 +20,8 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.progress import ProgressQueue, QueuedWork, too_long
-from commlayer.profiles.errors import UsageError
+from commlayer.forks import inherited
+from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["IssuedWork"]
 
@@ -47,6 +48,8 @@ class IssuedWork(Work):
         Raises PeerError, CollectiveTimeoutError: also where ``timeout`` passes first (the call goes on).
         """
         if not self._done:
+            if self._queue.is_inherited:
+                raise GroupError(inherited(f"{self._queue.who()}: wait for {self._label}"))
             seconds = timeout.total_seconds()
             try:
                 self._inner.wait(timeout) if seconds > 0 else self._inner.wait()
