@@ -24,6 +24,7 @@ from commlayer.detector import FailureDetector, job_detector
 from commlayer.endings import end_with_program
 from commlayer.executor import Executor
 from commlayer.failures import FailureBoard, own_client
+from commlayer.forks import disown_in_child, inherited
 from commlayer.groups import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.lanes import Issued, lanes
 from commlayer.plain import as_bytes, plain
@@ -65,6 +66,7 @@ class State(Enum):
     OPEN = "open"
     BROKEN = "broken"  # a collective failed: what later calls would send could meet what the failed one left
     CLOSED = "closed"
+    INHERITED = "inherited"  # by a forked child: it belongs to the parent
 
 
 class Communicator:
@@ -124,6 +126,7 @@ class Communicator:
         self.state = State.OPEN
         self._plans: dict[tuple[int, bool], Plan] = {}
         end_with_program(self)
+        disown_in_child(self)
         self.plans_run: Counter[str] = Counter()
 
     def _watch(self, members: Sequence[Member]) -> FailureBoard:
@@ -200,7 +203,7 @@ class Communicator:
 
         Raises ClusterError where a rank does not come to close its own.
         """
-        if self.state is State.CLOSED:
+        if self.state in (State.CLOSED, State.INHERITED):
             return
         self._queue.close()
         was_open, self.state = self.state is State.OPEN, State.CLOSED
@@ -214,6 +217,10 @@ class Communicator:
         if not self._queue.close(patience_s):
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
                 self._executor.transport.abort("ended its program while a call was under way")
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.forks.Disowned`."""
+        self.state = State.INHERITED
 
     def __enter__(self) -> Communicator:
         return self
@@ -337,6 +344,8 @@ class Communicator:
     def _unusable(self) -> ClusterError:
         if self.state is State.CLOSED:
             return ClusterError("this Communicator is closed: make a new one on all ranks")
+        if self.state is State.INHERITED:
+            return ClusterError(inherited("a Communicator was called"))
         error = ClusterError(f"this Communicator is broken by an earlier failure ({self._failure}): restart the job")
         error.__cause__ = self._failure
         return error

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
 from commlayer.failures import Connecting, Failure, FailureBoard, own_client
+from commlayer.forks import never_free_in_child
 from commlayer.gloo import bounded
 from commlayer.groups import Grid
 from commlayer.profiles.errors import GroupError
@@ -73,6 +74,7 @@ def _gloo_channel(
     def make() -> dist.ProcessGroup:
         own = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
         group = dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+        never_free_in_child(group)
         verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
         return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings) if is_inside else verbs
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from commlayer.forks import disown_in_child
 from commlayer.profiles.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class FailureDetector:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
         _detectors.add(self)
+        disown_in_child(self)
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="commlayer-detector", daemon=True
         )
@@ -412,11 +414,11 @@ class FailureDetector:
     def __del__(self) -> None:
         self.close("was dropped")
 
-    def forget_in_child(self) -> None:
-        """In a forked child, whose copies of the descriptors would keep this process's connections open when it dies.
-
-        Closed without a word, and without the lock, which a thread may hold that the child has not.
-        """
+    def disown(self) -> None:
+        """In a forked child (see :class:`commlayer.forks.Disowned`), whose copies of the descriptors would keep this process's
+        connections open when it dies."""
+        if job_detector(()) is self:
+            set_job_detector(None)
         if self._is_closed or not self._is_linked:
             return
         self._is_closed = True
@@ -560,12 +562,4 @@ def leave_all(why: str, *, is_failure: bool) -> None:
         detector.close(why, is_failure=is_failure)
 
 
-def _forget_all() -> None:
-    global _job
-    _job = None
-    for detector in list(_detectors):
-        detector.forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 atexit.register(leave_all, "its program has ended", is_failure=False)

@@ -1,8 +1,11 @@
-"""How groups end without taking the program with them: where inner Gloo groups wait to be freed, and what the program's end does.
+"""How groups end without taking the program with them: where inner Gloo groups are freed, and what the program's end does.
 
-Freeing a Gloo group joins its threads while holding Python's interpreter lock; a thread that has just finished a call may be
-waiting for that lock, to let go of the call's tensors. Then neither goes on: a hang of torch's own, seen on plain Gloo when a
-DDP model is freed right after ``destroy_process_group``. Some seconds later those threads are idle, so :func:`bury` waits.
+Freeing a Gloo group joins its threads, and one that has just finished a call may be waiting for Python's interpreter lock,
+to let go of the call's tensors. torch gives the lock away while it frees what Python alone refers to; not so where C++
+lets go last. A DDP model that is freed right after ``destroy_process_group`` frees the group's registered backend so, and
+then neither thread goes on: a hang of torch's own, seen on plain Gloo. So :func:`bury` frees at once what Python alone refers
+to, on a thread of its own, because a call may be under way. The registered backend it lets go of too where that has run no
+calls, and so has nothing to wait for the lock with; else :func:`bury_when_idle` holds it for a moment more.
 
 At the program's end, a thread that comes back from C++ and asks for the lock is ended by Python (before 3.14) in the middle
 of C++ frames that do not allow it: "terminate called without an active exception". So calls that nobody waited for are ended
@@ -12,20 +15,28 @@ first (:func:`end_with_program`), and then the process's other threads are given
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from commlayer.detector import leave_all  # registered at exit before this module's end, and so called after it
 
-__all__ = ["Ends", "bury", "end_with_program", "rest"]
+__all__ = ["Ends", "bury", "bury_when_idle", "end_with_program", "rest"]
 
-_GRAVE_S = 5.0
+_MOST_BURIALS = 8
+_BURIAL_S = 1.0
+"""For how long a program that ends groups faster than they can be freed waits for an earlier one. Freeing takes up to 10 ms
+for each peer, until Gloo's I/O thread looks up; longer where a call is under way."""
+_IDLE_S = 0.5
+"""After which a thread that had finished its last call has let go of the call's tensors."""
+_HANDOVERS = 10
 _PATIENCE_S = 10.0
 """What a call that is under way at the program's end may still take: its peers may be late."""
 _CRASH_PATIENCE_S = 1.0
@@ -36,7 +47,8 @@ _NAPS = 2
 _BLIND_REST_S = 0.05
 _TASKS = Path("/proc/self/task")
 
-_graves: deque[tuple[float, Any]] = deque()
+_burials: deque[threading.Thread] = deque()
+_has_buried = False
 
 
 class Ends(Protocol):
@@ -54,12 +66,42 @@ def end_with_program(thing: Ends) -> None:
     _watched.add(thing)
 
 
-def bury(gloo: Any) -> None:
-    """Keep ``gloo`` alive for some seconds more, until the next call of this function after them or the program's end."""
-    now = time.monotonic()
-    while _graves and now - _graves[0][0] > _GRAVE_S:
-        _graves.popleft()
-    _graves.append((now, gloo))
+def bury(dead: list[Any]) -> None:
+    """Let go of what is in ``dead``, inner groups, now and beside the program: their threads, connections, memory.
+
+    The list is emptied; the caller must not refer to them any more. Some burials may be under way at once; a further one
+    waits for the first of them, for a second at most.
+    """
+    with contextlib.suppress(IndexError):  # another thread has been quicker
+        while len(_burials) >= _MOST_BURIALS or not _burials[0].is_alive():
+            _burials.popleft().join(_BURIAL_S)
+    thread = _started(dead.clear)
+    if thread is not None:
+        _burials.append(thread)
+
+
+def bury_when_idle(dead: list[Any]) -> None:
+    """As :func:`bury`, in a moment, and without waiting for it: groups to which C++ refers too, and whose calls have ended."""
+
+    def free() -> None:
+        for _ in range(_HANDOVERS):  # others who wait for the lock have it in between
+            time.sleep(_IDLE_S / _HANDOVERS)
+        dead.clear()
+
+    _started(free)
+
+
+def _started(free: Callable[[], None]) -> threading.Thread | None:
+    """A daemon thread that runs ``free``; None where there is none to be had, and this one has run it."""
+    global _has_buried
+    _has_buried = True
+    thread = threading.Thread(target=free, name="commlayer end", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # as many threads as may be, or the interpreter is ending
+        free()
+        return None
+    return thread
 
 
 def rest(patience_s: float = _REST_S) -> None:
@@ -79,7 +121,7 @@ def rest(patience_s: float = _REST_S) -> None:
 
 def _other_threads() -> Iterator[str]:
     """The states of the other threads, as in proc(5)."""
-    me = str(os.getpid())  # this runs on the main thread
+    me = str(threading.get_native_id())
     for task in _TASKS.iterdir():
         if task.name != me:
             try:
@@ -95,9 +137,20 @@ def _end_all() -> None:
     has_crashed = crash is not None
     if crash is not None:  # the others need not wait for what is under way here
         leave_all(f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}", is_failure=True)
-    if not things and not _graves:
+    if not things and not _has_buried:
         return
     until = time.monotonic() + (_CRASH_PATIENCE_S if has_crashed else _PATIENCE_S)
     for thing in things:
         thing.end(max(0.0, until - time.monotonic()))
+    for thread in list(_burials):
+        thread.join(max(0.0, until - time.monotonic()))
     rest()
+
+
+def _in_child() -> None:
+    """What is under way in the parent ends there."""
+    global _watched, _burials, _has_buried
+    _watched, _burials, _has_buried = weakref.WeakSet(), deque(), False
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -110,6 +110,8 @@ class FailureBoard:
         self.detector, self.key, self.rank = detector, key, rank
         self.ranks = frozenset(ranks)
         self.is_broken = False
+        self.has_abandoned = False
+        """Whether a collective was let go of: then a thread of Gloo's still waits in one of the group's inner groups."""
         self._breaking = threading.Lock()
         self._first: Report | None = None
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -155,7 +157,7 @@ class FailureBoard:
                 wake()
 
     def woken(self) -> RuntimeError:
-        """The error of a wait that was given up because the board is broken."""
+        """The error of a wait that is given up because the board is broken."""
         return RuntimeError("Connection closed: another rank of the group has failed")
 
     def report(self, wait: Wait | Connecting, failure: Failure) -> None:
@@ -185,7 +187,7 @@ class FailureBoard:
 
     def culprit(self) -> str:
         """The rank that failed first and what became of it, for messages; empty where none is known."""
-        failure = Failure(self.woken(), 0.0, 1.0)
+        failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
         verdict = self._verdict(Wait(self.rank, (), "", "", "", "", 0, 0), failure, _SETTLE_BROKEN_S)
         return f"{_named(verdict.ranks)} {verdict.what}" if verdict.ranks else ""
 

@@ -50,6 +50,9 @@ Result = TypeVar("Result")
 class Board(Protocol):
     """What a wait looks at."""
 
+    has_abandoned: bool
+    """Set where a collective is let go of."""
+
     @property
     def is_broken(self) -> bool:
         """Whether somebody whom the group needs is gone."""
@@ -73,6 +76,7 @@ def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
                 work.wait()
                 return
             if board.is_broken:
+                board.has_abandoned = True
                 raise board.woken() from None
             if until is not None and time.monotonic() > until:
                 raise

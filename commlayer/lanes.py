@@ -14,6 +14,7 @@ take, and no longer: the link is not to be idle for the sake of one that is.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -147,6 +148,15 @@ class Gate:
 
 
 _LANES = Lanes()
+
+
+def _in_child() -> None:
+    """What the parent has issued never ends in a forked child, and must hold nothing there."""
+    global _LANES
+    _LANES = Lanes()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def lanes() -> Lanes:

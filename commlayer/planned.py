@@ -24,7 +24,8 @@ from commlayer.connect import sharing_memory
 from commlayer.endings import bury
 from commlayer.executor import drive
 from commlayer.failures import Connecting, Failure, FailureBoard, Wait, own_client
-from commlayer.gloo import bounded, end_wait
+from commlayer.forks import never_free_in_child
+from commlayer.gloo import bounded, end_wait, keep
 from commlayer.lanes import Gate, lanes
 from commlayer.plain import as_bytes
 from commlayer.profiles.errors import ClusterError, PlanError, UsageError
@@ -100,7 +101,6 @@ class PlannedGroup:
         self.choices = Choices(tuple(len(node) for node in self.nodes), planner, settings)
         self.settings, self.timeout_s = settings, timeout_s
         self.own_calls: dist.ProcessGroup | None = None
-        self.has_failed = False  # then threads of Gloo's may wait in our groups for what never comes
         self._store = store
         self.board = board
         self.waited_for: set[dist.Work] = set()
@@ -332,7 +332,6 @@ class PlannedGroup:
 
     def abort(self, why: str | None = None) -> None:
         """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
-        self.has_failed = True
         if why is not None:
             self.board.leave(why)
         if self._transport is not None:
@@ -341,7 +340,6 @@ class PlannedGroup:
 
     def _wake(self) -> None:
         """The board is broken: end the waits for messages of ``own_calls``, and break its connections."""
-        self.has_failed = True
         for work in list(self.waited_for):
             end_wait(work)
         self._break_own_calls()
@@ -355,16 +353,26 @@ class PlannedGroup:
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end."""
         self.board.close()
+        groups = self._let_go()  # only this list refers to them now
+        if self.board.has_abandoned:
+            for group in groups:
+                keep(group)
+        else:
+            bury(groups)
+
+    def _let_go(self) -> list[object]:
+        groups: list[object] = []
         if self._transport is not None:
-            for channel in set(self._transport.channels.values()):
-                group: object = channel.group
-                if isinstance(group, SharedMemoryGroup):
-                    group.close()
-                bury(group)
+            groups += {channel.group for channel in self._transport.channels.values()}
+            self._transport.channels = {}
+        for group in groups:
+            if isinstance(group, SharedMemoryGroup):
+                group.close()
         if self._agreed is not None:
             self._agreed.finish()
-            bury(self._agreed.group)
+            groups.append(self._agreed.group)
         self._transport, self._agreed, self.own_calls = None, None, None
+        return groups
 
     def _prepare(self, plan: Plan, root: int) -> _Prepared:
         if len(self._prepared) >= _MAX_KEPT:
@@ -404,6 +412,7 @@ class PlannedGroup:
         def make() -> dist.ProcessGroup:
             store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
             gloo = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
+            never_free_in_child(gloo)
             group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
             return sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings) if is_sharing else group
 

@@ -161,8 +161,12 @@ class Recorder:
 
     def close(self) -> None:
         """Write the file, whole or not at all. Again: nothing. Raises OSError where it cannot be written."""
+        if (
+            os.getpid() != self.pid
+        ):  # a child that was forked has copies of our records, and perhaps of a lock that is held
+            return
         with self._lock:
-            if self.is_closed or os.getpid() != self.pid:  # a child that was forked has copies of our records
+            if self.is_closed:
                 return
             self.is_closed = True
         from commlayer.traces.files import write_rank
@@ -222,6 +226,16 @@ def open_recorder(
     )
     atexit.register(close_recorder)
     return _recorder
+
+
+def _in_child() -> None:
+    """What a forked child does is not its parent's: nothing is recorded until it opens a recorder."""
+    global _recorder
+    _recorder = None
+    atexit.unregister(close_recorder)
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def close_recorder(gather: Callable[[int], list[int]] | None = None) -> None:

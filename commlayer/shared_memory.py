@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commlayer.forks import disown_in_child
 from commlayer.profiles.errors import TensorError
 from commlayer.shared_memory_connect import Neighbourhood, meet
 from commlayer.shared_memory_line import Kind, Line
@@ -76,6 +77,7 @@ class SharedMemoryGroup:
         found, self.shares = meet(group, rank, nodes, timeout_s)
         if found is not None:
             self._move_in(found, next(node for node in nodes if rank in node))
+            disown_in_child(self)
 
     def _move_in(self, found: Neighbourhood, here: Sequence[int]) -> None:
         self._segment = found.segment
@@ -207,8 +209,14 @@ class SharedMemoryGroup:
             for peer in self._peers.values():
                 peer.ended = peer.ended or "Connection closed: this rank has closed the group"
                 peer.line.socket.close()
+                peer.posted.clear()  # a receive refers to this group, whose Gloo would live until Python looks for cycles
             self._poll.close()
             self._segment.close()
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.forks.Disowned`. The parent's connections stay, and end with the parent."""
+        self._changed, self._is_polling = threading.Condition(), False
+        self.close()  # this process's copies; nothing is said to anybody
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # not all of it was made

@@ -166,6 +166,17 @@ def print_at_exit() -> None:
         atexit.register(_print)
 
 
+def _in_child() -> None:
+    """A forked child's calls are its own, and its parent prints what it has counted before."""
+    global _is_announced
+    _groups.clear()
+    atexit.unregister(_print)
+    _is_announced = False
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def _print() -> None:
     found = stats()
     if found["rank"] == 0:

@@ -13,6 +13,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, ParamSpec, TypeVar
 
+from commlayer.forks import disown_in_child
+
 __all__ = ["Join", "OrderedQueue", "Work"]
 
 Result = TypeVar("Result")
@@ -58,6 +60,12 @@ class OrderedQueue:
         self._queued = 0
         self._tasks: SimpleQueue[tuple[Future[Join], Callable[[], None]] | None] = SimpleQueue()
         self._worker: threading.Thread | None = None
+        disown_in_child(self)
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.forks.Disowned`. What was queued before runs in the parent."""
+        self._lock, self._count = threading.Lock(), threading.Lock()
+        self._queued, self._tasks, self._worker = 0, SimpleQueue(), None
 
     def run(self, task: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""

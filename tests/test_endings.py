@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
+import resource
 import sys
 import threading
 import time
 import weakref
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +140,177 @@ def test_the_tensors_of_an_asynchronous_call_go_with_it(emulated_cluster: Cluste
         return freed
 
     assert emulated_cluster(nodes=1, ranks_per_node=2).run(job) == [[False, True]] * 2
+
+
+# Groups that are destroyed
+
+
+def held() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def resident_kib() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def settled(before: tuple[int, int], seconds: float = 1.0) -> tuple[int, int]:
+    """What is held once that is no more than ``before``, or after ``seconds``. Nothing of ours is called meanwhile."""
+    until = time.monotonic() + seconds
+    while (now := held()) > before and time.monotonic() < until:
+        time.sleep(0.01)
+    return now
+
+
+class Cycles:
+    """Groups of all ranks, one after the other, on a store of their own: torch's would be made anew each time."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store = dist.TCPStore(address, port, self.size, self.rank == 0, wait_for_workers=False)
+        self.made = 0
+
+    def init(self) -> None:
+        self.made += 1
+        store = dist.PrefixStore(f"{self.made}", self.store)
+        dist.init_process_group("commlayer", store=store, rank=self.rank, world_size=self.size)
+
+    def run(self) -> None:
+        self.init()
+        x = torch.ones(4096)
+        dist.all_reduce(x)
+        assert x[0] == self.size
+        dist.destroy_process_group()
+
+    def end(self) -> None:
+        """Rank 0 holds the store."""
+        self.store.add("ended", 1)
+        while self.rank == 0 and self.store.add("ended", 0) < self.size:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_groups_in_a_loop_under_a_low_limit_of_descriptors(emulated_cluster: ClusterFactory, plan: str) -> None:
+    """Each has three or four inner groups of some ten descriptors; what the last ones held must be free again."""
+
+    def job() -> None:
+        os.environ["COMMLAYER_PLAN"] = plan
+        cycles = Cycles()
+        cycles.init()
+        dist.all_reduce(torch.ones(4096))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+        for _ in range(25):
+            group = dist.new_group(list(range(4)))
+            x = torch.ones(4096)
+            dist.all_reduce(x, group=group)
+            assert x[0] == 4.0
+            dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        for _ in range(10):
+            cycles.run()
+        cycles.end()
+
+    emulated_cluster(2, 2).run(job)
+
+
+@pytest.mark.parametrize("how", ["destroy", "abort", "debug", "one rank", "registered backend"])
+def test_a_destroyed_group_gives_back_threads_and_descriptors(emulated_cluster: ClusterFactory, how: str) -> None:
+    """Within a second, and without a further call; ``registered backend``: C++ has called it without asking Python."""
+
+    def job() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        os.environ["COMMLAYER_PLAN"] = "hierarchical"
+        if how == "debug":
+            os.environ["COMMLAYER_DEBUG"] = "detail"
+        cycles = Cycles()
+        cycles.run()  # what is made once for a process, such as clients of the store
+        before = settled((0, 0), 0.5)
+        cycles.init()
+        x = torch.ones(4096)
+        group: Any = dist.new_group([cycles.rank], use_local_synchronization=True) if how == "one rank" else None
+        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
+        if how == "registered backend":
+            direct: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+            direct.allreduce([x]).wait()
+            del direct
+        during = held()
+        if how == "abort":
+            dist.barrier()
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+        del group
+        dist.destroy_process_group()
+        after = settled(before)
+        cycles.end()
+        return before, during, after
+
+    for before, during, after in emulated_cluster(2, 2).run(job):
+        assert during[0] > before[0] + 5
+        assert during[1] > before[1] + 15
+        assert after[0] <= before[0]
+        assert after[1] <= before[1] + 1
+
+
+def test_memory_of_groups_in_a_loop_is_bounded(emulated_cluster: ClusterFactory) -> None:
+    """Plain Gloo grows by some 8 KiB a time, and what waits to be freed by 170."""
+
+    def job() -> float:
+        os.environ["COMMLAYER_PLAN"] = "hierarchical"
+        cycles, times = Cycles(), 40
+        for _ in range(10):
+            cycles.run()
+        begin = resident_kib()
+        for _ in range(times):
+            cycles.run()
+        cycles.end()
+        return (resident_kib() - begin) / times
+
+    assert max(emulated_cluster(2, 1).run(job)) < 60
+
+
+def test_a_model_that_is_freed_right_after_its_group(emulated_cluster: ClusterFactory) -> None:
+    """DDP's reducer is the last who refers to the group, and lets go of it with the interpreter lock: plain Gloo hangs here."""
+
+    def job() -> None:
+        cycles = Cycles()
+        for _ in range(15):
+            cycles.init()
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+            model(torch.ones(2, 64)).sum().backward()
+            dist.destroy_process_group()
+            del model
+        cycles.end()
+
+    emulated_cluster(1, 2).run(job, timeout_s=60)
+
+
+def test_many_burials_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that ends groups faster than they are freed is slowed down."""
+    monkeypatch.setattr(endings, "_burials", burials := deque[threading.Thread]())
+    monkeypatch.setattr(endings, "_MOST_BURIALS", 2)
+    monkeypatch.setattr(endings, "_BURIAL_S", 60.0)
+    gates = [threading.Event() for _ in range(3)]
+    freed = list[int]()
+
+    class Slow:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __del__(self) -> None:
+            gates[self.number].wait(60)
+            freed.append(self.number)
+
+    for number in range(2):
+        endings.bury([Slow(number)])
+    assert len(burials) == 2
+    assert freed == []
+    gates[0].set()
+    endings.bury([Slow(2)])
+    assert freed == [0]
+    for gate in gates:
+        gate.set()
+    for thread in list(burials):
+        thread.join()
+    assert sorted(freed) == [0, 1, 2]

@@ -31,6 +31,7 @@ from commlayer.backend.lane import GroupLane
 from commlayer.backend.progress import DONE, ProgressQueue, QueuedWork, Task
 from commlayer.backend.recording import fill_flat, fill_plan, new_record, run_recorded, waiting
 from commlayer.backend.signature import SignatureCheck, described
+from commlayer.forks import inherited
 from commlayer.gloo import SLICE, wait
 from commlayer.lanes import Issued, lanes
 from commlayer.planned import PlannedGroup
@@ -40,7 +41,7 @@ from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
-__all__ = ["GroupBase", "Refused", "now", "timeout_of"]
+__all__ = ["Destroyed", "GroupBase", "Inherited", "Refused", "now", "timeout_of"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
@@ -68,6 +69,13 @@ class Destroyed:
             f"{self._who}: {name.strip('_')} after the group was destroyed (or aborted): make another with "
             "torch.distributed.new_group, or call destroy_process_group later"
         )
+
+
+class Inherited(Destroyed):
+    """The same in a forked child, for the groups of its parent."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise GroupError(inherited(f"{self._who}: {name.strip('_')}"))
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in which torch itself calls it

@@ -23,6 +23,7 @@ from commlayer.backend.signature import SignatureCheck
 from commlayer.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.endings import end_with_program
 from commlayer.failures import Connecting, Failure, FailureBoard
+from commlayer.forks import disown_in_child, never_free_in_child
 from commlayer.gloo import Watched, bounded
 from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
@@ -82,6 +83,7 @@ def make_group(
     if is_default:
         set_job_detector(detector)
     end_with_program(group)
+    disown_in_child(group)
     return group
 
 
@@ -175,6 +177,7 @@ class _Connector:
         def make() -> Any:
             store = PrefixStore(f"{tag}/", self.store)
             gloo: Any = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), self.timeout)
+            never_free_in_child(gloo)
             gloo._set_sequence_number_for_group()
             return gloo
 

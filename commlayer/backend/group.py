@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
-from commlayer.backend.base import Destroyed
+from commlayer.backend.base import Destroyed, Inherited
 from commlayer.backend.batches import Batches
 from commlayer.backend.options import make
 from commlayer.backend.recording import end
 from commlayer.detector import FailureDetector, job_detector, set_job_detector
-from commlayer.endings import bury
+from commlayer.endings import bury, bury_when_idle
 from commlayer.gloo import bounded, keep
 
 __all__ = ["CommlayerGroup", "Together"]
@@ -226,24 +226,12 @@ class CommlayerGroup(Batches):
     def _stop(self, *, drain: bool) -> None:
         if isinstance(self._gloo, Destroyed):
             return
-        gloo, who = self._gloo, self.who
         if drain:
             self._finish()
-            end(gloo, self._size, with_others=True)
+            end(self._gloo, self._size, with_others=True)
             self._planned.close()
-        else:
-            end(gloo, self._size, with_others=False)
-            self._planned.abort("aborted the group")
-            gloo.abort()
-            self._progress.drain(timeout_s=1.0)
-            if self._sender is not None:
-                self._sender.drain(timeout_s=1.0)
-        if not drain:
-            self._direct.abort()
-        inner = {gloo, self._direct} | ({self._signatures.gloo} if self._signatures is not None else set())
-        for each in inner:
-            each.shutdown()
-            (keep if self._planned.has_failed else bury)(each)
+        elif self._break():
+            self._planned.close()
         if self._nccl is not None:
             (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
         self.counters.close()
@@ -252,9 +240,53 @@ class CommlayerGroup(Batches):
             if job_detector(self._global_ranks) is self._detector:
                 set_job_detector(None)
             self._detector.close("it destroyed its process group" if drain else "it aborted its process group")
-        # Whoever still holds this object must not keep threads, connections and the store with it.
-        self._gloo = self._planned = self._store = Destroyed(who)
+        self._free_inner()
+
+    def _break(self) -> bool:
+        """Break what is under way. Whether all of it has ended then, on this rank."""
+        end(self._gloo, self._size, with_others=False)
+        self._planned.abort("aborted the group")
+        self._gloo.abort()
+        self._direct.abort()
+        has_ended = self._progress.drain(timeout_s=1.0)
+        if self._sender is not None:
+            has_ended &= self._sender.drain(timeout_s=1.0)
+        return has_ended
+
+    def _free_inner(self) -> None:
+        """Whoever still holds this object must not keep threads, connections and the store with it."""
+        dead = [] if self._direct is self._gloo else [self._gloo]
+        if self._signatures is not None:
+            dead.append(self._signatures.gloo)
+        # The C++ half of this object refers to the last one too, and is freed with the last who refers to that.
+        is_idle = not self._direct._get_sequence_number_for_group()
+        has_abandoned = self._planned.board.has_abandoned
+        late = [] if is_idle else [self._direct]
+        if is_idle:
+            dead.append(self._direct)
+        self._stand_in(Destroyed(self.who))
+        if has_abandoned:
+            for each in (*dead, *late):
+                keep(each)
+        else:
+            bury_when_idle(late)
+            bury(dead)
+
+    def _stand_in(self, destroyed: Destroyed) -> None:
+        """Let ``destroyed`` answer whatever is asked of this group from now on."""
+        self._gloo = self._direct = self._planned = self._store = destroyed
         self._nccl = self._signatures = None
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.forks.Disowned`."""
+        if isinstance(self._gloo, Destroyed):
+            return
+        for queue in (self._progress, self._sender):
+            if queue is not None:
+                queue.disown()
+        self._latest = None
+        self._forget_world()
+        self._stand_in(Inherited(self.who))
 
     def _finish(self) -> None:
         """Let what is queued end."""

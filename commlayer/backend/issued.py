@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.progress import ProgressQueue, QueuedWork, too_long
 from commlayer.failures import FailureBoard
+from commlayer.forks import inherited
 from commlayer.gloo import wait
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["IssuedWork"]
 
@@ -52,6 +53,8 @@ class IssuedWork(Work):
         Raises PeerError, CollectiveTimeoutError: also where ``timeout`` passes first (the call goes on).
         """
         if not self._done:
+            if self._queue.is_inherited:
+                raise GroupError(inherited(f"{self._queue.who()}: wait for {self._label}"))
             seconds = timeout.total_seconds()
             try:
                 wait(self._inner, self._board, seconds if seconds > 0 else None)

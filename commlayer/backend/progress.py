@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.forks import inherited
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
 __all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task", "too_long"]
@@ -74,6 +75,8 @@ class QueuedWork(Work):
     def _wait(self, timeout_s: float) -> None:
         if self._queue.is_progress_thread():
             self._queue.help_until(self)  # a callback that waits for a later call
+        elif self._queue.is_inherited:
+            raise GroupError(inherited(f"{self._queue.who()}: wait for {self.label}"))
         elif self._gate.acquire(timeout=timeout_s if timeout_s > 0 else -1):
             self._gate.release()
         else:
@@ -176,6 +179,7 @@ class ProgressQueue:
         self._thread_id = 0
         self._closed = False
         self._failure: BaseException | None = None  # what the thread died of
+        self.is_inherited = False  # by a forked child: what was queued before the fork runs in the parent
 
     def is_progress_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
@@ -235,6 +239,13 @@ class ProgressQueue:
         self._tasks.put(None)
         thread.join(None if timeout_s < 0 else timeout_s)
         return not thread.is_alive()
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.forks.Disowned`. What is called from now on runs here, and is refused."""
+        self._running, self._counting, self.futures_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._tasks, self.pending = SimpleQueue(), 0
+        self._thread, self._thread_id = None, 0
+        self.is_inherited = True
 
     def _work(self) -> None:
         self._thread_id = threading.get_ident()

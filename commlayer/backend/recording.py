@@ -102,6 +102,15 @@ class _Opener(NamedTuple):
 _opener: _Opener | None = None
 
 
+def _in_child() -> None:
+    """See :mod:`commlayer.recorder`."""
+    global _opener
+    _opener = None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def begin(settings: Settings, gloo: Any, global_ranks: Sequence[int], rank: int, world_size: int) -> bool:
     """Open the recorder that ``COMMLAYER_TRACE`` asks for, at a group of all ranks. Collective over it, whether or not this rank
     records already: the others may have been replaced since. It goes on where all record one job, and otherwise all begin anew.
