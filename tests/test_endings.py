@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (  # torch.distributed has them too, but not for type checkers
+    PrefixStore,
+    TCPStore,
+)
 
 from commlayer import endings
 from commlayer.endings import rest
@@ -170,12 +174,12 @@ class Cycles:
         torch.set_num_threads(1)
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(address, port, self.size, self.rank == 0, wait_for_workers=False)
+        self.store = TCPStore(address, port, self.size, self.rank == 0, wait_for_workers=False)
         self.made = 0
 
     def init(self) -> None:
         self.made += 1
-        store = dist.PrefixStore(f"{self.made}", self.store)
+        store = PrefixStore(f"{self.made}", self.store)
         dist.init_process_group("commlayer", store=store, rank=self.rank, world_size=self.size)
 
     def run(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 from torch.utils.data import DataLoader, Dataset
 
 import commlayer
@@ -154,10 +155,10 @@ def test_what_a_child_asks_of_an_inherited_group_is_an_error(emulated_cluster: C
                 return [
                     refused(lambda: dist.all_reduce(y)),
                     refused(lambda: dist.all_reduce(y, group=other)),
-                    refused(lambda: dist.barrier(async_op=True).wait()),  # type: ignore[union-attr]
-                    refused(lambda: late.wait()),  # type: ignore[union-attr]
-                    refused(lambda: behind.wait()),  # type: ignore[union-attr]
-                    refused(lambda: issued.wait()),  # type: ignore[union-attr]
+                    refused(lambda: dist.barrier(async_op=True).wait()),
+                    refused(lambda: late.wait()),
+                    refused(lambda: behind.wait()),
+                    refused(lambda: issued.wait()),
                 ]
 
             answers = in_child(child)
@@ -190,7 +191,7 @@ def test_a_child_can_make_groups_of_its_own(emulated_cluster: ClusterFactory) ->
         def child() -> list[Any]:
             before = commlayer.stats()["rank"]
             dist.destroy_process_group()
-            dist.init_process_group("commlayer", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("commlayer", store=HashStore(), rank=0, world_size=1)
             x = torch.ones(4)
             dist.all_reduce(x)
             made = [len(group["calls"]) for group in commlayer.stats()["groups"]]
@@ -246,8 +247,9 @@ def test_a_dead_parent_is_seen_although_its_child_lives_on(emulated_cluster: Clu
         if dist.get_rank() == 1:
             read, write = os.pipe()
             if os.fork() == 0:
+                os.setsid()  # or the cluster ends it with the rank
                 os.write(write, b"x")
-                time.sleep(60)
+                time.sleep(40)
                 os._exit(0)
             os.read(read, 1)
             os.kill(os.getpid(), signal.SIGKILL)
