@@ -95,7 +95,10 @@ class _SummedBlock:
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         self._work.wait(timeout)
-        with torch.inference_mode():
+        if self._output.requires_grad or self._output.is_inference():
+            with torch.inference_mode():
+                self._output.copy_(self._summed)
+        else:  # entering that mode costs three times the copy of a small block
             self._output.copy_(self._summed)
         return True
 
@@ -107,8 +110,12 @@ def reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor, opts: A
     """
     options = AllreduceOptions()
     options.reduceOp, options.timeout = opts.reduceOp, opts.timeout
-    summed, size, rank = input.detach().clone(), output.numel(), gloo.rank()
-    return _SummedBlock(gloo.allreduce([summed], options), summed[rank * size : (rank + 1) * size], output)
+    summed, size = (input.detach() if input.requires_grad else input).clone(), output.numel()
+    work = gloo.allreduce([summed], options)
+    if gloo.size() > 1:
+        start = gloo.rank() * size
+        summed = summed[start : start + size]
+    return _SummedBlock(work, summed, output)
 
 
 class Watched:
