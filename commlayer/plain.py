@@ -6,7 +6,7 @@ import torch
 
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["as_bytes", "plain"]
+__all__ = ["as_bytes", "as_row", "plain", "require_dense"]
 
 _STRIDED = torch.strided
 
@@ -16,16 +16,30 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
     Raises TensorError for sparse tensors.
     """
-    if x.layout is not _STRIDED:
-        raise TensorError(
-            f"expected a dense tensor, got {x.layout}: only all_reduce takes sparse tensors; use x.to_dense()"
-        )
+    require_dense(x)
     x = x.detach() if x.requires_grad else x
     if x.is_conj() or x.is_neg():
         x = x.resolve_conj().resolve_neg()
     return x.contiguous()
 
 
+def require_dense(x: torch.Tensor) -> None:
+    """Raises TensorError for sparse tensors."""
+    if x.layout is not _STRIDED:
+        raise TensorError(
+            f"expected a dense tensor, got {x.layout}: only all_reduce takes sparse tensors; use x.to_dense()"
+        )
+
+
+def as_row(x: torch.Tensor) -> torch.Tensor:
+    """The elements of ``x``, which is contiguous, as a 1-D view with stride 1.
+
+    ``x.view(-1)`` keeps the stride of a tensor of one or no elements, which is contiguous with any, and torch views bytes only
+    where it is 1.
+    """
+    return x.as_strided((x.numel(),), (1,))
+
+
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The memory of ``x`` as 1-D uint8 [bytes]; a view where ``x`` is plain. Every dtype passes, FP8 and NaN payloads too."""
-    return plain(x).view(-1).view(torch.uint8)
+    return as_row(plain(x)).view(torch.uint8)

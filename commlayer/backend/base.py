@@ -163,6 +163,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             and tensor.is_cpu
             and tensor.layout is _STRIDED
             and tensor.is_contiguous()
+            and not tensor.requires_grad
             and self._latest is None
             and not self._progress.pending
         )
@@ -175,6 +176,7 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             and input.is_cpu
             and input.is_contiguous()
             and output.is_contiguous()
+            and not (output.requires_grad or input.requires_grad)
             and self._latest is None
             and not self._progress.pending
         )
@@ -276,10 +278,10 @@ class GroupBase(_ProcessGroup):  # type: ignore[misc]  # hence Any
             self._coalescing.append(work)
         return work
 
-    def _or_say_refused(self, label: str, task: Task, *args: Any) -> None:
+    def _or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
         """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
         try:
-            task(*args)
+            return task(*args)
         except UsageError as error:
             if self._signatures is not None:
                 self._signatures.refuse(self._sequence + 1, label, error)

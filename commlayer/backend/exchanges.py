@@ -5,7 +5,8 @@ What is beyond Gloo: lists of any shapes, all dtypes, tensors that are not conti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -33,12 +34,21 @@ class Exchanges(Moves):
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (),
+        output_split_sizes: Any = (),
+        input_split_sizes: Any = (),
         opts: Any = None,
         **named: Any,
     ) -> Work:
-        """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
+        """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own.
+
+        Splits are one whole number for each rank, in whatever holds such: see :func:`_whole_numbers`.
+        """
+        if (
+            type(output_split_sizes) is not list or output_split_sizes
+        ):  # an empty list is no array, whose truth cannot be asked
+            output_split_sizes = self._splits("output", output_split_sizes)
+        if type(input_split_sizes) is not list or input_split_sizes:
+            input_split_sizes = self._splits("input", input_split_sizes)
         if (
             (self._is_direct or (self._never_plans_exchanges and not self._is_watched))
             and type(opts) is AllToAllOptions
@@ -63,8 +73,7 @@ class Exchanges(Moves):
             return self._await("all_to_all", num_bytes, started, work, opts, *sent)
         if type(opts) is not AllToAllOptions:
             opts = make(AllToAllOptions, opts, named.pop("timeout", None), named)
-        if type(input) is not _TENSOR or type(output) is not _TENSOR:
-            input, output = real(input), real(output)
+        input, output = real(input), real(output)
         if not input.is_cpu:
             device = self._on_device(input)
             return device.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
@@ -181,6 +190,15 @@ class Exchanges(Moves):
                 f"has {output.numel()}; pass split sizes if they differ"
             )
 
+    def _splits(self, name: str, given: Any) -> list[int]:
+        """``given`` as a list of int; TensorError, which the other ranks can read of, for what is none."""
+        if type(given) is list:  # nearly always, of int: this takes half of the time
+            try:
+                return list(map(index, given))
+            except TypeError:
+                pass
+        return self._or_say_refused("all_to_all", _split_sizes, self, name, given)  # type: ignore[no-any-return]
+
     def _check_splits(self, name: str, x: torch.Tensor, splits: Sequence[int]) -> None:
         """Before anything is sent: ``splits`` (empty: even) are rows of ``x`` for each rank."""
         rows = x.size(0) if x.dim() else 1
@@ -195,6 +213,39 @@ class Exchanges(Moves):
                 f"{self.who}: {name}_split_sizes must be {self._size} numbers that add up to the {rows} rows of the {name}, got "
                 f"{list(splits)}"
             )
+
+
+def _split_sizes(group: Exchanges, name: str, given: Any) -> list[int]:
+    try:
+        return _whole_numbers(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TensorError(
+            f"{group.who}: {name}_split_sizes must be whole numbers, one for each of {group.size()} ranks, got {given!r} "
+            f"({error}): pass a list of int"
+        ) from error
+
+
+def _whole_numbers(given: Any) -> list[int]:
+    """``given`` as a list of int: a sequence, set, array or 1-D tensor of integers, or None for an empty one.
+
+    What pybind11 makes of an argument for Gloo is taken too: of other numbers, their int, save that a Python float is none.
+    Raises TypeError, ValueError, OverflowError for what has no such elements.
+    """
+    if given is None:
+        return []
+    if isinstance(given, (str, bytes, Mapping)):
+        raise TypeError(f"a {type(given).__name__} is no list of numbers")
+    elements = given.tolist() if isinstance(given, torch.Tensor) else list(given)
+    try:
+        return list(map(index, elements))
+    except TypeError:
+        return [_whole_number(each) for each in elements]
+
+
+def _whole_number(x: Any) -> int:
+    if isinstance(x, float) or not hasattr(x, "__int__"):
+        raise TypeError(f"{x!r} is no whole number")
+    return int(x)
 
 
 def _in_bytes(x: torch.Tensor, splits: Sequence[int]) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.reductions import Reductions
-from commlayer.backend.tensors import flat, land, landing, real
+from commlayer.backend.tensors import flat, land, landing, reals
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 
 __all__ = ["Message", "Messages"]
@@ -111,6 +111,8 @@ class Messages(Reductions):
         tensor = self._only_one("recv_anysource", tensors)
         if not tensor.is_cpu:
             return self._on_device(tensor).recv_anysource(tensors, tag)
+        if not tensor.numel():  # Gloo fails in words that sound like a dead peer
+            self._refuse("recv from any rank takes a tensor with elements, got none: name the source")
         return self._start("recv_anysource", f"recv from any rank, tag {tag}", tensor, landing(tensor), tag)
 
     def _start(self, verb: str, what: str, tensor: torch.Tensor, moved: torch.Tensor, *to: int) -> Work | None:
@@ -167,9 +169,10 @@ class Messages(Reductions):
         return self._global_ranks[member] if 0 <= member < self._size else member
 
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        if len(tensors) != 1:
-            self._refuse(f"{verb} takes one tensor, got {len(tensors)}")
-        return real(tensors[0])
+        found = reals(tensors)
+        if len(found) != 1:
+            self._refuse(f"{verb} takes one tensor, got {len(found)}")
+        return found[0]
 
     def _refuse(self, why: str) -> NoReturn:
         raise TensorError(f"{self.who}: {why}")

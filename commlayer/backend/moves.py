@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import (
 
 from commlayer.backend.base import GroupBase, now
 from commlayer.backend.options import make
-from commlayer.backend.tensors import MOVABLE, flat, is_plain, land, landing, real, reals, spread
-from commlayer.plain import as_bytes
+from commlayer.backend.tensors import MOVABLE, flat, is_plain, land, landing, real, reals, require_room, spread
+from commlayer.plain import as_bytes, require_dense
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["Moves"]
@@ -52,8 +52,7 @@ class Moves(GroupBase):
                 return self._await("all_gather", output.nbytes, started, work, opts)
         if type(opts) is not AllgatherOptions:
             opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
-        if type(input) is not _TENSOR or type(output) is not _TENSOR:
-            input, output = real(input), real(output)
+        input, output = real(input), real(output)
         if not input.is_cpu:
             return self._on_device(input).all_gather_single(output, input, opts)
         return self._issue(opts, "all_gather", [output], self._all_gather, output, input, opts)
@@ -71,7 +70,7 @@ class Moves(GroupBase):
         opts = make(AllgatherOptions, opts, named.pop("timeout", None), named)
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        outputs, inputs = [reals(row) for row in outputs], reals(inputs)
+        outputs, inputs = [reals(row) for row in outputs], self._some("all_gather", inputs)
         if not inputs[0].is_cpu:
             return self._on_device(inputs[0]).allgather(outputs, inputs, opts)
         self._one_list("all_gather", outputs, inputs)
@@ -96,9 +95,9 @@ class Moves(GroupBase):
 
     def broadcast(self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         """The tensors of rank ``opts.rootRank`` become those of all."""
-        if self._is_direct and type(opts) is BroadcastOptions and type(tensors) is list:
+        if self._is_direct and type(opts) is BroadcastOptions and type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
-            if len(tensors) == 1 and self._is_free_for(tensor, MOVABLE):
+            if self._is_free_for(tensor, MOVABLE):
                 started, work = now(), self._gloo.broadcast(tensors, opts)
                 if opts.asyncOp:
                     return self._under_way("broadcast", tensor.nbytes, work, opts, tensors)
@@ -106,10 +105,7 @@ class Moves(GroupBase):
         if type(opts) is not BroadcastOptions:
             tensors = named.pop("tensor", tensors)
             opts = make(BroadcastOptions, opts, timeout, named)
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
-        if type(tensors[0]) is not _TENSOR:
-            tensors = reals(tensors)
+        tensors = self._some("broadcast", tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).broadcast(tensors, opts)
         return self._issue(opts, "broadcast", tensors, self._broadcast, tensors, opts)
@@ -119,7 +115,7 @@ class Moves(GroupBase):
         opts = make(GatherOptions, opts, timeout, named)
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs] if outputs else [], [inputs]
-        outputs, inputs = [reals(row) for row in outputs], reals(inputs)
+        outputs, inputs = [reals(row) for row in outputs], self._some("gather", inputs)
         if not inputs[0].is_cpu:
             return self._on_device(inputs[0]).gather(outputs, inputs, opts)
         return self._issue(opts, "gather", outputs[0] if outputs else [], self._gather, outputs, inputs, opts)
@@ -129,7 +125,7 @@ class Moves(GroupBase):
         opts = make(ScatterOptions, opts, timeout, named)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs] if inputs else []
-        outputs, inputs = reals(outputs), [reals(row) for row in inputs]
+        outputs, inputs = self._some("scatter", outputs), [reals(row) for row in inputs]
         if not outputs[0].is_cpu:
             return self._on_device(outputs[0]).scatter(outputs, inputs, opts)
         return self._issue(opts, "scatter", outputs, self._scatter, outputs, inputs, opts)
@@ -221,15 +217,13 @@ class Moves(GroupBase):
 
     def _broadcast_one(self, tensor: torch.Tensor, opts: Any) -> None:
         plan, num_bytes = None, tensor.nbytes
-        if not 0 <= opts.rootRank < self._size:
-            raise TensorError(
-                f"{self.who}: broadcast from root {opts.rootRank}: expected a rank of the group, 0 to {self._size - 1}"
-            )
+        self._require_root("broadcast from", opts)
         if self._needs_look:
             plan = self._look("broadcast", tensor, num_bytes, root=opts.rootRank, timeout=opts.timeout)
         if plan is None and is_plain(tensor):
             self._flat("broadcast", num_bytes, self._gloo.broadcast, [tensor], opts)
             return
+        require_room(tensor)
         with torch.inference_mode():
             moved = flat(tensor)
             if plan is not None:
@@ -241,6 +235,7 @@ class Moves(GroupBase):
     def _gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:
         if len(inputs) != 1:
             raise TensorError(f"{self.who}: gather takes one input, got {len(inputs)}")
+        self._require_root("gather to", opts)
         source, is_root = inputs[0], opts.rootRank == self._rank
         if is_root:
             self._one_list("gather", outputs, inputs)
@@ -258,6 +253,7 @@ class Moves(GroupBase):
     def _scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> None:
         if len(outputs) != 1:
             raise TensorError(f"{self.who}: scatter takes one output, got {len(outputs)}")
+        self._require_root("scatter from", opts)
         output, is_root = outputs[0], opts.rootRank == self._rank
         if is_root:
             self._one_list("scatter", inputs, outputs)
@@ -271,6 +267,22 @@ class Moves(GroupBase):
             land(output, sink)
 
     # Checks
+
+    def _some(self, verb: str, tensors: Any, *, may_be_sparse: bool = False) -> list[torch.Tensor]:
+        """:func:`reals` of one tensor or several; TensorError for none."""
+        found = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        if not found:
+            raise TensorError(f"{self.who}: {verb} of no tensors: expected at least one")
+        if not may_be_sparse:
+            for x in found:
+                require_dense(x)
+        return found
+
+    def _require_root(self, what: str, opts: Any) -> None:
+        if not 0 <= opts.rootRank < self._size:
+            raise TensorError(
+                f"{self.who}: {what} root {opts.rootRank}: expected a rank of the group, 0 to {self._size - 1}"
+            )
 
     def _one_list(self, verb: str, lists: Sequence[Tensors], singles: Tensors) -> None:
         if len(lists) != 1 or len(singles) != 1 or len(lists[0]) != self._size:

@@ -24,7 +24,7 @@ from commlayer.backend.base import Refused, now
 from commlayer.backend.exchanges import Exchanges
 from commlayer.backend.moves import Tensors
 from commlayer.backend.options import like, make, with_op
-from commlayer.backend.tensors import flat, join, land, real, reals, spread
+from commlayer.backend.tensors import flat, join, land, real, reals, require_room, spread
 from commlayer.gloo import reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
@@ -40,11 +40,11 @@ class Reductions(Exchanges):
 
     def allreduce(self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         """Every element becomes its reduction over all ranks, the same bits on every rank. In place."""
-        if self._is_direct and type(opts) is AllreduceOptions and type(tensors) is list:
+        if self._is_direct and type(opts) is AllreduceOptions and type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
             # Asking for the operation costs as much as all this together. Gloo has those that floats commonly get, and says
             # before it sends anything where it has not.
-            if len(tensors) == 1 and self._is_free_for(tensor, FLOATS):
+            if self._is_free_for(tensor, FLOATS):
                 if not opts.asyncOp:
                     try:
                         return self._await(
@@ -58,10 +58,7 @@ class Reductions(Exchanges):
         if type(opts) is not AllreduceOptions:
             tensors = named.pop("tensor", tensors)
             opts = make(AllreduceOptions, opts, timeout, named)
-        if isinstance(tensors, torch.Tensor):
-            tensors = [tensors]
-        if type(tensors[0]) is not _TENSOR:
-            tensors = reals(tensors)
+        tensors = self._some("all_reduce", tensors, may_be_sparse=True)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).allreduce(tensors, opts)
         return self._issue(opts, "all_reduce", tensors, self._all_reduce, tensors, opts)
@@ -70,7 +67,7 @@ class Reductions(Exchanges):
         """:meth:`allreduce` of all ``tensors`` (one dtype), as one call."""
         kind = AllreduceOptions if isinstance(opts, AllreduceOptions) else AllreduceCoalescedOptions
         opts = make(kind, opts, timeout, named)
-        tensors = reals(tensors)
+        tensors = self._some("all_reduce_coalesced", tensors, may_be_sparse=True)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).allreduce_coalesced(tensors, opts)
         return self._issue(opts, "all_reduce", list(tensors), self._all_reduce_joined, tensors, opts)
@@ -79,7 +76,7 @@ class Reductions(Exchanges):
         """As :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others' tensors are undefined after it."""
         tensors = named.pop("tensor", tensors)
         opts = make(ReduceOptions, opts, timeout, named)
-        tensors = reals([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        tensors = self._some("reduce", tensors)
         if not tensors[0].is_cpu:
             return self._on_device(tensors[0]).reduce(tensors, opts)
         return self._issue(opts, "reduce", tensors, self._reduce, tensors, opts)
@@ -102,8 +99,7 @@ class Reductions(Exchanges):
                 pass
         if type(opts) is not ReduceScatterOptions:
             opts = make(ReduceScatterOptions, opts, named.pop("timeout", None), named)
-        if type(input) is not _TENSOR or type(output) is not _TENSOR:
-            input, output = real(input), real(output)
+        input, output = real(input), real(output)
         if not input.is_cpu:
             return self._on_device(input).reduce_scatter_single(output, input, opts)
         return self._issue(opts, "reduce_scatter", [output], self._reduce_scatter, output, input, opts)
@@ -123,7 +119,7 @@ class Reductions(Exchanges):
         opts = make(ReduceScatterOptions, opts, timeout, named)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        outputs, inputs = reals(outputs), [reals(row) for row in inputs]
+        outputs, inputs = self._some("reduce_scatter", outputs), [reals(row) for row in inputs]
         if not outputs[0].is_cpu:
             return self._on_device(outputs[0]).reduce_scatter(outputs, inputs, opts)
         self._one_list("reduce_scatter", inputs, outputs)
@@ -165,6 +161,7 @@ class Reductions(Exchanges):
 
     def _all_reduce_carried(self, tensor: torch.Tensor, opts: Any) -> None:
         how = carrier(opts.reduceOp, tensor.dtype, self._size)
+        require_room(tensor)
         moved = how.load(flat(tensor))
         self._all_reduce([moved.view(-1)], with_op(AllreduceOptions, opts, how.op))
         land(tensor, how.store(moved).view(-1))
@@ -190,6 +187,7 @@ class Reductions(Exchanges):
         tensor, op = tensors[0], opts.reduceOp.op
         if len(tensors) != 1:
             raise TensorError(f"{self.who}: reduce takes one tensor, got {len(tensors)}")
+        self._require_root("reduce to", opts)
         if tensor.dtype not in NATIVE[op] or not tensor.is_contiguous():
             with torch.inference_mode():
                 how = carrier(opts.reduceOp, tensor.dtype, self._size)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from commlayer.plain import plain
+from commlayer.plain import as_row, plain
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["MOVABLE", "flat", "is_plain", "join", "land", "landing", "real", "reals", "spread"]
+__all__ = ["MOVABLE", "flat", "is_plain", "join", "land", "landing", "real", "reals", "require_room", "spread"]
 
 MOVABLE = frozenset(
     {
@@ -32,17 +32,19 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def real(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or the tensor inside it: torch's dispatcher, which would look there, is not asked on the way to here.
+    """``x`` without history, or the tensor inside it: torch's dispatcher, which would look there, was not asked before.
 
-    The results of functional collectives are such wrappers, with no memory of their own. Raises TensorError for others
-    (fake tensors, DTensor).
+    The results of functional collectives are such wrappers, with no memory of their own. Gloo writes into what it is given, as
+    autograd forbids for a parameter, when all has been sent. Raises TensorError for others (fake tensors, DTensor).
     """
     if type(x) in _PLAIN:
-        return x
+        return x.detach() if x.requires_grad else x
     wait = getattr(x, "trigger_wait", None)
     if wait is not None:
         inside: torch.Tensor = wait()
         return real(inside)
+    if not isinstance(x, torch.Tensor):
+        raise TensorError(f"expected a tensor, got a {type(x).__name__}: pass torch.as_tensor(x)")
     if isinstance(x, FakeTensor) or hasattr(x, "to_local"):
         raise TensorError(
             f"a {type(x).__name__} holds no bytes to move: "
@@ -51,9 +53,9 @@ def real(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def reals(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """:func:`real` of all of them; the same list where nothing is to be done."""
-    if all(type(x) is torch.Tensor for x in tensors):
+def reals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`real` of all of them; the same list where nothing is to be done. Whatever holds tensors is taken, as Gloo does."""
+    if type(tensors) is list and all(type(x) is torch.Tensor and not x.requires_grad for x in tensors):
         return tensors
     return [real(x) for x in tensors]
 
@@ -65,14 +67,24 @@ def is_plain(x: torch.Tensor) -> bool:
 
 def flat(x: torch.Tensor) -> torch.Tensor:
     """:func:`plain` ``x`` as 1-D."""
-    return plain(x).view(-1)
+    return as_row(plain(x))
 
 
 def landing(x: torch.Tensor) -> torch.Tensor:
     """Where the call may write what belongs in ``x``: 1-D, contiguous, ``x``'s own memory where that is possible."""
     if x.layout is _STRIDED and x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        return x.detach().view(-1)
+        return as_row(x.detach())
+    require_room(x)
     return torch.empty(x.numel(), dtype=x.dtype)
+
+
+def require_room(x: torch.Tensor) -> None:
+    """Raises TensorError for an output of which several elements are one, such as an expanded one, before anything is sent."""
+    if torch._debug_has_internal_overlap(x) == 1:  # what copy_ asks, too; the answer 2 is that it cannot know
+        raise TensorError(
+            f"an output of shape {list(x.shape)}, strides {list(x.stride())} has several elements in one place: "
+            "pass x.contiguous()"
+        )
 
 
 def land(x: torch.Tensor, arrived: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from commlayer.plain import as_bytes
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Part", "complete"]
@@ -45,7 +46,7 @@ def complete(parts: Sequence[Part]) -> None:
 def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
     """The elements as 1-D uint8, which torch can slice and join for every dtype."""
     assert tensor is not None  # checked by the rank that brought it
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return as_bytes(tensor)
 
 
 def _sources(parts: Sequence[Part]) -> list[torch.Tensor]:

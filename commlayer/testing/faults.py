@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from commlayer.plain import as_row
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.testing.verbs import Pending, ReduceOp, Verbs
 
@@ -190,5 +191,5 @@ class _LyingPending:
 
 def _flip_bit(tensor: torch.Tensor) -> None:
     """The lowest bit of the last element: a value that is a little wrong, also for bool."""
-    last = tensor.view(-1)[-1:].view(torch.uint8)
+    last = as_row(tensor.view(-1)[-1:]).view(torch.uint8)
     last[0] ^= 1

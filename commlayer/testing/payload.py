@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commlayer.plain import as_row, plain
 from commlayer.testing.verbs import ReduceOp
 
 __all__ = ["bits", "expect_bits", "expect_sum", "fractions", "integers", "reduced", "stale"]
@@ -64,7 +65,7 @@ def stale(like: torch.Tensor) -> torch.Tensor:
 
 def expect_bits(got: torch.Tensor, wanted: torch.Tensor, rank: int, what: str = "the output") -> None:
     """Raises AssertionError with the first element whose bits differ."""
-    ours, theirs = (each.detach().cpu().contiguous().view(-1) for each in (got, wanted))
+    ours, theirs = (as_row(plain(each.cpu())) for each in (got, wanted))
     a, b = ours.view(torch.uint8), theirs.view(torch.uint8)
     if torch.equal(a, b):
         return
