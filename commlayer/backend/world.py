@@ -21,6 +21,7 @@ from commlayer.all_ranks import AllRanks
 from commlayer.connect import wants_shared_memory
 from commlayer.groups import node_identity, versions
 from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
+from commlayer.profiles.printable import shortened
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Planner
 from commlayer.settings import Settings
@@ -144,8 +145,8 @@ def _check(everyone: Sequence[tuple[str, dict[str, str], str | None]], global_ra
         ]
         if others:
             raise DisagreementError(
-                f"ranks disagree on {key}: rank {global_ranks[0]} has {value}, "
-                + ", ".join(f"rank {rank} has {theirs}" for rank, theirs in others)
+                f"ranks disagree on {key}: rank {global_ranks[0]} has {shortened(value)}, "
+                + ", ".join(f"rank {rank} has {shortened(theirs)}" for rank, theirs in others)
                 + ": start all ranks with the same one"
             )
 
