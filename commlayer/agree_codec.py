@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.printable import printable, shortened
 
 __all__ = [
     "LIMIT_BYTES",
@@ -229,10 +230,14 @@ def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
         others = [(rank, values.get(key)) for rank, values in everyones if values.get(key) != first.get(key)]
         if others:
             raise DisagreementError(
-                f"ranks disagree on {key}: rank {first_rank} has {first.get(key)}, "
-                + ", ".join(f"rank {rank} has {theirs}" for rank, theirs in others)
+                f"ranks disagree on {key}: rank {first_rank} has {_shown(first.get(key))}, "
+                + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others)
                 + ": start all ranks with the same one"
             )
+
+
+def _shown(value: str | None) -> str:
+    return "nothing" if value is None else printable(shortened(value))
 
 
 def _check_size(size: int, rank: int) -> None:

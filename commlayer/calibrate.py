@@ -2,8 +2,9 @@
 
 ``COMMLAYER_PROFILE``: a name or a path is taken as it is. ``none``: nothing is planned. ``auto``, which is the backend's default:
 the profile that an earlier job measured on such a cluster (same nodes, ranks, software), else a probe of a few seconds, whose
-cost is printed once and whose result is kept for the next job. It is coarser than ``commlayer profile``: a few sizes a curve,
-no interference; so a simpler plan is preferred unless another is clearly faster.
+cost is printed once and whose result is kept for the next job. Of jobs that measure at the same time the first one's is kept,
+and each plans by its own. A cache that cannot be used costs a line and the next job's probe, nothing else. It is coarser than
+``commlayer profile``: a few sizes a curve, no interference; so a simpler plan is preferred unless another is clearly faster.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -23,8 +24,10 @@ from commlayer.groups import Identity, node_identity, versions
 from commlayer.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.catalog import resolve
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
+from commlayer.profiles.files import read_file
 from commlayer.profiles.measure import Repeats
-from commlayer.profiles.profile import Profile, check_shape, load_profile, parse_profile
+from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Planner
 from commlayer.settings import Settings
@@ -134,8 +137,8 @@ def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
     for rank, theirs in enumerate(everyones):
         if theirs != everyones[0]:
             raise DisagreementError(
-                f"ranks disagree on the profile {wanted!r}: the first rank of the group has {everyones[0]}, its rank {rank} "
-                f"{theirs}: put the same file on every node"
+                f"ranks disagree on the profile {shortened(wanted)!r}: the first rank of the group has {everyones[0]}, its rank "
+                f"{rank} {theirs}: put the same file on every node"
             )
     assert profile is not None
     return profile
@@ -150,7 +153,8 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         return None
     identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
     key = cluster_key(topology, identities, ranks.device_type, settings.intra)
-    cached = ranks.from_first(_Cached(_cached(settings, key) if ranks.rank == 0 else None), _Cached).json
+    entry = _cached(settings, key) if ranks.rank == 0 else _Entry(None)
+    cached = ranks.from_first(_Cached(entry.text), _Cached).json
     if cached is not None:
         return parse_profile(cached, f"the cached profile {key}")
     begin = time.perf_counter()
@@ -168,35 +172,72 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         return None
     profile, took_s = as_probe(measured), time.perf_counter() - begin
     if ranks.rank == 0:
-        kept = _keep(profile, settings, key)
         _say(
             ranks,
-            f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, {kept}. `commlayer profile` "
+            f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, "
+            f"{_keep(profile, entry.path)}. `commlayer profile` "
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
 
 
-def _cached(settings: Settings, key: str) -> str | None:
-    """The text of a sound cached profile. A damaged one is measured again: it is ours, and nothing is lost."""
-    try:
-        path = cache_folder(settings) / f"{key}.json"
-        return load_profile(path).to_json() if path.exists() else None
-    except (CommlayerError, OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
-        print(f"commlayer: the cached profile cannot be used and is measured again: {error}", file=sys.stderr)
-        return None
+@dataclass(frozen=True)
+class _Entry:
+    """A cluster's place in the cache. ``text``: of the sound profile there. ``path`` None: nothing can be kept."""
+
+    path: Path | None
+    text: str | None = None
 
 
-def _keep(profile: Profile, settings: Settings, key: str) -> str:
+def _cached(settings: Settings, key: str) -> _Entry:
+    """What the cache has. Raises nothing: the other ranks wait. A damaged profile is measured again: nothing is lost."""
+    where = shortened(settings.cache or "")
     try:
         path = cache_folder(settings) / f"{key}.json"
+        where = shortened(str(path))
+        return _Entry(path, parse_profile(read_file(path), where).to_json())
+    except FileNotFoundError:
+        return _Entry(path)
+    except CommlayerError as error:
+        _print(f"the cached profile cannot be used and is measured again: {error}")
+        return _Entry(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        why = getattr(error, "strerror", None) or error
+        _print(
+            f"the cache cannot be used, so what is measured here is not kept: {where}: {why}. Remove that, or name another "
+            "folder in COMMLAYER_CACHE"
+        )
+        return _Entry(None)
+
+
+def _keep(profile: Profile, path: Path | None) -> str:
+    """Put ``profile`` into the cache, if no other job has been faster; the words for it. Raises nothing."""
+    if path is None:
+        return "not kept"
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        profile.save(path)
-    except (OSError, RuntimeError, ProfileError) as error:
+        return _first_kept(profile, path)
+    except (OSError, ProfileError) as error:
         return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
+
+
+def _first_kept(profile: Profile, path: Path) -> str:
+    try:
+        profile.save(path, new_only=True)
+    except FileExistsError:
+        try:
+            parse_profile(read_file(path), str(path))
+        except ProfileError:
+            profile.save(path)  # the damaged one, of which we have said so
+        else:
+            return f"and left {path} as another job has kept it meanwhile"
     return f"kept in {path}"
 
 
 def _say(ranks: AllRanks, text: str) -> None:
     if ranks.rank == 0:
-        print(f"commlayer: {text}", file=sys.stderr)
+        _print(text)
+
+
+def _print(text: str) -> None:
+    print(f"commlayer: {printable(text)}", file=sys.stderr)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from commlayer.profiles.files import write_file
+
 __all__ = ["BenchResult", "Point", "Row"]
 
 
@@ -100,4 +102,4 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json(), encoding="utf-8")
+        write_file(path, self.to_json())

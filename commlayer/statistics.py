@@ -189,6 +189,7 @@ def print_table(found: Stats) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from commlayer.profiles.printable import printable
     from commlayer.units import format_bytes, format_us
 
     def wire(call: CallStats, link: str) -> str:
@@ -203,7 +204,7 @@ def print_table(found: Stats) -> None:
         table.add_column(column, justify="right")
     for group in found["groups"]:
         for call in group["calls"]:
-            table.add_row(
+            cells = [
                 f"{group['group'][:12]} ({len(group['ranks'])} ranks)",
                 call["collective"],
                 call["plan"],
@@ -213,8 +214,9 @@ def print_table(found: Stats) -> None:
                 wire(call, "intra"),
                 format_us(call["time_us"]),
                 f"{call['time_us'] / call['calls']:.4g}",
-            )
+            ]
+            table.add_row(*(printable(cell, keep="") for cell in cells))
     console.print(table)
     for group in found["groups"]:
         for reason, count in group["unplanned"].items():
-            console.print(f"group {group['group'][:12]}: {count} calls flat: {reason}")
+            console.print(printable(f"group {group['group'][:12]}: {count} calls flat: {reason}"))

@@ -25,6 +25,8 @@ rank and group where there is one, and what to do next.
 
 from __future__ import annotations
 
+from commlayer.profiles.printable import printable
+
 __all__ = [
     "ClusterError",
     "CollectiveTimeoutError",
@@ -48,7 +50,13 @@ __all__ = [
 
 
 class CommlayerError(Exception):
-    """Base of everything that commlayer raises on purpose."""
+    """Base of everything that commlayer raises on purpose.
+
+    As text it is fit to be printed: what it quotes of files, variables and other ranks may hold a terminal's escapes.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(CommlayerError, ValueError):

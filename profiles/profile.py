@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -20,7 +19,9 @@ import msgspec
 from commlayer.profiles.compare import Difference, diff
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, ProfileError, ProfileMismatchError, ProfileNotFoundError
+from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import convert, parse_object, pretty
 from commlayer.profiles.topology import Topology
 
@@ -249,39 +250,37 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The file's text: one line per value, arrays in one line, a newline at the end."""
         return pretty(_content(self)) + "\n"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one step: a reader sees the old file or the new one, never a half.
+    def save(self, path: str | os.PathLike[str], *, new_only: bool = False) -> None:
+        """Write the file in one step: a reader sees the old file or the new one, never a half, whoever else writes it.
+
+        Args:
+            new_only: refuse where there is a file of that name already: of several who write, the first one wins.
 
         Raises:
             ProfileError: a fingerprint that does not belong to the content (made by other means than ``create``).
-            OSError: the file system refuses.
+            OSError: the file system refuses. FileExistsError: ``new_only``, and there is a file.
         """
         _check_fingerprint(self, str(path))
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            draft.write_text(self.to_json(), encoding="utf-8")
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        write_file(path, self.to_json(), new_only=new_only)
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read and check one profile file.
+    """Read and check one profile file. Never waits: a FIFO or a device is refused.
 
     Raises:
         ProfileNotFoundError: no such file.
         ProfileError: a file that cannot be read, or is no sound profile of this version: names file, field and reason.
     """
+    where = shortened(os.fspath(path))
     try:
-        data = Path(path).read_bytes()
+        data = read_file(path)
     except FileNotFoundError as error:
         raise ProfileNotFoundError(
-            f"{os.fspath(path)}: expected a profile, got no such file. `commlayer profiles list` shows those shipped"
+            f"{where}: expected a profile, got no such file. `commlayer profiles list` shows those shipped"
         ) from error
     except OSError as error:
-        raise ProfileError(f"{os.fspath(path)}: cannot read the profile: {error.strerror or error}") from error
-    return parse_profile(data, os.fspath(path))
+        raise ProfileError(f"{where}: cannot read the profile: {error.strerror or error}") from error
+    return parse_profile(data, where)
 
 
 def parse_profile(data: bytes | str, where: str) -> Profile:

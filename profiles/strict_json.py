@@ -21,14 +21,18 @@ def parse_object(data: bytes | str, where: str) -> dict[str, Any]:
     """The JSON object in ``data``.
 
     Raises:
-        ProfileError: beginning with ``where``: not UTF-8, not JSON (with line and column), not an object, or an object
-            that names a field twice.
+        ProfileError: beginning with ``where``: not UTF-8, not JSON (with line and column), not an object, an object
+            that names a field twice, or text with half of a surrogate pair, which could not be written again.
     """
     # The standard parser, not msgspec's: it knows line and column, and it lets NaN through to the check that can name
     # the field.
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
         content = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ProfileError(f"{where}: expected Unicode text, got {half}, which is half of a surrogate pair") from error
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise ProfileError(f"{where}: expected UTF-8 text, got byte 0x{byte:02x} at offset {error.start}") from error

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,7 +137,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path: Path, monk
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         make().save(path)
     assert path.read_text() == "old"
@@ -315,7 +316,7 @@ def test_a_file_that_is_no_json_object_is_refused(data: bytes, message: str, tmp
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileNotFoundError, match=r"none\.json: expected a profile, got no such file"):
         load_profile(tmp_path / "none.json")
-    with pytest.raises(ProfileError, match="cannot read the profile: Is a directory"):
+    with pytest.raises(ProfileError, match="cannot read the profile: expected a regular file, got a directory"):
         load_profile(tmp_path)
 
 

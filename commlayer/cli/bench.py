@@ -10,6 +10,7 @@ import click
 
 from commlayer.cli.launch import Place, check_place, emulation, place_of, place_options, run
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, json_option
+from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def bench(
 
         write_report(report, measured, result, timelines)
     if as_json:
-        click.echo(result.to_json(), nl=False)
+        echo_json(result.to_json())
     else:
         print_result(result)
     refuse_wrong(result)
@@ -151,16 +152,14 @@ def _latest(result: BenchResult) -> str:
 
 def print_result(result: BenchResult) -> None:
     """One table for each size: what was predicted and measured, and, where times compare, the ratios to torch's."""
-    from commlayer.cli.tables import console, print_table
     from commlayer.units import format_bytes, format_us
 
-    out = console()
     compares = result.is_comparable
     place = result.topology
     if result.is_emulated and compares:
         place += f", inter {result.inter}, intra {result.intra or 'unshaped'}"
     if not compares:
-        out.print("no links known to be shaped here: these times say that the plans run, not which is faster")
+        echo("no links known to be shaped here: these times say that the plans run, not which is faster")
     columns = ("", "strategy", ">chunks", ">predicted", ">measured", ">spread", ">ratio to flat", ">wrong")
     for point in result.points:
         limit = f", wire limit {format_us(point.wire_limit_us)}" if point.wire_limit_us is not None and compares else ""
@@ -182,4 +181,4 @@ def print_result(result: BenchResult) -> None:
             title=f"{format_bytes(point.logical_bytes)} a rank on {place}{limit}",
             bold=[index for index, row in enumerate(point.rows) if row.is_chosen],
         )
-        out.print(f"→ {point.reason}\n")
+        echo(f"→ {point.reason}\n")

@@ -10,6 +10,8 @@ import click
 
 from commlayer.cli.launch import Place, place_of, run
 from commlayer.cli.parameters import json_option
+from commlayer.cli.tables import echo, echo_json, print_table
+from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
     from commlayer.profiles.profile import Profile
@@ -51,8 +53,8 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
     output.mkdir(parents=True, exist_ok=True)
     if not as_json:
-        click.echo(_where(place, shape), err=True)
-        click.echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
+        echo(_where(place, shape), err=True)
+        echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
     options = BenchOptions(_SIZES, max_chunks=_MAX_CHUNKS, trace_bytes=_SIZES[1:])
     sweep = SweepOptions(max_bytes=_SIZES[-1], repeats=Repeats(warmup=1, min_repeats=6, max_repeats=30, budget_us=1e6))
     found = run(place, bench_job, None, options, place, sweep)
@@ -66,9 +68,9 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
     write_report(output / "report.html", profile, result, timelines)
     title, predicted, measured = timelines[-1]
     trace = chrome_trace({f"predicted {title}": predicted, f"measured {title}": measured})
-    (output / "trace.json").write_text(json.dumps(trace), encoding="utf-8")
+    write_file(output / "trace.json", json.dumps(trace))
     if as_json:
-        click.echo(result.to_json(), nl=False)
+        echo_json(result.to_json())
     else:
         _print(profile, result, output)
     refuse_wrong(result)
@@ -85,10 +87,8 @@ def _where(place: Place, shape: str) -> str:
 
 def _print(profile: Profile, result: BenchResult, output: Path) -> None:
     from commlayer.cli.bench import print_result
-    from commlayer.cli.tables import console, print_table
     from commlayer.units import format_bytes, format_us
 
-    out = console()
     rows = []
     for curve in profile.curves:
         peak = profile.peaks.of(curve.link)
@@ -107,16 +107,16 @@ def _print(profile: Profile, result: BenchResult, output: Path) -> None:
         )
     columns = ("collective", "link", ">ranks", "sizes", ">latency", ">bus bandwidth", ">of peak", ">hold-out error")
     print_table(columns, rows, title="Measured links, per rank")
-    out.print("")
+    echo("")
     print_result(result)
     if result.is_comparable:
         for point in result.points:
             chosen = point.chosen
-            out.print(
+            echo(
                 f"{format_bytes(point.logical_bytes)} a rank: {chosen.name} takes {chosen.ratio:.3f} of torch.distributed's "
                 f"time ({1 / chosen.ratio:.1f}× as fast), bit-equal; predicted within "
                 f"{abs((chosen.predicted_us or 0.0) / chosen.p50_us - 1):.0%}"
             )
-    out.print(f"\nreport: {output / 'report.html'}    trace (perfetto.dev): {output / 'trace.json'}")
+    echo(f"\nreport: {output / 'report.html'}    trace (perfetto.dev): {output / 'trace.json'}")
     bits = "" if result.num_wrong else ", but every result is bit-equal to torch's"
-    out.print("emulated: quote the ratios, not the times" if result.is_comparable else f"quote no times{bits}")
+    echo("emulated: quote the ratios, not the times" if result.is_comparable else f"quote no times{bits}")

@@ -9,7 +9,7 @@ import click
 
 from commlayer.cli.checks import Finding, all_findings
 from commlayer.cli.parameters import json_option
-from commlayer.cli.tables import console, print_json
+from commlayer.cli.tables import console, echo, plain, print_json
 
 __all__ = ["doctor"]
 
@@ -35,7 +35,6 @@ def doctor(as_json: bool) -> None:
 
 def _show(findings: Sequence[Finding]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     # One grid for all sections: the columns line up, so that the eye runs down the marks.
     table = Table.grid(padding=(0, 2))
@@ -48,11 +47,11 @@ def _show(findings: Sequence[Finding]) -> None:
         if finding.section != section:
             if section:
                 table.add_row()
-            table.add_row("", Text(finding.section, style="bold"))
+            table.add_row("", plain(finding.section, "bold"))
             section = finding.section
         mark, colour = _MARKS[finding.mark]
-        advice = Text(finding.advice, style="" if finding.mark != "ok" else "dim")
-        table.add_row(Text(mark, style=f"bold {colour}"), Text(finding.name), Text(finding.value), advice)
+        advice = plain(finding.advice, "" if finding.mark != "ok" else "dim")
+        table.add_row(plain(mark, f"bold {colour}"), plain(finding.name), plain(finding.value), advice)
     console().print(table)
     counts = {mark: sum(finding.mark == mark for finding in findings) for mark in _MARKS}
-    click.echo(f"\n{counts['ok']} ✓   {counts['warn']} !   {counts['bad']} ✗")
+    echo(f"\n{counts['ok']} ✓   {counts['warn']} !   {counts['bad']} ✗")

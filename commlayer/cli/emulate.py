@@ -8,6 +8,7 @@ import warnings
 import click
 
 from commlayer.cli.parameters import DURATION_US
+from commlayer.cli.tables import echo
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["emulate"]
@@ -80,7 +81,7 @@ def emulate(
 
 def _say(words: str) -> None:
     """On stderr: stdout belongs to the program that runs."""
-    click.echo(f"commlayer emulate: {words}", err=True)
+    echo(f"commlayer emulate: {words}", err=True)
 
 
 def _describe(shaped: bool, nodes: int, ranks_per_node: int, inter: str | None, intra: str | None, delay: float) -> str:

@@ -18,7 +18,7 @@ from commlayer.cli.mapping_output import (
     traffics_dict,
 )
 from commlayer.cli.parameters import OUTPUT_FILE, PICTURE, REPORT, json_option
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
     PART_COLUMNS,
@@ -30,6 +30,7 @@ from commlayer.drawing.mapping_cells import (
     part_cells,
     traffic_cells,
 )
+from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.units import format_us
 
@@ -77,9 +78,9 @@ def estimate(
         from commlayer.drawing.mapping_report import write_estimate_report
 
         write_estimate_report(report, found, request.cluster)
-        click.echo(f"report: {report}", err=True)
+        echo(f"report: {report}", err=True)
     for note in _notes(found):
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     if as_json:
         print_json({**_as_dict(found, request), "export": export_dict(exported)})
     elif exported is not None:
@@ -103,8 +104,8 @@ def _write_trace(path: Path, found: StepEstimate) -> None:
 
     from commlayer.drawing.step_course import step_trace
 
-    path.write_text(json.dumps(step_trace(found)) + "\n", encoding="utf-8")
-    click.echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+    write_file(path, json.dumps(step_trace(found)) + "\n")
+    echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
 
 
 def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
@@ -120,22 +121,22 @@ def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
 
 
 def _show(found: StepEstimate, request: Request) -> None:
-    click.echo(job_words(request.job, found.cluster, found.software))
-    click.echo(click.style(str(found.setup), bold=True))
+    echo(job_words(request.job, found.cluster, found.software))
+    echo(lead=str(found.setup))
     speed = f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%} ({found.tflops:,.0f} TFLOP/s a GPU)"
     waits = f"waits longest for {found.link} links" if found.link else "waits for no link"
-    click.echo(f"{format_us(found.step_us)} a step, {speed}, {waits}\n")
+    echo(f"{format_us(found.step_us)} a step, {speed}, {waits}\n")
     parts, memory = part_cells(found), memory_cells(found)
     print_table(PART_COLUMNS, parts, bold=[len(parts) - 1])
-    click.echo()
+    echo()
     print_table(MEMORY_COLUMNS, memory, bold=[len(memory) - 2])
-    click.echo()
+    echo()
     print_table(
         TRAFFIC_COLUMNS,
         traffic_cells(found.traffics),
         title=_TRAFFICS,
     )
     exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
-    click.echo(f"\nexposed, by lane: {exposed or 'nothing'}")
+    echo(f"\nexposed, by lane: {exposed or 'nothing'}")
     for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):
-        click.echo(line)
+        echo(line)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from commlayer.cli.tables import echo
 from commlayer.profiles.errors import InternalError, UsageError
 
 __all__ = ["Failure", "exit_code", "wants_traceback"]
@@ -20,7 +21,7 @@ class Failure(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click documents it as settable
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {self.format_message()}", file=file, err=file is None)
+        echo(f" {self.format_message()}", lead="error:", colour="red", file=file, err=file is None)
 
 
 def exit_code(error: Exception) -> int:

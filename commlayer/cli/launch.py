@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from commlayer.cli.parameters import DURATION_US
+from commlayer.cli.tables import echo
 from commlayer.profiles.errors import ProfileMismatchError, UsageError
 from commlayer.profiles.topology import Topology
 
@@ -99,7 +100,7 @@ def _can_shape(inter: str, intra: str | None, delay_us: float) -> bool:
         warnings.simplefilter("always")
         mode = decide_mode("auto", link_spec(inter, intra, delay_us))
     for warning in caught:
-        click.echo(f"warning: {warning.message}", err=True)
+        echo(f"warning: {warning.message}", err=True)
     return mode == "netns"
 
 

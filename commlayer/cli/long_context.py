@@ -10,7 +10,7 @@ import click
 from commlayer.cli.mapping_options import MODEL, cluster_options, read_cluster
 from commlayer.cli.mapping_output import draw
 from commlayer.cli.parameters import PICTURE, REPORT, json_option
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -150,13 +150,13 @@ def _sentences(found: Expansion) -> list[str]:
 
 
 def _show(found: Expansion) -> None:
-    click.echo(
+    echo(
         f"{found.model.name} on {found.cluster}: tp {found.tp}, ep {found.ep}, pp {found.pp}; nodes: that one network must join\n"
     )
     print_table(_COLUMNS, [_cells(row) for row in found.rows])
-    click.echo()
+    echo()
     for sentence in _sentences(found):
-        click.echo(sentence)
+        echo(sentence)
 
 
 def _write_report(path: Path, found: Expansion, cluster: Cluster) -> None:
@@ -171,7 +171,7 @@ def _write_report(path: Path, found: Expansion, cluster: Cluster) -> None:
         (_COLUMNS, [_cells(row) for row in found.rows]),
         [("MFU over tokens", _figure(found))] if drawable else [],
     )
-    click.echo(f"report: {path}", err=True)
+    echo(f"report: {path}", err=True)
 
 
 def _as_dict(found: Expansion) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 from commlayer import __version__
 from commlayer.cli.failure import Failure, exit_code, wants_traceback
 from commlayer.profiles.errors import CommlayerError
+from commlayer.profiles.printable import printable
 
 __all__ = ["main"]
 
@@ -106,6 +107,9 @@ class LazyGroup(click.Group):
                 raise
             hint = "\nthis is a bug of commlayer: please report it with --traceback" if exit_code(error) == 3 else ""
             raise Failure(f"{error}{hint}", exit_code(error)) from error
+        except click.ClickException as error:  # of click's own, which quotes what was given
+            error.message = printable(error.message)  # type: ignore[misc]  # click itself sets it late in places
+            raise
         except OSError as error:
             if wants_traceback(ctx) or error.filename is None:
                 raise

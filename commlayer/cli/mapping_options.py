@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
@@ -229,13 +230,12 @@ def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
 def _is_profile(name: str) -> bool:
     if name in profile_catalog.names():
         return name not in clusters.names()
-    path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(name):
         return False
     import json
 
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(name))
     except (OSError, ValueError):
         return False  # whoever reads it as a cluster says what is wrong
     return isinstance(content, dict) and content.get("format") == "commlayer-profile"

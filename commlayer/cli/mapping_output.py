@@ -7,9 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from commlayer.cli.tables import rounded
+from commlayer.cli.tables import echo, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.exports import Export, export
@@ -92,12 +90,12 @@ def _export(trainer: str, job: Job, setup: Setup) -> Export | UsageError:
 def print_export(exported: Export) -> None:
     """The configuration alone on stdout, what to know of it on stderr."""
     for note in exported.notes:
-        click.echo(f"note: {note}", err=True)
-    click.echo(exported.text)
+        echo(f"note: {note}", err=True)
+    echo(exported.text)
 
 
 def draw(path: Path, make: Callable[[], Figure]) -> None:
     from commlayer.drawing.style import save_figure
 
     save_figure(make(), path)
-    click.echo(f"picture: {path}", err=True)
+    echo(f"picture: {path}", err=True)

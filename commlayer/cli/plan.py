@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, PROFILE, json_option
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.traffic import GROUPS, group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.choose import Decision, Policy, choose
 from commlayer.scheduler.plan import Gather, Strategy
@@ -206,7 +207,7 @@ def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
 
 
 def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
-    click.echo(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
+    echo(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
     shown = _shown(decision, show_all)
     flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
     rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
@@ -217,14 +218,12 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
     )
     hidden = len(decision.candidates) - len(shown)
     if hidden:
-        click.echo(f"{hidden} slower chunk counts not shown (--all)")
+        echo(f"{hidden} slower chunk counts not shown (--all)")
     if any(timeline.is_extrapolated for timeline in shown):
-        click.echo(
-            "extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted"
-        )
+        echo("extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted")
     if decision.unpriced:
-        click.echo(decision.unpriced)
-    click.echo(decision.reason())
+        echo(decision.unpriced)
+    echo(decision.reason())
 
 
 def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
@@ -245,8 +244,8 @@ def _write_trace(path: Path, decision: Decision) -> None:
 
     from commlayer.drawing.chrome import chrome_trace
 
-    path.write_text(json.dumps(chrome_trace(best_of_each(decision))) + "\n", encoding="utf-8")
-    click.echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+    write_file(path, json.dumps(chrome_trace(best_of_each(decision))) + "\n")
+    echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
 
 
 def _draw(path: Path, decision: Decision, profile: Profile) -> None:
@@ -255,4 +254,4 @@ def _draw(path: Path, decision: Decision, profile: Profile) -> None:
     traffic = decision.traffic
     title = f"{traffic.collective} of {format_bytes(traffic.logical_bytes)} on {profile.name} ({profile.kind})"
     save_figure(plans_figure(best_of_each(decision), title, chosen=decision.plan.name), path)
-    click.echo(f"picture: {path}", err=True)
+    echo(f"picture: {path}", err=True)

@@ -10,6 +10,8 @@ import click
 
 from commlayer.cli.launch import Place, emulation, place_of, place_options, run
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.tables import echo, echo_json, print_table
+from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
     from commlayer.profiler import SweepOptions
@@ -81,13 +83,13 @@ def profile(
     if table_json is not None:
         import msgspec
 
-        table_json.write_bytes(msgspec.json.format(msgspec.json.encode(_as_dicts(rows)), indent=2) + b"\n")
+        write_file(table_json, msgspec.json.format(msgspec.json.encode(_as_dicts(rows)), indent=2) + b"\n")
     if picture is not None:
         from commlayer.drawing import efficiency_figure, save_figure
 
         save_figure(efficiency_figure(measured), picture)
     if as_json:
-        click.echo(measured.to_json(), nl=False)
+        echo_json(measured.to_json())
     else:
         _print(measured, rows, output)
 
@@ -170,7 +172,6 @@ def _as_dicts(rows: Rows) -> list[dict[str, Any]]:
 
 
 def _print(measured: Profile, rows: Rows, output: Path | None) -> None:
-    from commlayer.cli.tables import console, print_table
     from commlayer.profiles.nccl_table import COLUMNS
 
     for key in dict.fromkeys((c, link, n) for c, link, n, _ in rows):
@@ -180,10 +181,9 @@ def _print(measured: Profile, rows: Rows, output: Path | None) -> None:
             [row.cells() for c, on, n, row in rows if (c, on, n) == key],
             title=f"{collective} on {link}, group size {group_size}",
         )
-    out = console()
     for entry in measured.interference:
         if entry.slowdown > 1.02:
-            out.print(f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long")
-    out.print(f"median hold-out error {measured.error:.1%}; fingerprint {measured.fingerprint[:19]}…")
+            echo(f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long")
+    echo(f"median hold-out error {measured.error:.1%}; fingerprint {measured.fingerprint[:19]}…")
     if output is not None:
-        out.print(f"wrote {output}: plan with `commlayer plan --profile {output} --bytes 16MiB`")
+        echo(f"wrote {output}: plan with `commlayer plan --profile {output} --bytes 16MiB`")

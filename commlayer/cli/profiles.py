@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from commlayer.cli.parameters import PICTURE, PROFILE, json_option
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
@@ -59,7 +59,7 @@ def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
         from commlayer.drawing import efficiency_figure, save_figure
 
         save_figure(efficiency_figure(profile), picture)
-        click.echo(f"picture: {picture}", err=True)
+        echo(f"picture: {picture}", err=True)
     if as_json:
         print_json({**_summary(profile), "curves": [_curve_dict(profile, curve) for curve in profile.curves]})
     else:
@@ -76,8 +76,8 @@ def validate(names: tuple[str, ...], as_json: bool) -> None:
         print_json(results)
     else:
         for result in results:
-            mark = click.style("ok ", fg="green") if result["ok"] else click.style("bad", fg="red")
-            click.echo(f"{mark} {result['message']}")
+            lead, colour = ("ok ", "green") if result["ok"] else ("bad", "red")
+            echo(f" {result['message']}", lead=lead, colour=colour)
     sys.exit(0 if all(result["ok"] for result in results) else 2)
 
 
@@ -94,13 +94,13 @@ def diff_(a: str, b: str, as_json: bool) -> None:
             {"a": left.name, "b": right.name, "same": not differences, "differences": differences, "ratios": ratios}
         )
     elif not differences:
-        click.echo(f"{a} and {b}: equal content ({left.fingerprint})")
+        echo(f"{a} and {b}: equal content ({left.fingerprint})")
     else:
         changes = ["" if d.change is None else f"{d.change:+.1%}" for d in differences]
         rows = [[d.field, *_shortened(d.a, d.b), change] for d, change in zip(differences, changes, strict=True)]
         print_table(["field", f"~{left.name}", f"~{right.name}", ">change"], rows)
         if ratios:
-            click.echo()
+            echo()
             _print_ratios(left, right, ratios)
     sys.exit(1 if differences else 0)
 
@@ -166,24 +166,24 @@ def _curve_dict(profile: Profile, curve: Curve) -> dict[str, Any]:
 
 
 def _show(profile: Profile) -> None:
-    click.echo(click.style(profile.name, bold=True) + f"  {profile.kind}, {profile.topology}, gathers {profile.gather}")
-    click.echo(f"{profile.fingerprint}\n")
-    click.echo(click.wrap_text(profile.source, width=100))
-    click.echo()
+    echo(f"  {profile.kind}, {profile.topology}, gathers {profile.gather}", lead=profile.name)
+    echo(f"{profile.fingerprint}\n")
+    echo(click.wrap_text(profile.source, width=100))
+    echo()
     print_table(
         ["peak, one rank, one direction", ">GB/s"], [[link.value, f"{profile.peaks.of(link):g}"] for link in _LINKS]
     )
     for curve in profile.curves:
-        click.echo()
+        echo()
         _print_curve(profile, curve)
     if profile.interference:
         rows = [[f"{entry.resource} beside {entry.other}", f"×{entry.slowdown:.3f}"] for entry in profile.interference]
-        click.echo()
+        echo()
         print_table(["interference", ">takes longer"], rows)
     else:
-        click.echo("\nno interference stored: resources are priced as independent")
+        echo("\nno interference stored: resources are priced as independent")
     if profile.environment:
-        click.echo()
+        echo()
         print_table(["environment", "~"], sorted(profile.environment.items()))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from commlayer.cli.launch import is_first
+from commlayer.profiles.printable import printable
 
 __all__ = ["progress", "progress_of"]
 
@@ -21,9 +22,9 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[done]}"), console=Console(stderr=True)) as bar:
+    with Progress(*columns, TextColumn("{task.fields[done]}", markup=False), console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total, done="")
-        yield lambda done: bar.update(task, advance=1, done=done)
+        yield lambda done: bar.update(task, advance=1, done=printable(done, keep=""))
 
 
 _UPDATES_S = 0.1

@@ -11,7 +11,7 @@ from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_req
 from commlayer.cli.mapping_output import draw, estimate_dict, export_dict, first_export, job_dict, print_export
 from commlayer.cli.parameters import PICTURE, REPORT, json_option
 from commlayer.cli.progress import progress_of
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
@@ -60,7 +60,7 @@ def search(
         from commlayer.drawing.mapping_report import write_search_report
 
         write_search_report(report, result, reasons, request.cluster)
-        click.echo(f"report: {report}", err=True)
+        echo(f"report: {report}", err=True)
     if as_json:
         print_json(_as_dict(result, reasons, request, exported))
     elif exported is not None:
@@ -84,7 +84,7 @@ def _export(trainer: str | None, result: SearchResult) -> Export | None:
     chosen = candidates[place]
     which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} can run"
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""
-    click.echo(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
+    echo(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
     return exported
 
 
@@ -96,14 +96,14 @@ def _figure(result: SearchResult) -> Figure:
 
 
 def _show(result: SearchResult, reasons: list[str]) -> None:
-    click.echo(job_words(result.job, result.cluster, result.software) + "\n")
+    echo(job_words(result.job, result.cluster, result.software) + "\n")
     rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.ranked, start=1)]
     others = [mapping_cells("–", estimate) for estimate in _others(result).values()]
     print_table(MAPPING_COLUMNS, rows + others, bold=[0], dim=range(len(rows), len(rows) + len(others)))
-    click.echo()
+    echo()
     for reason in reasons:
-        click.echo(reason)
-    click.echo(
+        echo(reason)
+    echo(
         f"{result.num_valid:,} valid mappings, {result.num_estimated:,} estimated to the end, in {result.seconds:.1f} s"
     )
 

@@ -1,4 +1,8 @@
-"""What commands print: JSON, and tables that are readable on a terminal and in a pipe. rich is imported on first use."""
+"""What commands print: lines, JSON, and tables that are readable on a terminal and in a pipe. rich is imported on first use.
+
+All of it goes through here, because names, sources and hosts come from files that others have made: what a terminal would obey
+is spelt out, and nothing is markup.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,41 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.profiles.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
-__all__ = ["console", "print_json", "print_table", "rounded"]
+__all__ = ["console", "echo", "echo_json", "plain", "print_json", "print_table", "rounded"]
 
 _PIPE_WIDTH = 160
+
+
+def echo(text: str = "", *, lead: str = "", colour: str | None = None, err: bool = False, file: Any = None) -> None:
+    """Write a line, ``lead`` before the rest in bold and in ``colour``, to stdout, or to stderr, or to ``file``."""
+    styled = click.style(printable(lead), fg=colour, bold=True) if lead else ""
+    click.echo(styled + printable(text), err=err, file=file)  # noqa: TID251  the one place
+
+
+def echo_json(text: str) -> None:
+    """Write ``text``, which is JSON and ends its last line, to stdout. What would not be printed is written as ``\\u001b``."""
+    if not text.isascii():  # JSON allows only control characters of C1 and above to stand for themselves
+        text = "".join(char if char == "\n" or printable(char) == char else _escaped(char) for char in text)
+    click.echo(text.replace("\x7f", "\\u007f"), nl=False)  # noqa: TID251
+
+
+def _escaped(char: str) -> str:
+    import json
+
+    return json.dumps(char)[1:-1]
 
 
 def print_json(content: Any) -> None:
     """Write ``content`` (anything msgspec encodes) to stdout as indented JSON."""
     import msgspec
 
-    click.echo(msgspec.json.format(msgspec.json.encode(content), indent=2).decode())
+    echo_json(msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n")
 
 
 def rounded(value: float, digits: int = 3) -> float:
@@ -35,6 +61,13 @@ def console() -> Console:
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
     return Console(width=width, highlight=False, emoji=False, markup=False)
+
+
+def plain(text: str, style: str = "") -> Text:
+    """``text`` for a cell: on one line, no markup, nothing that a terminal obeys."""
+    from rich.text import Text
+
+    return Text(printable(text, keep=""), style=style)
 
 
 def print_table(
@@ -56,20 +89,19 @@ def print_table(
     """
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(
-            Text(column.lstrip(">~")),
+            plain(column.lstrip(">~")),
             justify="right" if column.startswith(">") else "left",
             no_wrap=not column.startswith("~"),
             overflow="fold",
         )
     for index, row in enumerate(rows):
         style = "bold" if index in bold else "dim" if index in dim else None
-        table.add_row(*(Text(cell) for cell in row), style=style)
+        table.add_row(*(plain(cell) for cell in row), style=style)
     out = console()
     if title:
-        out.print(Text(title, style="bold"))
+        out.print(plain(title, "bold"))
     out.print(table)

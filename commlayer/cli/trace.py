@@ -10,7 +10,7 @@ import click
 
 from commlayer.cli.parameters import DURATION_US, OUTPUT_FILE, PICTURE, json_option
 from commlayer.cli.progress import progress
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lanes, lateness, plans, select
 from commlayer.traces.events import merged_events
 from commlayer.traces.files import RankTrace, rank_paths, read_folder, write_trace
@@ -62,11 +62,11 @@ def trace(
     merged = output or folder / "merged.json"
     events = merged_events([(rank.trace, rank.calls) for rank in ranks])
     write_trace(merged, events, otherData=_about(ranks))
-    click.echo(f"trace: {merged} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+    echo(f"trace: {merged} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
     if picture is not None:
         _draw(picture, ranks, step)
     for note in notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     if as_json:
         print_json(_as_dict(ranks, notes))
     else:
@@ -182,7 +182,7 @@ def _show(ranks: Sequence[Selected], show_all: bool) -> None:
     hosts = len({rank.trace.host for rank in ranks})
     calls = sum(len(rank.calls) for rank in ranks)
     span_us = max(rank.span_ns for rank in ranks) / 1e3
-    click.echo(
+    echo(
         f"job {ranks[0].trace.job}: {len(ranks)} of {ranks[0].trace.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
         f"{calls} calls in {format_us(span_us)}; clocks {_within(ranks)}\n"
     )
@@ -213,8 +213,8 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
     )
     unknown = sum(times.num_unknown for times in found)
     if unknown:
-        click.echo(f"≥: without {unknown} calls of the inner backend's own, which does not say what it sends")
-    click.echo()
+        echo(f"≥: without {unknown} calls of the inner backend's own, which does not say what it sends")
+    echo()
 
 
 def _lane_cells(times: LaneTimes) -> list[str]:
@@ -255,11 +255,11 @@ def _show_lateness(ranks: Sequence[Selected], show_all: bool) -> None:
     columns = [">rank", "host", ">calls", ">late ms, median", ">worst", ">last in", "~worst call"]
     print_table(columns, rows, title="Stragglers: how long after the first rank each one came to their calls")
     if len(shown) < len(found):
-        click.echo(f"{len(found) - len(shown)} ranks that are last less often not shown (--all)")
+        echo(f"{len(found) - len(shown)} ranks that are last less often not shown (--all)")
     worst = found[0]
     if worst.num_last:
-        click.echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {worst.num_calls} calls")
-    click.echo()
+        echo(f"rank {worst.rank} is last most often: in {worst.num_last} of {worst.num_calls} calls")
+    echo()
 
 
 def _show_plans(ranks: Sequence[Selected]) -> None:
@@ -293,4 +293,4 @@ def _draw(path: Path, ranks: Sequence[Selected], step: int | None) -> None:
     from commlayer.drawing.lanes import lanes_figure
 
     save_figure(lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")), path)
-    click.echo(f"picture: {path}", err=True)
+    echo(f"picture: {path}", err=True)

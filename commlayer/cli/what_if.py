@@ -13,7 +13,7 @@ from commlayer.cli.mapping_options import Request, job_options, read_request, re
 from commlayer.cli.mapping_output import draw, estimate_dict, job_dict
 from commlayer.cli.parameters import PICTURE, REPORT, json_option
 from commlayer.cli.progress import progress_of
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
 from commlayer.drawing.mapping_cells import job_words
 from commlayer.profiles.errors import UsageError
@@ -239,8 +239,8 @@ def _sentences(found: dict[str, WhatIf], crossing: Crossover | None) -> list[str
 def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:
     first = next(iter(found.values()))
     software = " and ".join(dict.fromkeys(each.software for each in found.values()))
-    click.echo(job_words(request.job, request.cluster.name, software))
-    click.echo(f"varied: {_LABELS[first.variation.kind]}\n")
+    echo(job_words(request.job, request.cluster.name, software))
+    echo(f"varied: {_LABELS[first.variation.kind]}\n")
     rows = _rows(found)
     columns = _COLUMNS
     for empty in (7, 0):  # no notes; one way only
@@ -248,9 +248,9 @@ def _show(request: Request, found: dict[str, WhatIf], crossing: Crossover | None
             columns = [*columns[:empty], *columns[empty + 1 :]]
             rows = [[*row[:empty], *row[empty + 1 :]] for row in rows]
     print_table(columns, rows)
-    click.echo()
+    echo()
     for sentence in _sentences(found, crossing):
-        click.echo(sentence)
+        echo(sentence)
 
 
 def _write_report(path: Path, request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> None:
@@ -277,7 +277,7 @@ def _write_report(path: Path, request: Request, found: dict[str, WhatIf], crossi
         (_COLUMNS, _rows(found)),
         figures,
     )
-    click.echo(f"report: {path}", err=True)
+    echo(f"report: {path}", err=True)
 
 
 def _as_dict(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.mapping_cells import (
@@ -22,6 +21,7 @@ from commlayer.drawing.mapping_cells import (
     traffic_cells,
 )
 from commlayer.drawing.page import cards, definitions, figure, page, section
+from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.result import StepEstimate
@@ -80,7 +80,7 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
         *_in_full(best, cluster),
         section("How to read this", _GUIDE),
     ]
-    Path(path).write_text(page(f"commlayer search: {result.job.model.name}", parts), encoding="utf-8")
+    write_file(path, page(f"commlayer search: {result.job.model.name}", parts))
 
 
 def write_estimate_report(path: _Path, estimate: StepEstimate, cluster: Cluster) -> None:
@@ -95,7 +95,7 @@ def write_estimate_report(path: _Path, estimate: StepEstimate, cluster: Cluster)
         *_in_full(estimate, cluster),
         section("How to read this", _GUIDE),
     ]
-    Path(path).write_text(page(f"commlayer estimate: {estimate.job.model.name}", parts), encoding="utf-8")
+    write_file(path, page(f"commlayer estimate: {estimate.job.model.name}", parts))
 
 
 def write_what_if_report(
@@ -121,7 +121,7 @@ def write_what_if_report(
         section("Each value", _table(*table)),
         section("How to read this", _GUIDE),
     ]
-    Path(path).write_text(page(title, parts), encoding="utf-8")
+    write_file(path, page(title, parts))
 
 
 def _header(title: str, job: Job, cluster: Cluster, software: str) -> str:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section
+from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler.price import Timeline
@@ -56,7 +56,7 @@ def write_report(
         section("Environment", _environment(result, profile)),
         section("How to read this", GUIDE),
     ]
-    Path(path).write_text(page(title, body), encoding="utf-8")
+    write_file(path, page(title, body))
 
 
 def _header(result: BenchResult, profile: Profile) -> str:

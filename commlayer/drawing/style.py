@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import replacing
 from commlayer.scheduler.plan import Op
 
 if TYPE_CHECKING:
@@ -158,7 +159,8 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     """
     check_picture(path)
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(Path(path).suffix.lower(), {})
-    figure.savefig(path, metadata=undated)
+    with replacing(path) as file:
+        figure.savefig(file, format=Path(path).suffix.lower()[1:], metadata=undated)
 
 
 @styled

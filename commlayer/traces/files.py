@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file, replacing
 from commlayer.recorder import CallRecord, Mark, rank_name
 from commlayer.traces.clock import ClockReading, to_job_ns
 
@@ -110,21 +111,15 @@ def _versions() -> dict[str, str]:
 def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
     """Write a Chrome trace, with ``more`` beside its events. Whoever looks sees the whole file or none. Raises OSError."""
     encode = msgspec.json.Encoder().encode
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(b'{"traceEvents":[')
-            for index, event in enumerate(events):
-                file.write(b",\n" if index else b"\n")
-                file.write(encode(event))
-            file.write(b"]")
-            for name, value in ({"displayTimeUnit": "ms"} | more).items():
-                file.write(b",\n" + encode(name) + b":" + encode(value))
-            file.write(b"}\n")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(b'{"traceEvents":[')
+        for index, event in enumerate(events):
+            file.write(b",\n" if index else b"\n")
+            file.write(encode(event))
+        file.write(b"]")
+        for name, value in ({"displayTimeUnit": "ms"} | more).items():
+            file.write(b",\n" + encode(name) + b":" + encode(value))
+        file.write(b"}\n")
 
 
 def read_folder(folder: Path, job: str | None = None) -> Iterator[RankTrace]:
@@ -186,7 +181,10 @@ def _jobs(folder: Path, begin: str = "") -> str:
 
 
 def _head(path: Path) -> tuple[_Head, bytes]:
-    data = path.read_bytes()
+    try:
+        data = read_file(path, most_bytes=None)  # a long job's is as large as it is
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the trace: {error.strerror or error}") from error
     head = _decoded(path, data, _Probe).commlayer
     if head.format != FORMAT:
         raise UsageError(

@@ -25,7 +25,7 @@ from commlayer.cli.failure import Failure, exit_code, wants_traceback
 from commlayer.cli.launch import is_first
 from commlayer.cli.parameters import json_option
 from commlayer.cli.progress import progress
-from commlayer.cli.tables import print_json, print_table, rounded
+from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.integrations.block import MoETransformerLayer
 from commlayer.integrations.examples.text import VOCABULARY, Corpus
 from commlayer.integrations.mesh import FoldedMesh
@@ -268,10 +268,10 @@ def main(
 
     def say(step: int, loss: float) -> None:
         if is_first() and not as_json and (step % every == 0 or step == wanted.steps - 1):
-            click.echo(f"step {step:4}  loss {loss:.5f}")
+            echo(f"step {step:4}  loss {loss:.5f}")
 
     if is_first() and not as_json:
-        click.echo(str(mapping))
+        echo(str(mapping))
     if "RANK" not in os.environ:
         _report(mapping, train(config, wanted, None, say), as_json)
         return
@@ -300,8 +300,8 @@ def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
         print_json({"mapping": degrees, **asdict(trained), "calls": moved})
         return
     ways = "; ".join(f"{way}: {times} times" for way, times in trained.dispatch.items())
-    click.echo(f"a step takes {rounded(trained.step_us / 1e3)} ms (median)")
-    click.echo(f"dispatch: {ways} ({trained.reason})")
+    echo(f"a step takes {rounded(trained.step_us / 1e3)} ms (median)")
+    echo(f"dispatch: {ways} ({trained.reason})")
     rows = [
         (*key, f"{number:.0f}", format_bytes(int(size)), f"{time_us / number / 1e3:.2f}")
         for key, (number, size, time_us) in sorted(calls.items())

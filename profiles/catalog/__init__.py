@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 from functools import cache
-from pathlib import Path
 
 from commlayer.profiles.errors import ProfileNotFoundError
+from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Profile, load_profile, parse_profile
 
 __all__ = ["load", "names", "resolve"]
@@ -32,7 +33,7 @@ def load(name: str) -> Profile:
     if name not in (known := names()):
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
         raise ProfileNotFoundError(
-            f"expected the name of a shipped profile or the path of a profile file, got {name!r}. "
+            f"expected the name of a shipped profile or the path of a profile file, got {shortened(name)!r}. "
             f"Did you mean {' or '.join(close)}? `commlayer profiles list` shows all"
         )
     return parse_profile((files(__name__) / f"{name}.json").read_bytes(), f"catalog/{name}.json")
@@ -48,7 +49,7 @@ def resolve(name_or_path: str) -> Profile:
         ProfileError: a file that is not a sound profile.
     """
     if name_or_path not in names() and (
-        "/" in name_or_path or name_or_path.endswith(".json") or Path(name_or_path).exists()
+        "/" in name_or_path or name_or_path.endswith(".json") or os.path.exists(name_or_path)
     ):
         return load_profile(name_or_path)
     return load(name_or_path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
+import os
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.printable import shortened
 from commlayer.scheduler.mapping.hugging_face import read_model
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 
@@ -209,11 +210,11 @@ def resolve(name_or_path: str) -> ModelShape:
     """
     if name_or_path in MODELS:
         return MODELS[name_or_path]
-    if not Path(name_or_path).exists():
+    if not os.path.exists(name_or_path):
         close = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.5)
         hint = f". Did you mean {close[0]}?" if close else ""
         raise UsageError(
             f"model: expected one of {', '.join(MODELS)}, or a file such as a Hugging Face config.json (or its folder), "
-            f"got {name_or_path!r}, which is neither{hint}"
+            f"got {shortened(name_or_path)!r}, which is neither{hint}"
         )
     return read_model(name_or_path)

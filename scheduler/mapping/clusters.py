@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import fields
 from functools import cache
@@ -13,7 +14,9 @@ from typing import Any
 import msgspec
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file
 from commlayer.profiles.links import Peaks
+from commlayer.profiles.printable import shortened
 from commlayer.profiles.profile import Interference, load_profile
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
@@ -85,7 +88,8 @@ def load(name: str) -> Cluster:
         return _monta()
     if name not in _KNOWN:
         raise UsageError(
-            f"cluster: expected one of {', '.join(names())}, or the path of a cluster file, got {name!r}{_meant(name, names())}"
+            f"cluster: expected one of {', '.join(names())}, or the path of a cluster file, got {shortened(name)!r}"
+            f"{_meant(name, names())}"
         )
     gpu, domain, inter, intra, source = _KNOWN[name]
     cluster = from_peaks(name, hardware.GPUS[gpu], domain, inter, intra, source=source)
@@ -98,16 +102,20 @@ def resolve(name_or_path: str) -> Cluster:
     Raises UsageError: neither; or a file that is not a sound cluster.
     """
     if name_or_path in names() or not (
-        "/" in name_or_path or name_or_path.endswith(".json") or Path(name_or_path).exists()
+        "/" in name_or_path or name_or_path.endswith(".json") or os.path.exists(name_or_path)
     ):
         return load(name_or_path)
     try:
-        text = Path(name_or_path).read_text(encoding="utf-8")
+        text = read_file(name_or_path).decode("utf-8")
     except FileNotFoundError as error:
         raise UsageError(
-            f"{name_or_path}: expected a cluster file, got no such file. Known are {', '.join(names())}"
+            f"{shortened(name_or_path)}: expected a cluster file, got no such file. Known are {', '.join(names())}"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UsageError(
+            f"{shortened(name_or_path)}: cannot read the cluster file: {error.strerror or error}"
+        ) from error
+    except UnicodeDecodeError as error:
         raise UsageError(f"{name_or_path}: cannot read the cluster file: {error}") from error
     return parse(text, name_or_path)
 

@@ -10,6 +10,7 @@ values that pairs of layers share: both below 0.1 % of the parameters.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 
 __all__ = ["FORMAT", "MODEL_TYPES", "from_config", "read_model"]
@@ -59,10 +61,10 @@ def read_model(path: str | Path) -> ModelShape:
             names the file and the field.
     """
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):
         file /= "config.json"
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_file(file).decode("utf-8")
     except OSError as error:
         raise UsageError(
             f"{file}: expected a model's JSON file, or a folder with a config.json: {error.strerror}"

@@ -1,0 +1,141 @@
+"""Files that others may have put there, or may look at or write at the same time: read bounded, written in one step.
+
+Only regular files are read: opening a FIFO waits for a writer who may never come, and a device may have no end. What is
+written goes to a file with an unpredictable name in the same folder, which nobody else can have made, is synced, and then
+takes the name: whoever looks sees the old content or the new, whole, also where several write at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from typing import BinaryIO, Union
+
+__all__ = ["MOST_BYTES", "StrPath", "read_file", "replacing", "write_file"]
+
+StrPath = Union[str, "os.PathLike[str]"]
+
+MOST_BYTES = 64 << 20
+"""Of a file that describes something: the largest that are shipped have some 30 KB."""
+
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+def read_file(path: StrPath, most_bytes: int | None = MOST_BYTES) -> bytes:
+    """The bytes of a regular file of at most ``most_bytes`` (None: of any size). Never waits for another process.
+
+    Raises:
+        OSError: as ``open``; also for what is no regular file, one that is larger, and a path that no file can have.
+    """
+    name = _checked(path)
+    _require_regular(os.stat(name), name)  # before it is opened: that alone may set a device going
+    fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        _require_regular(os.fstat(fd), name)  # the name may mean another file by now
+        data = file.read() if most_bytes is None else file.read(most_bytes + 1)
+    if most_bytes is not None and len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"expected at most {most_bytes} bytes, got a larger file", name)
+    return data
+
+
+def write_file(path: StrPath, content: bytes | str, *, new_only: bool = False) -> None:
+    """Write the file in one step; text as UTF-8. Arguments and errors as :func:`replacing`."""
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with replacing(path, new_only=new_only) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: StrPath, *, new_only: bool = False) -> Iterator[BinaryIO]:
+    """A file to write, which takes the name ``path`` when the block ends; where the block raises, nothing has happened.
+
+    A link is followed. A device, such as /dev/stdout, and a FIFO that somebody reads are written as they are.
+
+    Args:
+        new_only: the first one wins: refuse where there is a file of that name by the end of the block. (On a file system
+            without hard links the last one wins.)
+
+    Raises:
+        OSError: the file system refuses. FileExistsError: ``new_only``, and there is one.
+    """
+    name = os.path.realpath(_checked(path))
+    if _is_stream(path):
+        with _opened_stream(os.fspath(path)) as stream:
+            yield stream
+        return
+    draft = os.path.join(os.path.dirname(name), f".commlayer-{secrets.token_hex(8)}.tmp")
+    try:
+        # The mode is what the umask, or the folder's default, makes of this. O_EXCL follows no link.
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with open(fd, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+        _take_name(draft, name, new_only=new_only)
+    except OSError as error:
+        if error.filename == draft:
+            error.filename, error.filename2 = name, None  # what the caller knows of
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+
+
+def _take_name(draft: str, name: str, *, new_only: bool) -> None:
+    if new_only:
+        try:
+            os.link(draft, name)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(name):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from error
+    os.replace(draft, name)
+
+
+def _checked(path: StrPath) -> str:
+    """``path`` as text, without what makes the functions of ``os`` raise something else than OSError."""
+    name = os.fspath(path)
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EINVAL, "expected a path, got text that no file system has", name) from error
+    if b"\0" in encoded:
+        raise OSError(errno.EINVAL, "expected a path, got text with a NUL character", name)
+    return name
+
+
+def _require_regular(found: os.stat_result, name: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(found.st_mode)), "something else")
+        raise OSError(errno.EINVAL, f"expected a regular file, got {kind}", name)
+
+
+def _is_stream(path: StrPath) -> bool:
+    """Whether there is something that cannot be replaced: the next one of that name would be another thing."""
+    if os.fspath(path).startswith(_STREAMS):
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _opened_stream(name: str) -> BinaryIO:
+    fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO that nobody reads: ENXIO
+    os.set_blocking(fd, True)
+    return open(fd, "wb")
