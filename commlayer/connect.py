@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
+from commlayer.descriptors import CLIENT, of_gloo, require
 from commlayer.failures import Connecting, Failure, FailureBoard, own_client
 from commlayer.forks import never_free_in_child
 from commlayer.gloo import bounded
 from commlayer.groups import Grid
-from commlayer.profiles.errors import GroupError
+from commlayer.profiles.errors import ClusterError, GroupError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
@@ -46,6 +47,9 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
         began = time.monotonic()
         try:
             channels[op] = make(name, ranks, board, store, timedelta(seconds=timeout_s), is_inside=is_inside)
+        except ClusterError as error:
+            board.leave(f"left with {type(error).__name__}: {error}")
+            raise
         except (RuntimeError, TimeoutError) as error:
             others = tuple(rank for rank in ranks if rank != board.rank)
             wait, failure = (
@@ -69,6 +73,7 @@ def _gloo_channel(
     Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
     rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
     """
+    require(of_gloo(len(ranks)) + CLIENT, f"rank {board.rank}, group {name}: a group of {len(ranks)} ranks")
     place, timeout_s = ranks.index(board.rank), timeout.total_seconds()
 
     def make() -> dist.ProcessGroup:

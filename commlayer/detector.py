@@ -32,10 +32,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 
+from commlayer.descriptors import explained
 from commlayer.forks import disown_in_child
 from commlayer.profiles.errors import ClusterError
 
@@ -106,11 +107,12 @@ class _Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a rank listens; in the store."""
+    """Where a rank listens; in the store. ``trouble``: why it cannot, and leaves."""
 
     addresses: tuple[str, ...]
     port: int
     secret: bytes
+    trouble: str = ""
 
 
 _Frame = Gone | Left | Report | _Hello | _Welcome
@@ -159,9 +161,16 @@ class FailureDetector:
             return
         self._is_linked = True
         self._secret = os.urandom(_SECRET_BYTES)
-        self._listener = _listener()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._selector = selectors.DefaultSelector()
+        try:
+            with contextlib.ExitStack() as stack:
+                self._listener = stack.enter_context(_listener())
+                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                stack.callback(os.close, self._bell)
+                self._selector = stack.enter_context(selectors.DefaultSelector())
+                stack.pop_all()
+        except OSError as error:
+            self._is_linked = False
+            self._refuse(store, error)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
         _detectors.add(self)
@@ -228,6 +237,8 @@ class FailureDetector:
                 raise ClusterError(
                     f"rank {self.rank}: rank {peer} did not join the job within {timeout_s:g} s: {error}; look at its log"
                 ) from error
+            if theirs.trouble:
+                raise ClusterError(f"rank {peer} cannot take part: {theirs.trouble}")
             link = self._dial(peer, theirs)
             if link is None and peer not in self.gone:
                 print(
@@ -236,6 +247,13 @@ class FailureDetector:
                     "the interface to use",
                     file=sys.stderr,
                 )
+
+    def _refuse(self, store: Store, error: OSError) -> NoReturn:
+        """This rank cannot listen: the others must hear of it, or they wait for it."""
+        why = explained(error)
+        with contextlib.suppress(RuntimeError):
+            store.set(f"detector/{self.rank}", msgspec.msgpack.encode(_Card((), 0, b"", why)))  # type: ignore[arg-type]
+        raise ClusterError(f"rank {self.rank} cannot take part: {why}") from error
 
     def _neighbours(self) -> list[int]:
         """The ranks that this one dials: 1, 2, 4, … places after it."""

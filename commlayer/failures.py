@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from commlayer.descriptors import CLIENT, require
 from commlayer.detector import FailureDetector, Gone, Left, Record, Report, job_detector
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
@@ -94,7 +95,11 @@ class _Verdict:
 
 
 def own_client(store: Any) -> Store:
-    """The same store through a connection of its own: a wait on one client holds up everybody else who asks it."""
+    """The same store through a connection of its own: a wait on one client holds up everybody else who asks it.
+
+    Raises ClusterError where this process has no descriptors left: the store would try again and again for half an hour.
+    """
+    require(CLIENT, "a connection to the job's store")
     clone: Store = store.clone()  # torch's annotations lack it
     return clone
 

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 from commlayer.agreement import AgreedMaximum
 from commlayer.choices import Choices
 from commlayer.connect import sharing_memory
+from commlayer.descriptors import CLIENT, of_gloo, require
 from commlayer.endings import bury
 from commlayer.executor import drive
 from commlayer.failures import Connecting, Failure, FailureBoard, Wait, own_client
@@ -324,7 +325,8 @@ class PlannedGroup:
         try:
             return bounded(task, self.board, timeout_s, purpose)
         except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, ClusterError):
+            if isinstance(error, ClusterError):  # of this rank alone
+                self.abort(f"left with {type(error).__name__}: {error}")
                 raise
             me = self.global_ranks[self.rank]
             wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
@@ -409,7 +411,11 @@ class PlannedGroup:
 
         # A client of its own: the groups of a process share one, whose waits hold its lock. Two groups that connect on two
         # threads, in another order on another rank, would wait for each other for ever.
+        size = len(self.global_ranks)
+        where = f"rank {self.global_ranks[self.rank]}, group {self.name}, {purpose}: a group of {size} ranks"
+
         def make() -> dist.ProcessGroup:
+            require(of_gloo(size) + CLIENT, where)
             store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
             gloo = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
             never_free_in_child(gloo)

@@ -39,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commlayer.descriptors import explained
 from commlayer.forks import disown_in_child
 from commlayer.profiles.errors import TensorError
 from commlayer.shared_memory_connect import Neighbourhood, meet
@@ -115,7 +116,7 @@ class SharedMemoryGroup:
                 try:
                     block = self._slab.place(tensor)
                 except OSError as error:
-                    raise RuntimeError(f"no shared memory for a message of {size} bytes: {error}") from error
+                    raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
             block.readers.append(peer)
             neighbour.say(Kind.SLAB, tag, size, block.start)
             return Send(self, neighbour, block)

@@ -20,6 +20,7 @@ from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
+from commlayer.descriptors import of_gloo, require
 from commlayer.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.endings import end_with_program
 from commlayer.failures import Connecting, Failure, FailureBoard
@@ -27,7 +28,7 @@ from commlayer.forks import disown_in_child, never_free_in_child
 from commlayer.gloo import Watched, bounded
 from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
-from commlayer.profiles.errors import CommlayerError, PeerError
+from commlayer.profiles.errors import CommlayerError, DisagreementError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 
@@ -71,12 +72,16 @@ def make_group(
     me = global_ranks[rank]
     shared = None if is_default else job_detector(global_ranks)
     detector = shared or FailureDetector(PrefixStore("detector/", store), me, global_ranks, timeout.total_seconds())
+    board = FailureBoard(detector, f"{name}#{generation}", me, global_ranks)
     try:
-        board = FailureBoard(detector, f"{name}#{generation}", me, global_ranks)
         group = _make(name, rank, global_ranks, store, timeout, board, is_default=is_default, nccl_options=nccl_options)
     except BaseException as error:
+        why = f"left with {type(error).__name__}: {error}"
+        board.leave(why)  # of several words the first counts: one that was told why says nothing new
         if shared is None:
-            detector.close(f"left with {type(error).__name__}: {error}", is_failure=True)
+            detector.close(
+                why, is_failure=not isinstance(error, DisagreementError)
+            )  # all ranks find that by themselves
         raise
     if shared is None:
         group.own_detector(detector)
@@ -173,6 +178,9 @@ class _Connector:
 
     def gloo(self, tag: str) -> Any:
         """An inner Gloo group. Raises PeerError, CollectiveTimeoutError where a rank does not come."""
+
+        size = len(self.global_ranks)
+        require(of_gloo(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
         def make() -> Any:
             store = PrefixStore(f"{tag}/", self.store)

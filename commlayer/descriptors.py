@@ -1,0 +1,71 @@
+"""How many files this process may still open (``ulimit -n``), and whether what is about to be made fits into that.
+
+It is counted before, because nobody below takes a lack of descriptors well: Gloo throws on a thread of its own when it cannot
+accept a connection, which ends the process with SIGABRT; c10d's store tries to connect for its whole timeout, half an hour, and
+a program that ends meanwhile is aborted too. Plain Gloo does both.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+from commlayer.profiles.errors import ClusterError
+
+__all__ = ["CLIENT", "explained", "of_gloo", "require", "shortfall"]
+
+CLIENT = 4
+"""What connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
+_ADVISED = 1024
+_RESERVE = 64
+_TABLE = "/proc/self/fd"
+
+
+def of_gloo(size: int) -> int:
+    """What a Gloo group of ``size`` ranks takes: a connection to each other rank, and four for its listener and its loop."""
+    return size + 3
+
+
+def limit() -> int:
+    """The most descriptors that this process may have, or -1: no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return -1 if soft == resource.RLIM_INFINITY else soft
+
+
+def _free() -> int | None:
+    """How many more it may open; None: as many as it likes, or nobody knows."""
+    most = limit()
+    if most < 0:
+        return None
+    try:
+        return max(0, most - len(os.listdir(_TABLE)) + 1)  # one was that of the listing
+    except FileNotFoundError:
+        return None
+    except OSError:  # EMFILE, ENFILE
+        return 0
+
+
+def shortfall(needed: int, what: str) -> str:
+    """Why ``what``, which takes ``needed`` descriptors, cannot be made here, and what to do; empty where it can."""
+    free = _free()
+    if free is None or free >= needed:
+        return ""
+    return f"{what} needs {needed} more open files, and this process may open {free} more. {_advice(needed - free)}"
+
+
+def _advice(missing: int) -> str:
+    most = limit()
+    wanted = max(_ADVISED, 1 << (most + missing + _RESERVE).bit_length())
+    return f"Its limit is {most}: raise it with `ulimit -n {wanted}` before the job starts"
+
+
+def require(needed: int, what: str) -> None:
+    """Raises ClusterError where ``what`` cannot have ``needed`` descriptors."""
+    if short := shortfall(needed, what):
+        raise ClusterError(short)
+
+
+def explained(error: OSError) -> str:
+    """The error as text, with what to do where descriptors lack."""
+    return f"{error}. {_advice(1)}" if error.errno == errno.EMFILE else str(error)

@@ -1,0 +1,127 @@
+"""Too few files that a process may open: an error that says so on all ranks, and an ordinary end of the program."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has them too, but not for type checkers
+
+from commlayer import descriptors
+from commlayer.failures import own_client
+from commlayer.profiles.errors import ClusterError
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may open two files more, of a hundred."""
+    monkeypatch.setattr(os, "listdir", lambda _: ["x"] * 99)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+
+
+def test_what_lacks_is_said_with_what_to_do(few: None) -> None:
+    assert descriptors.shortfall(2, "it") == ""
+    assert descriptors.shortfall(3, "it") == (
+        "it needs 3 more open files, and this process may open 2 more. Its limit is 100: raise it with `ulimit -n 1024` before "
+        "the job starts"
+    )
+    assert "`ulimit -n 8192`" in descriptors.shortfall(5000, "it")
+    descriptors.require(2, "it")
+    with pytest.raises(ClusterError, match="it needs 3"):
+        descriptors.require(3, "it")
+
+
+def test_no_limit_and_no_way_to_count_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert descriptors.shortfall(10**9, "it") == ""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    monkeypatch.setattr(descriptors, "_TABLE", "/no/such/table")
+    assert descriptors.shortfall(10**9, "it") == ""
+
+
+def test_a_table_that_cannot_be_opened_for_want_of_a_descriptor_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", full)
+    assert "may open 0 more" in descriptors.shortfall(1, "it")
+
+
+def test_errors_of_the_system_say_what_to_do_where_descriptors_lack() -> None:
+    assert "ulimit -n" in descriptors.explained(OSError(errno.EMFILE, "Too many open files"))
+    assert descriptors.explained(OSError(errno.ENOMEM, "No memory")) == "[Errno 12] No memory"
+
+
+class Unasked:
+    """A store that would try to connect for half an hour."""
+
+    def clone(self) -> Any:
+        raise AssertionError("asked, although no connection can be had")
+
+
+def test_no_connection_to_the_store_is_begun_that_cannot_be_had(few: None) -> None:
+    """The thread that tried was still at it when the program ended, which aborted it."""
+    with pytest.raises(ClusterError, match="a connection to the job's store needs 4 more open files"):
+        own_client(Unasked())
+
+
+PROGRAM = """
+import resource, sys
+rank, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
+import torch.distributed as dist
+import commlayer.calibrate
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]),) * 2)
+store = dist.TCPStore("127.0.0.1", port, 4, is_master=False)
+dist.init_process_group(backend, store=store, rank=rank, world_size=4)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run_programs(limits: list[int], profile: str, cache: Path, backend: str = "commlayer") -> list[tuple[int, str]]:
+    """Four ranks with these limits, whose store is served here, as torchrun's is by its agent: status and stderr of each."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COMMLAYER_")}
+    environment |= {"COMMLAYER_CACHE": str(cache), "COMMLAYER_PROFILE": profile, "OMP_NUM_THREADS": "1"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(server.port), str(limit), backend],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank, limit in enumerate(limits)
+    ]
+    try:
+        ends = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, end) for rank, end in zip(ranks, ends, strict=True)]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("limits", "profile", "words"),
+    [
+        ([17] * 4, "none", "the group 0 of 4 ranks needs 7 more open files"),
+        ([1024, 1024, 17, 1024], "none", "rank 2, the group 0 of 4 ranks needs 7 more open files"),
+        ([60] * 4, "auto", "more open files, and this process may open "),
+        ([1024, 60, 1024, 1024], "auto", "more open files, and this process may open "),
+    ],
+)
+def test_a_program_with_too_few_descriptors_ends_with_an_error_on_all_ranks(
+    tmp_path: Path, limits: list[int], profile: str, words: str
+) -> None:
+    for status, said in run_programs(limits, profile, tmp_path):
+        assert status == 1, said  # not −6, SIGABRT
+        assert "ClusterError: " in said or "PeerError: rank " in said, said
+        assert words in said
+        assert f"Its limit is {min(limits)}: raise it with `ulimit -n 1024` before the job starts" in said
