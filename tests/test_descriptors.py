@@ -111,9 +111,7 @@ def run_programs(limits: list[int], profile: str, cache: Path, backend: str = "c
 @pytest.mark.parametrize(
     ("limits", "profile", "words"),
     [
-        ([17] * 4, "none", "the group 0 of 4 ranks needs 7 more open files"),
         ([1024, 1024, 17, 1024], "none", "rank 2, the group 0 of 4 ranks needs 7 more open files"),
-        ([60] * 4, "auto", "more open files, and this process may open "),
         ([1024, 60, 1024, 1024], "auto", "more open files, and this process may open "),
     ],
 )
