@@ -42,6 +42,8 @@ LIMIT_BYTES = 1 << 20
 """The longest message. What a peer announces beyond it is refused before memory is taken for it: all ranks' words arrive
 padded to the longest, so one rank's claim costs every rank that many bytes times the number of ranks."""
 
+_MOST_SHOWN = 2000
+"""Characters of a value that ranks hold differently: a policy has some hundreds, and differs anywhere."""
 _SHOWN = 40
 """Characters of a peer's words that an error message repeats."""
 
@@ -237,7 +239,7 @@ def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
 
 
 def _shown(value: str | None) -> str:
-    return "nothing" if value is None else printable(shortened(value))
+    return "nothing" if value is None else printable(shortened(value, _MOST_SHOWN))
 
 
 def _check_size(size: int, rank: int) -> None:

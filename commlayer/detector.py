@@ -14,7 +14,8 @@ timeouts. Rejected:
   tells nobody (its pairs signal an error to pending operations, not to the one that has begun; see commlayer/gloo.py).
 - *A full mesh*: a process of 16,384 ranks would hold as many descriptors.
 
-A connection that ends is dialled again before its peer is called dead, so that one that a firewall has dropped costs nothing.
+A connection that ends is dialled again, and only where an address refuses at which a rank of the job has answered before is
+its rank called dead; so what a firewall drops, or a peer that has no time to answer, costs nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,7 +40,7 @@ import msgspec
 
 from commlayer.descriptors import explained
 from commlayer.forks import disown_in_child
-from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.errors import ClusterError, DisagreementError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -53,10 +55,16 @@ __all__ = [
     "job_detector",
     "leave_all",
     "set_job_detector",
+    "told",
 ]
 
 _DIAL_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
+_NAP_S = 0.05
+_MOST_STRANGERS = 64
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+"""A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
 _LENGTH = struct.Struct("!I")
 _MAX_FRAME_BYTES = 64 << 10
 _MAX_TEXT = 4000
@@ -72,20 +80,31 @@ class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank has left the job and said so. ``is_failure``: by an exception, so that nobody should wait for it."""
+    """A rank has left the job and said so. ``is_failure``: by an exception, so that nobody should wait for it;
+    ``is_consequence``: of another rank's failure, so that it is not to blame."""
 
     rank: int
     why: str
     is_failure: bool
+    is_consequence: bool = False
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A wait of a rank broke, in the group ``key``: it waited for ``peers`` (none: it left on its own account)."""
+    """A wait of a rank broke, in the group ``key``: it waited for ``peers``, or for all others of the group (``is_all``).
+
+    Neither: it left on its own account. All others are not listed: of a large group every rank would send every rank a list.
+    """
 
     key: str
     rank: int
     peers: tuple[int, ...]
     what: str
+    is_all: bool = False
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the rank left on its own account."""
+        return not self.peers and not self.is_all
 
 
 Record = Gone | Left | Report
@@ -134,6 +153,9 @@ class _Link:
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket, self.rank, self.card = connection, rank, card
         self.inbox, self.outbox = bytearray(), bytearray()
 
@@ -147,6 +169,7 @@ class FailureDetector:
 
     def __init__(self, store: Store | None, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         self.rank, self.ranks = rank, tuple(ranks)
+        self._members = frozenset(self.ranks)
         self.changed = threading.Condition()
         self.gone: dict[int, Gone] = {}
         self.left: dict[int, Left] = {}
@@ -155,11 +178,13 @@ class FailureDetector:
         self.reports: dict[tuple[str, int], Report] = {}
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._links: list[_Link] = []
-        self._is_closed = False
+        self._strangers: list[_Link] = []  # who have not said yet who they are
+        self._answering: set[str] = (
+            set()
+        )  # addresses at which a rank of the job has answered: a refusal there means something
+        self._is_closed = self._is_linked = False
         if store is None or len(self.ranks) < 2:
-            self._is_linked = False
             return
-        self._is_linked = True
         self._secret = os.urandom(_SECRET_BYTES)
         try:
             with contextlib.ExitStack() as stack:
@@ -169,8 +194,8 @@ class FailureDetector:
                 self._selector = stack.enter_context(selectors.DefaultSelector())
                 stack.pop_all()
         except OSError as error:
-            self._is_linked = False
             self._refuse(store, error)
+        self._is_linked = True
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
         _detectors.add(self)
@@ -210,43 +235,52 @@ class FailureDetector:
         """Have every rank know ``record``; of several about one rank (and group) the first one counts. Raises nothing."""
         self._learn(record, None)
 
-    def close(self, why: str, *, is_failure: bool = False) -> None:
+    def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
         """Say why this rank leaves, and let go of connections. Harmless when repeated."""
-        if self._is_closed or not self._is_linked:
+        if self._has_closed() or not self._is_linked:
             return
-        self.tell(Left(self.rank, why[:_MAX_TEXT], is_failure))
+        self.tell(Left(self.rank, told(why), is_failure, is_consequence))
         self._flush()
-        self._is_closed = True
-        with contextlib.suppress(OSError):
+        with self.changed:
+            was_closed, self._is_closed = self._is_closed, True
+            if was_closed:  # another thread has been quicker
+                return
             os.eventfd_write(self._bell, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join(_FLUSH_S)
         self._release()
 
+    def _has_closed(self) -> bool:
+        return self._is_closed
+
     # Joining
 
     def _join(self, store: Store, timeout_s: float) -> None:
         card = _Card(tuple(_addresses(store)), self._listener.getsockname()[1], self._secret)
+        self._answering |= set(card.addresses)  # of this machine: a port that is closed there has nobody behind it
         store.set(f"detector/{self.rank}", msgspec.msgpack.encode(card))  # type: ignore[arg-type]  # it takes bytes too
         for peer in self._neighbours():
-            key = f"detector/{peer}"
-            try:
-                store.wait([key], timedelta(seconds=timeout_s))
-                theirs = _decode_card(store.get(key))
-            except (RuntimeError, msgspec.MsgspecError) as error:
-                raise ClusterError(
-                    f"rank {self.rank}: rank {peer} did not join the job within {timeout_s:g} s: {error}; look at its log"
-                ) from error
+            theirs = self._card_of(peer, store, timeout_s)
             if theirs.trouble:
                 raise ClusterError(f"rank {peer} cannot take part: {theirs.trouble}")
-            link = self._dial(peer, theirs)
-            if link is None and peer not in self.gone:
-                print(
-                    f"commlayer: rank {self.rank} cannot reach rank {peer} at port {theirs.port} of "
-                    f"{', '.join(theirs.addresses)}: should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names "
-                    "the interface to use",
-                    file=sys.stderr,
-                )
+            if self._dial(peer, theirs) is None and peer not in self.gone:
+                self._start_asking(peer, theirs)
+
+    def _card_of(self, peer: int, store: Store, timeout_s: float) -> _Card:
+        key = f"detector/{peer}"
+        try:
+            store.wait([key], timedelta(seconds=timeout_s))
+            card: _Card = _decode_card(store.get(key))
+        except msgspec.MsgspecError as error:
+            raise DisagreementError(
+                f"rank {self.rank}: what rank {peer} says of itself cannot be read ({error}): start the same commlayer on all "
+                "ranks"
+            ) from error
+        except RuntimeError as error:
+            raise ClusterError(
+                f"rank {self.rank}: rank {peer} did not join the job within {timeout_s:g} s: {error}; look at its log"
+            ) from error
+        return card
 
     def _refuse(self, store: Store, error: OSError) -> NoReturn:
         """This rank cannot listen: the others must hear of it, or they wait for it."""
@@ -261,22 +295,63 @@ class FailureDetector:
         return [self.ranks[(me + (1 << k)) % size] for k in range((size - 1).bit_length())]
 
     def _dial(self, peer: int, card: _Card) -> _Link | None:
-        """A proven connection to ``peer``, which is served from now on; None where it is not to be had."""
+        """A proven connection to ``peer``, which is served from now on; None where it is not to be had.
+
+        Where an address refuses at which a rank of the job has answered before, ``peer`` is dead, and all are told. Any other
+        error says nothing about a process: a firewall, a wrong address, no descriptors here, a peer that has no time to answer.
+        """
         for address in card.addresses:
-            with contextlib.suppress(OSError, msgspec.MsgspecError, EOFError):
-                connection = socket.create_connection((address, card.port), _DIAL_S)
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(connection)
-                    connection.settimeout(_DIAL_S)
-                    hello = _Hello(self.rank, card.secret, self._secret, self._listener.getsockname()[1])
-                    connection.sendall(_framed(hello))
-                    if _received(connection) != _Welcome(self._secret):
-                        continue
-                    stack.pop_all()
+            try:
+                connection = self._greeted(address, card)
+            except ConnectionRefusedError:  # noqa: PERF203  addresses are few
+                if address in self._answering and peer not in self.left and not self._is_closed:
+                    self._learn(Gone(peer, self.rank), None)
+                    return None
+            except (OSError, msgspec.MsgspecError, EOFError):
+                continue
+            else:
                 link = _Link(connection, peer, msgspec.structs.replace(card, addresses=(address,)))
+                self._answering.add(address)
                 self._serve_link(link)
                 return link
         return None
+
+    def _greeted(self, address: str, card: _Card) -> socket.socket:
+        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, MsgspecError."""
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
+            connection.settimeout(_DIAL_S)
+            connection.sendall(_framed(_Hello(self.rank, card.secret, self._secret, self._listener.getsockname()[1])))
+            if _received(connection) != _Welcome(self._secret):
+                raise EOFError("a stranger")
+            stack.pop_all()
+        return connection
+
+    def _start_asking(self, peer: int, card: _Card) -> None:
+        """On a thread of its own: two ranks that dial each other must go on answering."""
+        thread = threading.Thread(target=self._ask, args=(peer, card), name="commlayer-ask", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
+            thread.start()
+
+    def _ask(self, peer: int, card: _Card) -> None:
+        """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is known what became of it."""
+        for attempt in range(_MOST_DIALS):
+            if (
+                self._is_closed
+                or peer in self.left
+                or peer in self.gone
+                or any(link.rank == peer for link in self._links)
+            ):
+                return
+            if self._dial(peer, card) is not None:
+                return
+            if attempt == _SAY_AFTER_DIALS:
+                print(
+                    f"commlayer: rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
+                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use",
+                    file=sys.stderr,
+                )
+            time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
 
     def _serve_link(self, link: _Link) -> None:
         """Tell the other end all that is known, and listen to it."""
@@ -289,25 +364,36 @@ class FailureDetector:
                 link.outbox += _framed(record)
             self._push(link)
             self._selector.register(link.socket, self._wanted(link), link)
-        with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
     # Serving, on the detector's thread
 
     def _turn(self, events: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
         for key, event in events:
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj == self._bell:
-                with contextlib.suppress(OSError):
+            try:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._bell:
                     os.eventfd_read(self._bell)
-            else:
-                self._serve_event(key.data, event)
+                else:
+                    self._serve_event(key.data, event)
+            except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
+                if not self._is_closed:
+                    traceback.print_exc()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = self._listener.accept()
-            self._selector.register(connection, selectors.EVENT_READ, _Link(connection, -1, None))
+        except OSError:  # no descriptors: the visitor stays at the door, which would wake this thread at once again
+            time.sleep(_NAP_S)
+            return
+        link = _Link(connection, -1, None)
+        with self.changed:
+            self._strangers.append(link)
+            oldest = self._strangers[0] if len(self._strangers) > _MOST_STRANGERS else None
+            self._selector.register(connection, selectors.EVENT_READ, link)
+        if oldest is not None:
+            self._end(oldest, is_lost=False)
 
     def _serve_event(self, link: _Link, event: int) -> None:
         if event & selectors.EVENT_WRITE:
@@ -319,54 +405,46 @@ class FailureDetector:
             data = link.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
-        except (ConnectionError, TimeoutError) as error:
-            self._end(link, is_ended=not isinstance(error, TimeoutError))
-            return
-        except OSError:  # no way to it: that says nothing about the process
-            self._end(link, is_ended=False)
+        except OSError:
+            self._end(link, is_lost=True)
             return
         link.inbox += data
         try:
             for frame in _frames(link.inbox):
                 self._take(link, frame)
         except (msgspec.MsgspecError, ValueError):
-            self._end(link, is_ended=False)  # whoever speaks another language is no rank of this job
+            self._end(link, is_lost=False)  # whoever speaks another language is no rank of this job
             return
         if not data:
-            self._end(link, is_ended=True)
+            self._end(link, is_lost=True)
 
     def _take(self, link: _Link, frame: _Frame) -> None:
         if isinstance(frame, _Hello):
-            if link.card is not None or frame.proof != self._secret or frame.rank not in self.ranks:
+            if link.card is not None or frame.proof != self._secret or frame.rank not in self._members:
                 raise ValueError("a stranger")
             link.rank = frame.rank
             link.card = _Card((link.socket.getpeername()[0],), frame.port, frame.secret)
             link.outbox += _framed(_Welcome(frame.secret))
-            self._selector.unregister(link.socket)
+            with self.changed:
+                self._strangers.remove(link)
+                self._selector.unregister(link.socket)
             self._serve_link(link)
         elif link.card is None or isinstance(frame, _Welcome):
             raise ValueError("a stranger")
         else:
             self._learn(frame, link)
 
-    def _end(self, link: _Link, *, is_ended: bool) -> None:
-        """A connection is over. Its rank is dead where it ended and nobody answers there any more."""
+    def _end(self, link: _Link, *, is_lost: bool) -> None:
+        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead."""
         with self.changed:
-            if link in self._links:
-                self._links.remove(link)
+            for links in (self._links, self._strangers):
+                if link in links:
+                    links.remove(link)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(link.socket)
             link.socket.close()
-        if link.card is None or not is_ended or self._is_closed:
-            return
-        if link.rank not in self.left and link.rank not in self.gone:
-            # On a thread of its own: two ranks that dial each other must go on answering.
-            threading.Thread(target=self._ask, args=(link.rank, link.card), name="commlayer-ask", daemon=True).start()
-
-    def _ask(self, rank: int, card: _Card) -> None:
-        """Whether ``rank`` still lives: then there is a new connection to it, else all are told."""
-        if self._dial(rank, card) is None and rank not in self.left and not self._is_closed:
-            self._learn(Gone(rank, self.rank), None)
+        if link.card is not None and is_lost and not self._is_closed:
+            self._start_asking(link.rank, link.card)
 
     def _learn(self, record: Record, source: _Link | None) -> None:
         with self.changed:
@@ -379,13 +457,16 @@ class FailureDetector:
             observers = list(self._observers)
             self.changed.notify_all()
         for observer in observers:
-            observer.observe(record)
+            try:
+                observer.observe(record)
+            except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
+                traceback.print_exc()
 
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
         if isinstance(record, Report):
             return self.reports.setdefault((record.key, record.rank), record) is record
-        if record.rank not in self.ranks or (isinstance(record, Gone) and record.rank == self.rank):
+        if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):
             return False
         kept: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
         is_news = kept.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
@@ -435,7 +516,7 @@ class FailureDetector:
     def disown(self) -> None:
         """In a forked child (see :class:`commlayer.forks.Disowned`), whose copies of the descriptors would keep this process's
         connections open when it dies."""
-        if job_detector(()) is self:
+        if _job is self:
             set_job_detector(None)
         if self._is_closed or not self._is_linked:
             return
@@ -574,10 +655,15 @@ def set_job_detector(detector: FailureDetector | None) -> None:
     _job = detector
 
 
-def leave_all(why: str, *, is_failure: bool) -> None:
+def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False) -> None:
     """Leave every job of this process: it ends."""
     for detector in list(_detectors):
-        detector.close(why, is_failure=is_failure)
+        detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
+
+
+def told(text: str) -> str:
+    """``text`` as it can be told: not too long, and without halves of characters, as in names of files."""
+    return text[:_MAX_TEXT].encode("utf-8", "replace").decode()
 
 
 atexit.register(leave_all, "its program has ended", is_failure=False)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from commlayer.detector import leave_all  # registered at exit before this module's end, and so called after it
+from commlayer.profiles.errors import ClusterError
 
 __all__ = ["Ends", "bury", "bury_when_idle", "end_with_program", "rest"]
 
@@ -133,10 +134,10 @@ def _other_threads() -> Iterator[str]:
 @atexit.register
 def _end_all() -> None:
     things = list(_watched)
-    crash = getattr(sys, "last_type", None)
+    crash = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)  # of a prompt it is any earlier one
     has_crashed = crash is not None
     if crash is not None:  # the others need not wait for what is under way here
-        leave_all(f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}", is_failure=True)
+        _tell(crash)
     if not things and not _has_buried:
         return
     until = time.monotonic() + (_CRASH_PATIENCE_S if has_crashed else _PATIENCE_S)
@@ -145,6 +146,12 @@ def _end_all() -> None:
     for thread in list(_burials):
         thread.join(max(0.0, until - time.monotonic()))
     rest()
+
+
+def _tell(crash: type[BaseException]) -> None:
+    with contextlib.suppress(Exception):  # an exception whose text cannot be had
+        why = f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}"
+        leave_all(why, is_failure=True, is_consequence=issubclass(crash, ClusterError))
 
 
 def _in_child() -> None:

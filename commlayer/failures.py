@@ -13,12 +13,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from commlayer.descriptors import CLIENT, require
-from commlayer.detector import FailureDetector, Gone, Left, Record, Report, job_detector
+from commlayer.detector import FailureDetector, Gone, Left, Record, Report, job_detector, told
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ _SETTLE_BROKEN_S = 2.0
 """Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
 _SETTLE_TIMEOUT_S = 5.0
 """Ranks that started later run out of patience later."""
-_MAX_TEXT = 4000
+_MOST_LISTED = 8
+"""Of the ranks that one waited for; more are all others of the group."""
+_LONGEST_KEY = 200
 _LATE = "did not answer"
 
 
@@ -112,7 +115,8 @@ class FailureBoard:
     """
 
     def __init__(self, detector: FailureDetector, key: str, rank: int, ranks: Sequence[int]) -> None:
-        self.detector, self.key, self.rank = detector, key, rank
+        self.detector, self.rank = detector, rank
+        self.key = key if len(key) <= _LONGEST_KEY else sha256(key.encode()).hexdigest()
         self.ranks = frozenset(ranks)
         self.is_broken = False
         self.has_abandoned = False
@@ -169,13 +173,17 @@ class FailureBoard:
         """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
         first = self._first
         is_woken = self.is_broken and not failure.is_timeout
-        what = first.what if is_woken and first is not None and first.peers else failure.what
-        self.detector.tell(Report(self.key, self.rank, wait.peers, what[:_MAX_TEXT]))
+        what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
+        is_all = len(wait.peers) > _MOST_LISTED
+        with self.detector.changed:
+            is_known = self._dead() is not None  # then nobody needs to follow who waited for whom
+        if not is_known:
+            self.detector.tell(Report(self.key, self.rank, () if is_all else wait.peers, told(what), is_all))
         self._break()
 
     def leave(self, why: str) -> None:
         """Tell that this rank leaves the group on its own account, and why."""
-        self.detector.tell(Report(self.key, self.rank, (), why[:_MAX_TEXT]))
+        self.detector.tell(Report(self.key, self.rank, (), told(why)))
         self._break()
 
     def explain(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
@@ -209,49 +217,64 @@ class FailureBoard:
 
     def _follow(self, wait: Wait | Connecting, failure: Failure) -> tuple[_Verdict, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change it."""
-        dead = self._dead(self.ranks)
+        dead = self._dead()
         if dead is not None:
             return dead, True
         own = self.detector.reports.get((self.key, self.rank))
-        if own is not None and not own.peers:
+        if own is not None and own.is_leaving:
             return _Verdict((self.rank,), own.what, self.rank), True
         seen = {wait.rank}
         first = None if failure.is_timeout else self._first
         sources = dict.fromkeys(wait.peers if first is None else (first.rank,), (failure.what, wait.rank))
         while True:
-            silent: list[int] = []
-            following: dict[int, tuple[str, int]] = {}
-            for peer in sources:
-                report = self.detector.reports.get((self.key, peer))
-                if report is None:
-                    silent.append(peer)
-                elif not report.peers:
-                    return _Verdict((peer,), report.what, peer), True
-                else:
-                    following |= dict.fromkeys(report.peers, (report.what, peer))
+            reports = {peer: self.detector.reports.get((self.key, peer)) for peer in sources}
+            leaving = next((report for report in reports.values() if report is not None and report.is_leaving), None)
+            if leaving is not None:
+                return _Verdict((leaving.rank,), leaving.what, leaving.rank), True
+            silent = [peer for peer, report in reports.items() if report is None]
             if silent:
-                what, seen_by = sources[silent[0]]
-                return self._silent(silent, what, seen_by)
+                return self._silent(silent, *sources[silent[0]])
             seen |= set(sources)
-            sources = {rank: source for rank, source in following.items() if rank not in seen}
+            sources = self._waited_for(report for report in reports.values() if report is not None)
+            sources = {rank: source for rank, source in sources.items() if rank not in seen}
             if not sources:  # they wait for each other, as ranks do that called different things
                 what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
                 return _Verdict(wait.peers, what, wait.rank), False
 
-    def _dead(self, ranks: Collection[int]) -> _Verdict | None:
-        """The first of ``ranks`` that died, or left by an exception: what came later may be a consequence."""
+    def _waited_for(self, reports: Iterable[Report]) -> dict[int, tuple[str, int]]:
+        """The ranks that these waited for; what each of them reports, and who."""
+        found: dict[int, tuple[str, int]] = {}
+        has_all = False
+        for report in reports:
+            if not report.is_all:
+                found |= dict.fromkeys(report.peers, (report.what, report.rank))
+            elif not has_all:  # once: in a large group each of them waits for all
+                has_all = True
+                found |= dict.fromkeys(self.ranks, (report.what, report.rank))
+        return found
+
+    def _dead(self) -> _Verdict | None:
+        """The member that died first, or left by an exception: what came later may be a consequence of it."""
         for record in self.detector.ended:
-            if record.rank in ranks:
-                if isinstance(record, Gone):
-                    return _Verdict((record.rank,), "died: its process has ended", record.seen_by)
+            if record.rank not in self.ranks:
+                continue
+            if isinstance(record, Gone):
+                return _Verdict((record.rank,), "died: its process has ended", record.seen_by)
+            if not record.is_consequence:
                 return _Verdict((record.rank,), record.why, record.rank)
         return None
+
+    @property
+    def has_leaver(self) -> bool:
+        """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
+        return self.is_broken or any(rank in self.ranks for rank in list(self.detector.left))
 
     def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[_Verdict, bool]:
         """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
         left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
         if left:
-            return _Verdict((left[0].rank,), f"has left the job ({left[0].why})", left[0].rank), True
+            why = left[0].why if left[0].is_failure else f"has left the job ({left[0].why})"
+            return _Verdict((left[0].rank,), why, left[0].rank), True
         return _Verdict(tuple(silent), what, seen_by), False
 
 

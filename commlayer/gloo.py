@@ -32,14 +32,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-__all__ = ["SLICE", "Board", "Watched", "bounded", "end_wait", "keep", "reduce_scatter", "wait"]
+__all__ = ["SLICE", "Board", "Watched", "bounded", "end_wait", "keep", "reduce_scatter", "wait", "within"]
 
 _NO_TIMEOUT = timedelta(0)
 
 SLICE = timedelta(milliseconds=250)
 """How long a collective is waited for before its waiter looks up."""
 _LOOK_S = 0.05
-_OBJECT_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
+_PARTING_S = 1.0
+_OBJECT_HEAD_BYTES = object.__basicsize__
 """Of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
 _VTABLE_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
 _WORKS = ("_ZN4c10d16ProcessGroupGloo8RecvWork", "_ZN4c10d16ProcessGroupGloo8SendWork")
@@ -56,6 +57,10 @@ class Board(Protocol):
     @property
     def is_broken(self) -> bool:
         """Whether somebody whom the group needs is gone."""
+
+    @property
+    def has_leaver(self) -> bool:
+        """Whether a rank of the group has left the job."""
 
     def woken(self) -> RuntimeError:
         """The error of a wait that was given up for it."""
@@ -146,6 +151,23 @@ class _WatchedWork:
 def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: str) -> Result:
     """``task()``, which may wait in C++ for ever: on a thread that is let go of after ``timeout_s`` seconds, or when the
     board breaks. Raises what it raises, TimeoutError, ``board.woken()``."""
+    answer = _on_a_thread(task)
+    until = time.monotonic() + timeout_s
+    patience_s = _PARTING_S  # a rank that leaves in good order may have made its connection first
+    while True:
+        with contextlib.suppress(FutureTimeoutError):
+            return answer.result(min(_LOOK_S, max(until - time.monotonic(), 0.001)))
+        if answer.done():  # the task's own timeout
+            return answer.result()
+        if board.has_leaver:
+            patience_s -= _LOOK_S
+        if board.is_broken or patience_s <= 0:
+            raise board.woken()
+        if time.monotonic() > until:
+            raise TimeoutError(f"{what}: Timed out after {timeout_s:g} s")
+
+
+def _on_a_thread(task: Callable[[], Result]) -> Future[Result]:
     answer: Future[Result] = Future()
 
     def run() -> None:
@@ -154,17 +176,22 @@ def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: st
         except BaseException as error:  # noqa: BLE001  carried to the thread that waits
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="commlayer-connect", daemon=True).start()
-    until = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(FutureTimeoutError):
-            return answer.result(min(_LOOK_S, max(until - time.monotonic(), 0.001)))
-        if answer.done():  # the task's own timeout
-            return answer.result()
-        if board.is_broken:
-            raise board.woken()
-        if time.monotonic() > until:
-            raise TimeoutError(f"{what}: Timed out after {timeout_s:g} s")
+    threading.Thread(target=run, name="commlayer-bounded", daemon=True).start()
+    return answer
+
+
+def within(seconds: float, ask: Callable[[], Result]) -> Result:
+    """``ask()``, which may wait for ever, on a thread that is let go of after ``seconds``.
+
+    Raises what it raises, TimeoutError.
+    """
+    answer = _on_a_thread(ask)
+    try:
+        return answer.result(seconds)
+    except FutureTimeoutError:
+        if answer.done():
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
 
 
 def keep(group: object) -> None:

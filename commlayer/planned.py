@@ -347,10 +347,9 @@ class PlannedGroup:
         self._break_own_calls()
 
     def _break_own_calls(self) -> None:
-        if self.own_calls is not None:
-            break_connections(
-                self.own_calls, [member for member in range(len(self.global_ranks)) if member != self.rank]
-            )
+        group = self.own_calls  # another thread may be closing it
+        if group is not None:
+            break_connections(group, [member for member in range(len(self.global_ranks)) if member != self.rank])
 
     def close(self) -> None:
         """Let go of connections. Not collective: whoever closes has seen its last call end."""

@@ -37,8 +37,9 @@ class Prober:
         self.grid = world_grid(topology, self.ranks.rank)
         self.device = self.ranks.device_type
         self._where = self.ranks.device
-        name, everyone = self.ranks.name(), range(self.ranks.size)
-        shared = self.ranks.detector or job_detector(everyone)
+        name, everyone = self.ranks.name(), tuple(range(self.ranks.size))  # ranks of the grid, not of the job
+        given = self.ranks.detector or job_detector(everyone)
+        shared = given if given is not None and given.ranks == everyone else None
         store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
         self.detector = shared or FailureDetector(store, self.ranks.rank, everyone, timeout_s)
         self._is_owner = shared is None

@@ -28,7 +28,7 @@ from commlayer.forks import disown_in_child, never_free_in_child
 from commlayer.gloo import Watched, bounded
 from commlayer.lanes import lanes
 from commlayer.planned import PlannedGroup
-from commlayer.profiles.errors import CommlayerError, DisagreementError, PeerError
+from commlayer.profiles.errors import ClusterError, CommlayerError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 
@@ -79,9 +79,7 @@ def make_group(
         why = f"left with {type(error).__name__}: {error}"
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
         if shared is None:
-            detector.close(
-                why, is_failure=not isinstance(error, DisagreementError)
-            )  # all ranks find that by themselves
+            detector.close(why, is_failure=True, is_consequence=isinstance(error, ClusterError))
         raise
     if shared is None:
         group.own_detector(detector)

@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
-from commlayer.failures import FailureBoard
-from commlayer.gloo import wait
+from commlayer.failures import FailureBoard, own_client
+from commlayer.gloo import wait, within
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.scheduler.plan import Plan
 
 __all__ = ["SignatureCheck", "described"]
 
+_STORE_PATIENCE_S = 2.0
 _DIGEST, _WIDTH = 32, 1024
 """Bytes of a message: the digest of the whole signature, then as much of its text as fits."""
 
@@ -106,11 +107,9 @@ class SignatureCheck:
     def _blame(self, error: RuntimeError, sequence: int, call: str, timeout_s: float) -> NoReturn:
         is_timeout = "timed out" in str(error).lower()
         explained = None if is_timeout else self._explain(error, f"comparison of {call}", sequence, 0.0, timeout_s)
-        late = [
-            f"rank {self._global_ranks[member]} ({last})"
-            for member in range(len(self._global_ranks))
-            if (last := self._last_call(member, sequence)) is not None
-        ]
+        late: list[str] = []
+        with contextlib.suppress(TimeoutError, RuntimeError):  # the store is out of reach, or gone with its rank
+            late = within(_STORE_PATIENCE_S, lambda: self._late(own_client(self._store), sequence))
         me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
         if explained is None:
             who = ", ".join(late) or "some rank"
@@ -120,24 +119,29 @@ class SignatureCheck:
         who = f"; not yet in this call: {', '.join(late)}" if late else ""
         raise PeerError(f"{explained}{who}. Before {me}. Gloo's own message: {error}") from error
 
-    def _last_call(self, member: int, sequence: int) -> str | None:
+    def _late(self, store: Store, sequence: int) -> list[str]:
+        """The members that have not made call ``sequence``, and their last ones."""
+        return [
+            f"rank {self._global_ranks[member]} ({last})"
+            for member in range(len(self._global_ranks))
+            if (last := self._last_call(store, member, sequence)) is not None
+        ]
+
+    def _last_call(self, store: Store, member: int, sequence: int) -> str | None:
         """What ``member`` called last, where that is before ``sequence``; or why it could not make that call."""
-        try:
-            last, refused = self._read(f"{member}"), self._read(f"refused/{member}")
-        except RuntimeError:  # the rank that hosts the store is gone
-            return None
+        last, refused = self._read(store, f"{member}"), self._read(store, f"refused/{member}")
         if last is not None and last[0] >= sequence:
             return None
         if refused is not None and refused[0] == sequence:
             return f"its call #{sequence} was refused there: {refused[1]}"
         return "has called nothing yet" if last is None else f"its last call was #{last[0]} {last[1]}"
 
-    def _read(self, name: str) -> tuple[int, str] | None:
+    def _read(self, store: Store, name: str) -> tuple[int, str] | None:
         """What stands under that name: the number of a call, and text."""
         key = f"{self._key}{name}"
-        if not self._store.check([key]):
+        if not store.check([key]):
             return None
-        number, _, text = self._store.get(key).decode().partition(" ")
+        number, _, text = store.get(key).decode(errors="replace").partition(" ")
         return int(number), text
 
 
