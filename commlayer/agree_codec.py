@@ -22,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from commlayer.gloo import Board, wait
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.profiles.printable import printable, shortened
 
@@ -87,14 +88,16 @@ class Peers:
     ranks: tuple[int, ...]
     place: int
     device: torch.device
+    board: Board | None = None
+    """Where failures of the ranks are known, if anywhere: then nobody waits for a dead one."""
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Peers:
+    def of(cls, group: dist.ProcessGroup | None, board: Board | None = None) -> Peers:
         """The members of ``group``, of which this rank is one; None: all ranks of the job."""
         is_cuda = "nccl" in str(dist.get_backend(group))
         device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
         verbs = group if group is not None else dist.group.WORLD
-        return cls(verbs, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), device)
+        return cls(verbs, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), device, board)
 
     @property
     def rank(self) -> int:
@@ -254,7 +257,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 def _all_gather(peers: Peers, mine: torch.Tensor, until: float | None) -> list[torch.Tensor]:
     mine = mine.to(peers.device)
     parts = [torch.empty_like(mine) for _ in peers.ranks]
-    _wait(peers.group.allgather([parts], [mine]), until)
+    _wait(peers.group.allgather([parts], [mine]), until, peers.board)
     return [part.cpu() for part in parts]
 
 
@@ -262,7 +265,7 @@ def _broadcast(peers: Peers, value: torch.Tensor, until: float | None) -> torch.
     value = value.to(peers.device)
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    _wait(peers.group.broadcast([value], options), until)
+    _wait(peers.group.broadcast([value], options), until, peers.board)
     return value.cpu()
 
 
@@ -270,8 +273,10 @@ def _until(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _wait(work: dist.Work, until: float | None) -> None:
-    if until is None:
+def _wait(work: dist.Work, until: float | None, board: Board | None) -> None:
+    if board is not None:
+        wait(work, board, None if until is None else max(0.001, until - time.monotonic()))
+    elif until is None:
         work.wait()
     else:
         work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,11 +20,11 @@ from torch.utils.dlpack import from_dlpack
 
 from commlayer.agree_codec import Reason
 from commlayer.connect import connect, device_type
-from commlayer.debug import check_signatures, signature
+from commlayer.debug import Signature, check_signatures, signature
 from commlayer.detector import FailureDetector, job_detector
 from commlayer.endings import end_with_program
 from commlayer.executor import Executor
-from commlayer.failures import FailureBoard, own_client
+from commlayer.failures import Failure, FailureBoard, Wait, own_client
 from commlayer.forks import disown_in_child, inherited
 from commlayer.groups import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.lanes import Issued, lanes
@@ -31,7 +32,9 @@ from commlayer.plain import as_bytes, plain
 from commlayer.profiles.catalog import resolve
 from commlayer.profiles.errors import (
     ClusterError,
+    CollectiveTimeoutError,
     CommlayerError,
+    PeerError,
     PlanError,
     ProfileNotFoundError,
     TensorError,
@@ -50,6 +53,7 @@ from commlayer.work import Join, OrderedQueue, Work
 
 __all__ = ["Communicator", "State"]
 
+_Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 _MAX_PLANS = 1024
 """Sizes whose plan is kept at hand."""
 Futures = list[Future[Join]]
@@ -118,7 +122,8 @@ class Communicator:
         self._device_type = device_type(ep_group)
         self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
         self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
-        transport = connect(self.grid, self._device_type, self._watch(members), _get_default_store(), self._timeout_s)
+        self._board = self._watch(members)
+        transport = connect(self.grid, self._device_type, self._board, _get_default_store(), self._timeout_s)
         self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
         self._queue = OrderedQueue("commlayer")
         self._calls = 0
@@ -209,6 +214,7 @@ class Communicator:
         was_open, self.state = self.state is State.OPEN, State.CLOSED
         if was_open and dist.is_initialized():
             self._executor.transport.close()
+        self._board.close()
         if self._own_detector is not None:
             self._own_detector.close("it closed its Communicator")
 
@@ -244,9 +250,7 @@ class Communicator:
             self._check_plan(plan, source.numel(), replicated)
         self._calls += 1
         if self._debug_groups is not None:
-            ep_group, tp_group = self._debug_groups
-            mine = signature(self._calls, direction, plan.name, x, source)
-            check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s)
+            self._compare(self._debug_groups, signature(self._calls, direction, plan.name, x, source), replicated)
         self.plans_run[plan.name] += 1
         execute = self._executor.run if source.numel() else _nothing
         if self._is_on_lane:
@@ -258,6 +262,22 @@ class Communicator:
         else:  # on CUDA issuing is enqueueing on streams, so it is asynchronous as it is
             self._queue.run(self._guarded, self._issue, plan, source, target, futures)
         return output
+
+    def _compare(self, groups: _Groups, mine: Signature, replicated: bool) -> None:
+        """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does not come."""
+        ep_group, tp_group = groups
+        board = self._board if self._device_type == "cpu" else None
+        began = time.monotonic()
+        try:
+            check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s, board=board)
+        except (PeerError, CollectiveTimeoutError) as error:
+            others = tuple(rank for rank in self._board.ranks if rank != self._board.rank)
+            wait = Wait(self._board.rank, others, "ep", "all_to_all", mine.plan, "comparison", 0, self._calls)
+            failure = Failure(error, time.monotonic() - began, self._timeout_s)
+            self._board.report(wait, failure)
+            explained = self._board.explain(wait, failure)
+            self._break(explained)
+            raise explained from error
 
     def _exchange_on_lane(
         self,

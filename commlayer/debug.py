@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.agree_codec import Message, Peers, gather_grid
+from commlayer.failures import FailureBoard
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Signature", "check_signatures", "signature"]
@@ -46,15 +47,16 @@ def check_signatures(
     *,
     replicated: bool,
     timeout_s: float,
+    board: FailureBoard | None = None,
 ) -> None:
     """Compare the calls of all ranks of the grid; every one of them raises the same DisagreementError, or none.
 
     Two exchanges, along the row and then along the column: a rank that compared after the first would raise while others
-    still wait for it in the second.
+    still wait for it in the second. ``board``: where failures of the grid are known; of groups of CPU tensors.
     """
     purpose = f"to compare their call #{mine.sequence}"
-    row = None if tp_group is None else Peers.of(tp_group)
-    rows = gather_grid(mine, Signature, row, Peers.of(ep_group), timeout_s, purpose)
+    row = None if tp_group is None else Peers.of(tp_group, board)
+    rows = gather_grid(mine, Signature, row, Peers.of(ep_group, board), timeout_s, purpose)
     first_rank, first = rows[0][0]
     for rank, theirs in itertools.chain.from_iterable(rows):
         if theirs.without_checksum() != first.without_checksum():

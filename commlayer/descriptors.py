@@ -2,7 +2,7 @@
 
 It is counted before, because nobody below takes a lack of descriptors well: Gloo throws on a thread of its own when it cannot
 accept a connection, which ends the process with SIGABRT; c10d's store tries to connect for its whole timeout, half an hour, and
-a program that ends meanwhile is aborted too. Plain Gloo does both.
+a program that ends meanwhile is aborted too.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ _SETTLE_TIMEOUT_S = 5.0
 _MOST_LISTED = 8
 """Of the ranks that one waited for; more are all others of the group."""
 _LONGEST_KEY = 200
+_MOST_NAMED = 32
 _LATE = "did not answer"
 
 
@@ -68,7 +69,7 @@ class Connecting:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} could not connect to ranks {', '.join(map(str, self.peers))} (group {self.group}, "
+            f"rank {self.rank} could not connect to {_named(self.peers).removeprefix('one of ')} (group {self.group}, "
             f"{self.purpose})"
         )
 
@@ -280,5 +281,6 @@ class FailureBoard:
 
 def _named(ranks: Iterable[int]) -> str:
     """The rank, or the ranks one of which it is (a collective call of the backend does not say which)."""
-    names = ", ".join(map(str, ranks))
-    return f"one of ranks {names}" if "," in names else f"rank {names}"
+    listed = list(ranks)
+    names = ", ".join(map(str, listed[:_MOST_NAMED])) + ("" if len(listed) <= _MOST_NAMED else f", … {listed[-1]}")
+    return f"one of ranks {names}" if len(listed) > 1 else f"rank {names}"

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures import Failure, FailureBoard, Wait
-from commlayer.gloo import end_wait
+from commlayer.gloo import end_wait, keep
 from commlayer.gloo import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError, PlanError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Reduction, Region, tags_per_step
@@ -212,6 +212,8 @@ class GlooTransport:
     def close(self) -> None:
         for channel in dict.fromkeys(self.channels.values()):
             self._part(channel)
+            if self.board.has_abandoned:
+                keep(channel.group)
         self.channels = {}
 
     def _part(self, channel: Channel) -> None:

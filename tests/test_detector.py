@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -136,6 +137,51 @@ def test_junk_is_refused_and_halves_wait(junk: bytes) -> None:
         _frames(bytearray(junk))
 
 
+def test_a_consequence_is_not_blamed_where_the_cause_is_known() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Report(KEY, 1, (3,), "did not answer within 2 s"))
+    detector.tell(Left(1, "left with CollectiveTimeoutError: rank 3 did not answer", True, is_consequence=True))
+    mine = board(detector)
+    assert mine.is_broken
+    assert str(mine.explain(wait(0, 1), LATE)).startswith("rank 3 did not answer within 2 s")
+    elsewhere = FailureBoard(detector, "another group", 0, (0, 1))
+    assert str(elsewhere.explain(wait(0, 1), CLOSED)).startswith("rank 1 left with CollectiveTimeoutError: rank 3")
+
+
+def test_of_a_large_group_nobody_lists_all_ranks() -> None:
+    detector, ranks = FailureDetector(None, 0, range(20_000), 0.0), range(20_000)
+    mine = FailureBoard(detector, "g" * 5000, 0, ranks)
+    mine.report(wait(0, *ranks[1:]), LATE)
+    (report,) = detector.reports.values()
+    assert report.is_all
+    assert len(_framed(report)) < 300
+    for rank in ranks[1:-1]:
+        detector.tell(Report(mine.key, rank, (), "did not answer within 2 s", is_all=True))
+    assert str(mine.explain(wait(0, *ranks[1:]), LATE)).startswith("rank 19999 did not answer within 0.05 s; here")
+
+
+def test_text_that_cannot_be_encoded_is_told_all_the_same() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    board(detector, 1).leave("left with OSError: no file " + chr(0xDCFF) + "x" * 10_000)
+    (report,) = detector.reports.values()
+    assert _frames(bytearray(_framed(report))) == [report]
+
+
+def test_an_observer_that_raises_keeps_nobody_else_from_hearing(capsys: pytest.CaptureFixture[str]) -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+
+    class Raises:
+        def observe(self, record: object) -> None:
+            raise KeyError(record)
+
+    mine, first, second = board(detector), Raises(), Raises()
+    detector.attach(first)
+    detector.attach(second)
+    detector.tell(Gone(3, 1))
+    assert mine.is_broken
+    assert capsys.readouterr().err.count("KeyError: Gone") == 2
+
+
 # Processes
 
 
@@ -234,6 +280,28 @@ def test_a_connection_that_is_lost_is_no_death(emulated_cluster: ClusterFactory)
     for gone, num_links in emulated_cluster(1, 4).run(job):
         assert gone == []
         assert num_links >= 2
+
+
+@pytest.mark.cluster
+def test_a_rank_that_has_no_time_to_answer_is_no_death(emulated_cluster: ClusterFactory) -> None:
+    """It holds the interpreter lock for longer than a dial waits, while its connections are lost."""
+
+    def job() -> list[int]:
+        rank = start()
+        detector = detector_of(rank)
+        dist.barrier()
+        if rank == 0:
+            with detector.changed:
+                for link in detector._links:
+                    if link.rank == 1:
+                        link.socket.shutdown(socket.SHUT_RDWR)
+        elif rank == 1:
+            ctypes.PyDLL(None).usleep(3_000_000)
+        dist.barrier()
+        time.sleep(0.5)
+        return list(detector.gone)
+
+    assert emulated_cluster(1, 3).run(job) == [[], [], []]
 
 
 @pytest.mark.cluster
