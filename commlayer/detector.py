@@ -179,9 +179,9 @@ class FailureDetector:
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._links: list[_Link] = []
         self._strangers: list[_Link] = []  # who have not said yet who they are
-        self._answering: set[str] = (
-            set()
-        )  # addresses at which a rank of the job has answered: a refusal there means something
+        # Where a rank of the job has answered: a refusal there means something.
+        self._answering: set[str] = set()
+        self._cards: dict[int, _Card] = {}
         self._is_closed = self._is_linked = False
         if store is None or len(self.ranks) < 2:
             return
@@ -310,8 +310,9 @@ class FailureDetector:
             except (OSError, msgspec.MsgspecError, EOFError):
                 continue
             else:
-                link = _Link(connection, peer, msgspec.structs.replace(card, addresses=(address,)))
+                link = _Link(connection, peer, card)
                 self._answering.add(address)
+                self._cards[peer] = msgspec.structs.replace(card, addresses=(address,))
                 self._serve_link(link)
                 return link
         return None
@@ -423,7 +424,8 @@ class FailureDetector:
             if link.card is not None or frame.proof != self._secret or frame.rank not in self._members:
                 raise ValueError("a stranger")
             link.rank = frame.rank
-            link.card = _Card((link.socket.getpeername()[0],), frame.port, frame.secret)
+            address = link.socket.getpeername()[0].removeprefix("::ffff:")  # as IPv6 writes an address of IPv4
+            link.card = _Card((address,), frame.port, frame.secret)
             link.outbox += _framed(_Welcome(frame.secret))
             with self.changed:
                 self._strangers.remove(link)
@@ -444,7 +446,7 @@ class FailureDetector:
                 self._selector.unregister(link.socket)
             link.socket.close()
         if link.card is not None and is_lost and not self._is_closed:
-            self._start_asking(link.rank, link.card)
+            self._start_asking(link.rank, self._cards.get(link.rank, link.card))
 
     def _learn(self, record: Record, source: _Link | None) -> None:
         with self.changed:
