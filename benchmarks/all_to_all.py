@@ -17,11 +17,11 @@ from statistics import median
 
 import msgspec
 
-from commlayer.bench import BenchOptions
 from commlayer.cli.bench import bench_job
 from commlayer.cli.launch import Place, place_of, run
+from commlayer.measure.bench import BenchOptions
+from commlayer.measure.results import BenchResult, Point, Row
 from commlayer.profiles.profile import Profile
-from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler.plan import Gather
 from commlayer.units import format_bytes, format_us
 

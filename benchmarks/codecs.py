@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from moe_tables import Spread, ratios, spread, table
 
-from commlayer.codecs import Codec
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
 from commlayer.units import format_bytes
+from commlayer.wire.codecs import Codec
 
 WIDTH = 2048
 SIZES = (1 << 20, 16 << 20)

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 import commlayer
 import commlayer.backend
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.emulation import EmulatedCluster
-from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.units import format_bytes, format_us
 
 RESULTS = Path(__file__).parent / "results"

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend
-import commlayer.calibrate  # noqa: F401  # before the fork: ranks then start in milliseconds
+import commlayer.measure.calibrate  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.examples.train import TrainOptions, train
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.model import ModelConfig
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.scheduler.wire import Wire, WireFormat, WirePolicy
 
 __all__ = ["CHOICE_SIZES", "Timed", "choices", "dispatches", "errors_of", "gradients", "peaks_of", "sweep", "trained"]

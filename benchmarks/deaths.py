@@ -34,7 +34,7 @@ from rich.progress import track
 from rich.table import Table
 
 import commlayer.backend.create  # before the fork: ranks then start in milliseconds
-import commlayer.calibrate  # noqa: F401  likewise
+import commlayer.measure.calibrate  # noqa: F401  likewise
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome
 

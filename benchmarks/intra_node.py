@@ -23,8 +23,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.emulation import EmulatedCluster
-from commlayer.failures import FailureBoard
-from commlayer.planned import PlannedGroup
+from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.board import FailureBoard
 from commlayer.settings import Settings
 from commlayer.units import format_bytes
 

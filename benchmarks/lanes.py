@@ -29,9 +29,9 @@ import torch.distributed as dist
 
 import commlayer
 import commlayer.backend
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.emulation import EmulatedCluster
-from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import Call, Compute, Forecast, Issue, Wait, simulate
 from commlayer.scheduler.lanes import LanePolicy

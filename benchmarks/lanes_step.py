@@ -37,16 +37,16 @@ import torch.nn.functional as F  # noqa: N812
 
 import commlayer
 import commlayer.backend
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
+from commlayer.engine.lanes import lanes
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.lanes import lanes
-from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.statistics import reset_stats, stats
 

@@ -28,7 +28,7 @@ from mappings_ranks import ComputeTimes, Layer, run_compute, run_curves, run_ste
 
 import commlayer
 import commlayer.backend
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.drawing import save_figure
 from commlayer.emulation import EmulatedCluster
 
@@ -190,7 +190,8 @@ def document(
         "",
         "## What the prediction knows",
         "",
-        "Curves of every shape of group that the mappings have (`commlayer.group_profiler.measure_groups`), all groups of a",
+        "Curves of every shape of group that the mappings have",
+        "(`commlayer.measure.group_profiler.measure_groups`), all groups of a",
         f"shape at once: {', '.join(measured.curves)} (nodes × ranks on each). Computation, all ranks at once and nothing sent:",
         "products of six sizes; the attention's core of five, forward and backward; and five whole layers, from which two",
         f"numbers come: {compute.kernel_us:.0f} µs for each of the kernels that memory bounds, and",

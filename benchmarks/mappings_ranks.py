@@ -17,13 +17,13 @@ import torch.distributed as dist
 from mappings_job import GPUS, MODEL, NODES, RANKS, SEQUENCE, Case
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.group_profiler import measure_groups
 from commlayer.integrations.block import MoETransformerLayer
 from commlayer.integrations.context_parallel import context_parallel_attention
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.model import MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.profiler import SweepOptions
+from commlayer.measure.group_profiler import measure_groups
+from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.measure import Repeats
 
 __all__ = ["ComputeTimes", "Layer", "run_compute", "run_curves", "run_steps"]

@@ -34,10 +34,10 @@ from moe_tables import KindRow
 
 import commlayer
 import commlayer.backend
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.drawing import save_figure
 from commlayer.emulation import EmulatedCluster
-from commlayer.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions, measure_cluster
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("host", "kinds", "layer")

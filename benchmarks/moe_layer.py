@@ -16,7 +16,7 @@ from moe_baseline import Clock, PlainMoE, deepspeed_layer, instrument, why_no_de
 from moe_tables import PHASES, Breakdown, LayerRow, breakdown, ratios, spread, width_of_balance
 from torch import nn
 
-from commlayer.agree_codec import Message, Peers, gather
+from commlayer.agree.messages import Message, Peers, gather
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts

@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from commlayer.agree.topology import discover_topology as discover_topology
     from commlayer.communicator import Communicator as Communicator
     from commlayer.compressed import CompressedGroup as CompressedGroup
-    from commlayer.groups import discover_topology as discover_topology
+    from commlayer.engine.work import Work as Work
     from commlayer.profiles.catalog import resolve as load_profile
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from commlayer.scheduler.wire import WirePolicy as WirePolicy
     from commlayer.statistics import reset_stats as reset_stats
     from commlayer.statistics import stats as stats
-    from commlayer.work import Work as Work
 
 __version__ = "0.1.0"
 
@@ -36,8 +36,8 @@ _HOME = {
     "Scaling": "commlayer.scheduler.wire:Scaling",
     "WireFormat": "commlayer.scheduler.wire:WireFormat",
     "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
-    "Work": "commlayer.work:Work",
-    "discover_topology": "commlayer.groups:discover_topology",
+    "Work": "commlayer.engine.work:Work",
+    "discover_topology": "commlayer.agree.topology:discover_topology",
     "load_profile": "commlayer.profiles.catalog:resolve",
     "reset_stats": "commlayer.statistics:reset_stats",
     "stats": "commlayer.statistics:stats",

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, NoReturn, cast
 import torch
 import torch.distributed as dist
 
-from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.wire import WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
+from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
 __all__ = ["LANES", "Exchange", "GroupCommunicator", "Held", "Pending"]
 

@@ -18,17 +18,17 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.dlpack import from_dlpack
 
-from commlayer.agree_codec import Reason
-from commlayer.connect import connect, device_type
-from commlayer.debug import Signature, check_signatures, signature
-from commlayer.detector import FailureDetector, job_detector
-from commlayer.endings import end_with_program
-from commlayer.executor import Executor
-from commlayer.failures import Failure, FailureBoard, Wait, own_client
-from commlayer.forks import disown_in_child, inherited
-from commlayer.groups import Grid, Member, describe_self, form_grid, grid_key, versions
-from commlayer.lanes import Issued, lanes
-from commlayer.plain import as_bytes, plain
+from commlayer.agree.messages import Reason
+from commlayer.agree.signature import Signature, check_signatures, signature
+from commlayer.agree.topology import Grid, Member, describe_self, form_grid, grid_key, versions
+from commlayer.engine.executor import Executor
+from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.plain import as_bytes, plain
+from commlayer.engine.work import Join, OrderedQueue, Work
+from commlayer.failures.board import Failure, FailureBoard, Wait, own_client
+from commlayer.failures.detector import FailureDetector, job_detector
+from commlayer.failures.endings import end_with_program
+from commlayer.failures.forks import disown_in_child, inherited
 from commlayer.profiles.catalog import resolve
 from commlayer.profiles.errors import (
     ClusterError,
@@ -49,7 +49,7 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
-from commlayer.work import Join, OrderedQueue, Work
+from commlayer.transport.connect import connect, device_type
 
 __all__ = ["Communicator", "State"]
 
@@ -219,13 +219,13 @@ class Communicator:
             self._own_detector.close("it closed its Communicator")
 
     def end(self, patience_s: float) -> None:
-        """At the program's end, where nobody closed this: see :class:`commlayer.endings.Ends`."""
+        """At the program's end, where nobody closed this: see :class:`commlayer.failures.endings.Ends`."""
         if not self._queue.close(patience_s):
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
                 self._executor.transport.abort("ended its program while a call was under way")
 
     def disown(self) -> None:
-        """In a forked child: see :class:`commlayer.forks.Disowned`."""
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
         self.state = State.INHERITED
 
     def __enter__(self) -> Communicator:

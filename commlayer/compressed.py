@@ -3,8 +3,8 @@
 ``CompressedGroup`` decides for each call, alike on all ranks: which formats its policy and its governor allow for the tensor,
 which of them the planner finds fastest, native among them; then it runs that. What is native goes the group's own way.
 
-On the CPU the plans encode, send and decode by chunks (:mod:`commlayer.encoded`); CUDA tensors go flat: encoded at once, moved by
-one call of the group, decoded at once (:mod:`commlayer.encoded_flat`).
+On the CPU the plans encode, send and decode by chunks (:mod:`commlayer.engine.encoded`); CUDA tensors go flat: encoded at once,
+moved by one call of the group, decoded at once (:mod:`commlayer.engine.encoded_flat`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from commlayer.agreement import is_agreed
-from commlayer.backend.progress import DONE
-from commlayer.c10d import all_gather_single, reduce_scatter_single
-from commlayer.codecs import Codec
-from commlayer.encoded_flat import FlatEncoded
-from commlayer.governor import Governor
-from commlayer.plain import plain
+from commlayer.agree.maximum import is_agreed
+from commlayer.engine.encoded_flat import FlatEncoded
+from commlayer.engine.plain import plain
+from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_moves import even_blocks
@@ -29,6 +26,9 @@ from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, WirePolicy
+from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
+from commlayer.wire.codecs import Codec
+from commlayer.wire.governor import Governor
 
 __all__ = ["CompressedGroup"]
 

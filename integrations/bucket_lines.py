@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.compressed import CompressedGroup
+from commlayer.engine.work import Join, OrderedQueue
 from commlayer.integrations.wire import flat_rows
 from commlayer.profiles.errors import UsageError
-from commlayer.work import Join, OrderedQueue
 
 __all__ = ["Bucket", "Line", "lines_of", "needs_one_order"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from commlayer.agree_codec import Message, Peers, gather
+from commlayer.agree.messages import Message, Peers, gather
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.settings import Settings
 

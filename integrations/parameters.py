@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlayer.c10d import all_gather_single, reduce_scatter_single
 from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
 __all__ = ["ShardedOptimizer"]
 

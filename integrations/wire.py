@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from commlayer.agreement import is_agreed
+from commlayer.agree.maximum import is_agreed
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.moe.ways import DispatchWire

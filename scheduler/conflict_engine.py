@@ -223,7 +223,7 @@ class Engine:
         longest = longest_hold_us(course.loads[index].alone_us, self._policy)
         if longest <= 0:
             return True
-        # Several groups of a lane share what the lane keeps, as commlayer.lanes does it: each has a place of its own in time.
+        # Several groups of a lane share what the lane keeps, as commlayer.engine.lanes does it: each has its own place in time.
         due = self._next_due[course.level] = max(self.now, self._next_due[course.level]) + longest
         course.held, course.held_since, course.due = index, self.now, due
         return False

@@ -21,8 +21,8 @@ of them at it.
   pre-empted, so a higher lane finds so many chunks in its way at most. While a call is held nothing behind that step in
   its plan is posted either, as in the executor, whose one loop is where it is held.
 
-Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.lanes`, by which a
-higher call that waits for a late rank stops holding others.
+Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.engine.lanes`, by
+which a higher call that waits for a late rank stops holding others.
 
 Rejected: priority as a share of the link (weights). No link here obeys one, and the runtime can only delay what it has
 not sent.

@@ -1,6 +1,6 @@
 """Wire formats: what crosses a link in place of a tensor's own bytes, how many bytes that is, and what may be chosen.
 
-Pure arithmetic, no torch; :mod:`commlayer.codecs` does what is described here.
+Pure arithmetic, no torch; :mod:`commlayer.wire.codecs` does what is described here.
 
 An *encoded* message of r rows of W elements is one contiguous run of bytes: its scales (FP32), then its payload, row after
 row. Scales first, so that they are aligned wherever a message begins at a multiple of four bytes, and one message carries

@@ -15,11 +15,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer import __version__, agree_codec, calibrate, debug, groups
-from commlayer.agree_codec import LIMIT_BYTES, Message, Peers, Reason, check_alike, decode, encode, gather
-from commlayer.all_ranks import ProfileText
+from commlayer import __version__
+from commlayer.agree import messages as agree_codec
+from commlayer.agree import signature, topology
+from commlayer.agree.messages import LIMIT_BYTES, Message, Peers, Reason, check_alike, decode, encode, gather
+from commlayer.agree.topology import Member
 from commlayer.backend import world
-from commlayer.groups import Member
+from commlayer.measure import calibrate
+from commlayer.measure.all_ranks import ProfileText
 from commlayer.profiles.errors import DisagreementError, ProfileNotFoundError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +38,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     ProfileText: st.builds(ProfileText, st.text()),
     world._Card: st.builds(world._Card, st.text(), values, reasons),
     calibrate._Held: st.builds(calibrate._Held, st.text(), reasons),
-    debug.Signature: st.builds(debug.Signature, small, st.text(), st.text(), ranks, st.text(), small),
+    signature.Signature: st.builds(signature.Signature, small, st.text(), st.text(), ranks, st.text(), small),
     agree_codec._Row: st.builds(
         agree_codec._Row, ranks, st.lists(st.binary(), max_size=3).map(tuple), st.none() | st.text()
     ),
@@ -194,10 +197,10 @@ FIRST_ROW = [(0, member(0, (0, 2), (0, 1))), (1, member(1, (1, 3), (0, 1)))]
 )
 def test_a_description_that_no_group_can_give_names_its_rank(rank: int, described: Member) -> None:
     sound = [(2, member(2, (0, 2), (2, 3))), (3, member(3, (1, 3), (2, 3)))]
-    groups._check_told([FIRST_ROW, sound])
+    topology._check_told([FIRST_ROW, sound])
     second = [(2, member(2, (0, 2), (2, rank))), (rank, described)]
     with pytest.raises(DisagreementError, match=f"rank {rank} says that it is rank {described.rank} of the ep group"):
-        groups._check_told([FIRST_ROW, second])
+        topology._check_told([FIRST_ROW, second])
 
 
 @pytest.mark.parametrize(("ranks", "words"), [((2, 3), 1), ((2, 2), 2), ((3, 4), 2), ((), 0)])

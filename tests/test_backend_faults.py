@@ -17,13 +17,13 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 
 import commlayer
 import commlayer.backend.create
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
-from commlayer import planned
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.backend import create
 from commlayer.emulation import request_shape, rights
+from commlayer.engine import planned
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.transport import GlooCall
+from commlayer.transport.contract import GlooCall
 
 pytestmark = pytest.mark.cluster
 

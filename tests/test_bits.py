@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import commlayer
 import commlayer.backend.create
-import commlayer.calibrate  # before the ranks fork, or each of them loads it
+import commlayer.measure.calibrate  # before the ranks fork, or each of them loads it
 from commlayer.emulation import EmulatedCluster, rights
 from commlayer.testing import FaultyVerbs, ProcessGroupVerbs, Verbs, run_on_nodes, wrong_bytes_at
 from commlayer.testing.move_checks import patterns

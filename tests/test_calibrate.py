@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from commlayer import calibrate
-from commlayer.all_ranks import AllRanks
 from commlayer.cli.main import main
+from commlayer.measure import calibrate
+from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.profile import Profile, load_profile
 from commlayer.profiles.topology import Topology
@@ -183,7 +183,7 @@ JOB = """
 import sys, time
 from pathlib import Path
 import torch.distributed as dist
-from commlayer import calibrate
+from commlayer.measure import calibrate
 folder, job, rank, jobs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 measure = calibrate.measure_cluster
 def together(*arguments, **options):

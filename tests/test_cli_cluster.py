@@ -17,12 +17,12 @@ from click.testing import CliRunner
 from commlayer.cli.launch import Place, emulation
 from commlayer.cli.main import main
 from commlayer.cli.profile import link_rates
+from commlayer.measure.results import BenchResult
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import Point, summarize
 from commlayer.profiles.nccl_table import COLUMNS, Row
 from commlayer.profiles.profile import load_profile, parse_profile
-from commlayer.results import BenchResult
 from commlayer.testing.synthetic import synthetic_profile
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")
@@ -54,8 +54,8 @@ def shell(*arguments: object, status: int = 0, **environment: str) -> subprocess
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few rounds as are asked for: ranks are forks of this process."""
-    monkeypatch.setattr("commlayer.bench._SIZE_BUDGET_US", 0.0)
-    monkeypatch.setattr("commlayer.bench._PAIR_BUDGET_US", 0.0)
+    monkeypatch.setattr("commlayer.measure.bench._SIZE_BUDGET_US", 0.0)
+    monkeypatch.setattr("commlayer.measure.bench._PAIR_BUDGET_US", 0.0)
 
 
 def here(*arguments: object) -> str:
@@ -115,7 +115,7 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     outputs = ("-o", tmp_path / "r.json", "--report", tmp_path / "r.html")
     common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1")
-    monkeypatch.setattr("commlayer.bench.environment", lambda: {"date": "the run's"})
+    monkeypatch.setattr("commlayer.measure.bench.environment", lambda: {"date": "the run's"})
     result = json.loads(here(*common, *SMALL, "--all-forms", *outputs, "--json"))
     assert result == json.loads((tmp_path / "r.json").read_text())
     assert (result["topology"], result["is_emulated"], result["inter"]) == ("2x2", True, "4gbit")
@@ -250,7 +250,7 @@ class _Clock:
 
 
 def test_only_the_ratio_rests_on_the_rounds_of_the_pair_alone() -> None:
-    from commlayer import bench
+    from commlayer.measure import bench
     from commlayer.scheduler import Traffic, choose
 
     profile = synthetic_profile(nodes=2, ranks_per_node=4)
@@ -314,7 +314,7 @@ def test_a_cluster_command_without_a_cluster_says_how_to_get_one() -> None:
 
 
 def test_the_library_refuses_sizes_that_do_not_divide() -> None:
-    from commlayer.bench import check_sizes
+    from commlayer.measure.bench import check_sizes
 
     check_sizes([4, 100_000], 2)
     with pytest.raises(UsageError, match="multiples of 4 bytes; the nearest is 100000"):
@@ -323,7 +323,7 @@ def test_the_library_refuses_sizes_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize(("size", "near"), [(1, 4), (3, 4), (5, 4), (100_002, 100_004), (4, 4)])
 def test_the_nearest_size_that_divides(size: int, near: int) -> None:
-    from commlayer.bench import nearest_size
+    from commlayer.measure.bench import nearest_size
 
     assert nearest_size(size, 2) == near
 

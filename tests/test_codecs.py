@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.codecs import Codec, host, reference, tiles
-from commlayer.kernels import row_kernels
 from commlayer.profiles.errors import NonFiniteError, TensorError, UsageError
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
+from commlayer.wire.codecs import Codec, host, reference, tiles
+from commlayer.wire.kernels import row_kernels
 
 FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -420,6 +420,6 @@ def test_misuse_is_told(call: str, error: type[Exception], match: str) -> None:
 
 
 def test_without_triton_gpu_rows_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "commlayer.kernels.rows", None)
+    monkeypatch.setitem(sys.modules, "commlayer.wire.kernels.rows", None)
     with pytest.raises(UsageError, match=r"pip install 'commlayer\[triton\]'"):
         row_kernels()

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from commlayer import Communicator, discover_topology
-from commlayer.bench import world_groups
 from commlayer.emulation import EmulatedCluster, RanksFailedError
+from commlayer.measure.bench import world_groups
 from commlayer.profiles.errors import (
     ClusterError,
     CollectiveTimeoutError,
@@ -647,7 +647,7 @@ def test_a_failed_trace_breaks_the_communicator(emulated_cluster: ClusterFactory
 def test_a_pending_call_does_not_keep_a_dead_program_alive() -> None:
     code = """
 import time
-from commlayer.work import OrderedQueue
+from commlayer.engine.work import OrderedQueue
 OrderedQueue("test").submit(time.sleep, 60)
 raise SystemExit(7)
 """

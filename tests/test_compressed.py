@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import commlayer
 import commlayer.backend.create  # once, before ranks are forked
-from commlayer.codecs import Codec
 from commlayer.compressed import CompressedGroup
-from commlayer.encoded_flat import FlatEncoded
+from commlayer.engine.encoded_flat import FlatEncoded
 from commlayer.integrations import planned_group
 from commlayer.profiles.errors import DisagreementError, NonFiniteError, TensorError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.wire.codecs import Codec
 
 BF16, E4M3, E5M2, NATIVE = WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2, WireFormat.NATIVE
 PLANS = ("flat_direct", "flat_direct:3", "hierarchical", "pipelined:2")

@@ -7,7 +7,12 @@ from typing import cast
 
 import pytest
 
-from commlayer.backend.cuda import (
+from commlayer.cli.lane_checks import Line, at_hand, lane_lines
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.lanes import LANES
+from commlayer.transport.cuda import stream_priorities
+from commlayer.transport.nccl import (
     CONFIG_SINCE,
     LOWER_LANE_CTAS,
     Inner,
@@ -18,11 +23,6 @@ from commlayer.backend.cuda import (
     nccl_lane_options,
     use_lane,
 )
-from commlayer.cli.lane_checks import Line, at_hand, lane_lines
-from commlayer.cuda import stream_priorities
-from commlayer.profiles.errors import UsageError
-from commlayer.profiles.links import Resource
-from commlayer.scheduler.lanes import LANES
 
 NEW, OLD, ANCIENT = (2, 28, 9), (2, 23, 4), (2, 14, 3)
 UNDEFINED = -(2**31)

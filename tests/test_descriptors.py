@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has them too, but not for type checkers
 
-from commlayer import descriptors
-from commlayer.failures import own_client
+from commlayer.failures import descriptors
+from commlayer.failures.board import own_client
 from commlayer.profiles.errors import ClusterError
 
 
@@ -75,7 +75,7 @@ PROGRAM = """
 import resource, sys
 rank, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
 import torch.distributed as dist
-import commlayer.calibrate
+import commlayer.measure.calibrate
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]),) * 2)
 store = dist.TCPStore("127.0.0.1", port, 4, is_master=False)
 dist.init_process_group(backend, store=store, rank=rank, world_size=4)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer.detector import FailureDetector, Gone, Left, Report, _framed, _frames
-from commlayer.failures import Connecting, Failure, FailureBoard, Wait
+from commlayer.failures.board import Connecting, Failure, FailureBoard, Wait
+from commlayer.failures.detector import FailureDetector, Gone, Left, Report, _framed, _frames
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 

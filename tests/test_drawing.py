@@ -23,10 +23,10 @@ from commlayer.drawing import (
     timeline_figure,
     write_report,
 )
+from commlayer.measure.results import BenchResult, Point, Row
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
-from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler import Decision, Timeline, Traffic, choose, price
 
 PROFILE = catalog.load("monta-a800-2x8")

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import (  # torch.distributed has them too, but 
     TCPStore,
 )
 
-from commlayer import endings
-from commlayer.endings import rest
+from commlayer.failures import endings
+from commlayer.failures.endings import rest
 from commlayer.testing.plugin import ClusterFactory
 
 

@@ -22,13 +22,15 @@ from torch.utils.data import DataLoader, Dataset
 
 import commlayer
 import commlayer.backend.create
-import commlayer.calibrate  # before the fork: ranks then start in milliseconds
-from commlayer import Communicator, forks, recorder
-from commlayer.lanes import lanes
+import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
+from commlayer import Communicator
+from commlayer.engine.lanes import lanes
+from commlayer.failures import forks
 from commlayer.profiles.errors import GroupError
 from commlayer.statistics import GroupCounters
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
+from commlayer.traces import recorder
 
 PROGRAM = textwrap.dedent(
     """

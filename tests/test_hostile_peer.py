@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from commlayer import Communicator, discover_topology
-from commlayer.all_ranks import AllRanks, ProfileText
 from commlayer.backend import world
-from commlayer.bench import world_groups
 from commlayer.integrations.groups import planned_group
 from commlayer.integrations.mesh import FoldedMesh
+from commlayer.measure.all_ranks import AllRanks, ProfileText
+from commlayer.measure.bench import world_groups
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 
-from commlayer.codecs import reference
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
+from commlayer.wire.codecs import reference
 
 FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -81,7 +81,7 @@ def num_rows(wire: Wire) -> int:
 
 
 def check_encoding() -> None:
-    from commlayer.kernels.rows import RowKernels
+    from commlayer.wire.kernels.rows import RowKernels
 
     for wire, dtype in cases():
         x, count = with_specials(draw(6, dtype, wire.row_elements)), num_rows(wire)
@@ -96,7 +96,7 @@ def check_encoding() -> None:
 
 def check_rounding() -> None:
     """Every value of FP16 that FP8 has room for: all ties, all subnormals."""
-    from commlayer.kernels.rows import RowKernels
+    from commlayer.wire.kernels.rows import RowKernels
 
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     for wire_format, largest in ((WireFormat.FP8_E4M3, 448.0), (WireFormat.FP8_E5M2, 57344.0)):
@@ -108,7 +108,7 @@ def check_rounding() -> None:
 
 
 def check_decoding() -> None:
-    from commlayer.kernels.rows import RowKernels
+    from commlayer.wire.kernels.rows import RowKernels
 
     for wire, dtype in cases():
         count = num_rows(wire)
@@ -124,7 +124,7 @@ def check_decoding() -> None:
 
 def check_every_code() -> None:
     """Each of the 256 codes, in a plain group and in a marked one."""
-    from commlayer.kernels.rows import RowKernels
+    from commlayer.wire.kernels.rows import RowKernels
 
     for wire_format, scale in itertools.product(FP8, (0.37, -0.37)):
         codes = torch.arange(256, dtype=torch.uint8)
@@ -142,7 +142,7 @@ def check_every_code() -> None:
 
 
 def check_sums() -> None:
-    from commlayer.kernels.rows import RowKernels
+    from commlayer.wire.kernels.rows import RowKernels
 
     index = torch.tensor([3, 1, 3, 5, 3, 1])
     for wire, dtype in cases():
@@ -160,7 +160,7 @@ def check_sums() -> None:
 
 
 def check_bf16() -> None:
-    from commlayer.kernels.rows import RowKernels
+    from commlayer.wire.kernels.rows import RowKernels
 
     wire, x = Wire(WireFormat.BF16, WIDTH), with_specials(draw(6, torch.float32))
     x[2, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38])  # two ties, and one that rounds to infinity
@@ -180,8 +180,8 @@ def check_bf16() -> None:
 
 
 def check_interleaving() -> None:
-    from commlayer.kernels.interleave import interleave
     from commlayer.profiles.errors import TensorError
+    from commlayer.wire.kernels.interleave import interleave
 
     for bounds in ([0, 4096], [0, 1024, 2048, 4096], [0, 16, 16, 40], [0, 3, 10], [0, 6, 20]):
         blocks = [torch.randint(0, 256, (bounds[-1],), dtype=torch.uint8) for _ in range(3)]
@@ -239,7 +239,7 @@ def assert_exact(assembled: str) -> None:
 
 
 def compile_encoding() -> None:
-    from commlayer.kernels import encode
+    from commlayer.wire.kernels import encode
 
     for kind, dtype, power_of_two in ((4, "*bf16", False), (5, "*fp32", True)):
         options = {"kind": kind, "power_of_two": power_of_two, "has_index": power_of_two}
@@ -253,7 +253,7 @@ def compile_encoding() -> None:
 
 
 def compile_decoding() -> None:
-    from commlayer.kernels import decode
+    from commlayer.wire.kernels import decode
 
     for (kind, dtype), scaling in itertools.product(((4, "*bf16"), (5, "*fp32"), (8, "*fp32")), (0, 1, 2)):
         if kind == 8 and scaling:
@@ -269,7 +269,7 @@ def compile_decoding() -> None:
 
 
 def compile_interleaving() -> None:
-    from commlayer.kernels.interleave import interleave_chunks
+    from commlayer.wire.kernels.interleave import interleave_chunks
 
     for word in ("*u8", "*i64"):
         assembly(interleave_chunks, 80, {"staged": word, "out": word}, tile=1024)

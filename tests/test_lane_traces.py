@@ -15,15 +15,15 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from torch._C._distributed_c10d import PrefixStore
 
-from commlayer import recorder as recorder_module
 from commlayer.backend import recording
 from commlayer.backend.recording import begin, end
 from commlayer.cli.main import main
 from commlayer.emulation import EmulatedCluster
-from commlayer.recorder import CallRecord, StepRecord, close_recorder, recorder
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.traces import recorder as recorder_module
+from commlayer.traces.recorder import CallRecord, StepRecord, close_recorder, recorder
 
 pytestmark = pytest.mark.cluster
 

@@ -46,11 +46,15 @@ def test_the_import_contracts_hold() -> None:
         ("profiles/links.py", "import commlayer.scheduler.plan", "profiles import no other floor"),
         ("profiles/curve.py", "from commlayer.settings import Settings", "profiles import no other floor"),
         ("profiles/measure.py", "def later() -> None:\n    import torch", "profiles import no other floor"),
-        ("scheduler/price.py", "from commlayer import executor", "the scheduler imports profiles only"),
+        ("scheduler/price.py", "from commlayer.engine import executor", "the scheduler imports profiles only"),
         ("scheduler/moves.py", "import numpy", "the scheduler imports profiles only"),
         ("scheduler/plan.py", "import commlayer.integrations", "the scheduler imports profiles only"),
-        ("commlayer/executor.py", "import commlayer.integrations", "the runtime does not know its integrations"),
-        ("commlayer/drawing/style.py", "from commlayer import transport", "drawing and emulation do without torch"),
+        ("commlayer/engine/executor.py", "import commlayer.integrations", "the runtime does not know its integrations"),
+        (
+            "commlayer/drawing/style.py",
+            "from commlayer.transport import contract",
+            "drawing and emulation do without torch",
+        ),
     ],
 )
 def test_a_forbidden_import_breaks_its_contract(tmp_path: Path, module: str, line: str, broken: str) -> None:

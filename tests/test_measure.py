@@ -12,11 +12,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer import profiler
-from commlayer.executor import Executor
-from commlayer.groups import discover_topology
-from commlayer.prober import Prober
-from commlayer.profiler import SweepOptions, measure_cluster, num_points
+from commlayer.agree.topology import discover_topology
+from commlayer.engine.executor import Executor
+from commlayer.measure import profiler
+from commlayer.measure.prober import Prober
+from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ClusterError, CommlayerError, TopologyError, UsageError
 from commlayer.profiles.links import Resource

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from commlayer.backend.progress import ProgressQueue
+from commlayer.engine.progress import ProgressQueue
 from commlayer.profiles.errors import InternalError
 
 PATIENCE = timedelta(seconds=30)

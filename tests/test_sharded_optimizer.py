@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer.codecs import Codec
 from commlayer.integrations import ShardedOptimizer, planned_group
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.wire.codecs import Codec
 
 pytestmark = pytest.mark.cluster
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from commlayer import shared_memory_connect
 from commlayer.emulation import rights
-from commlayer.failures import FailureBoard
-from commlayer.planned import PlannedGroup
+from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.board import FailureBoard
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
-from commlayer.shared_memory import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
-from commlayer.shared_memory_segment import FirstFit, Segment
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.transport import break_connections
+from commlayer.transport.contract import break_connections
+from commlayer.transport.shared_memory import connect
+from commlayer.transport.shared_memory.group import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
+from commlayer.transport.shared_memory.segment import FirstFit, Segment
 
 pytestmark = pytest.mark.cluster
 
@@ -607,19 +607,19 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
     """A stranger that connects in between, silently or with a guess, is sent away and disturbs nobody."""
 
     def job() -> tuple[bool, ...]:
-        original = shared_memory_connect._connected
+        original = connect._connected
 
         def with_strangers(meeting: Any, cards: Any, stack: Any) -> Any:
             if meeting.me == 1:
                 time.sleep(0.3)  # whom the strangers say they are
             if meeting.me == 2:
-                for word in (b"", b"x", shared_memory_connect._HELLO.pack(1, b"?" * 32)):
+                for word in (b"", b"x", connect._HELLO.pack(1, b"?" * 32)):
                     stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                     stranger.connect(cards[0].name)
                     stranger.send(word)
             return original(meeting, cards, stack)
 
-        shared_memory_connect._connected = with_strangers
+        connect._connected = with_strangers
         group = start([range(3)])
         exchange(group, 3, 1, SIZES)
         return group.shares
@@ -630,8 +630,8 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
 def test_a_rank_that_accepts_nobody_keeps_nobody_waiting(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[tuple[bool, ...], float]:
         if int(os.environ["RANK"]) == 0:
-            accept = shared_memory_connect._accept
-            shared_memory_connect._accept = lambda *arguments: not accept(*arguments)  # as if one had not come
+            accept = connect._accept
+            connect._accept = lambda *arguments: not accept(*arguments)  # as if one had not come
         begin = time.monotonic()
         return start([range(3)]).shares, time.monotonic() - begin
 

@@ -10,8 +10,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from commlayer.backend.signature import SignatureCheck
-from commlayer.detector import FailureDetector
-from commlayer.failures import FailureBoard
+from commlayer.failures.board import FailureBoard
+from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, TensorError
 
 

@@ -19,12 +19,20 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer import recorder as recorder_module
 from commlayer.cli.main import main
 from commlayer.drawing import lanes_figure, save_figure
+from commlayer.engine.tracing import RecordedCall, recorded, traced
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
-from commlayer.recorder import (
+from commlayer.scheduler import Plan, Traffic, choose
+from commlayer.settings import Settings
+from commlayer.traces import recorder as recorder_module
+from commlayer.traces.analyse import Selected, Window, lanes, lateness, plans, select
+from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
+from commlayer.traces.events import merged_events, rank_events, running
+from commlayer.traces.files import RankTrace, rank_name, rank_paths, read_folder, write_rank, write_trace
+from commlayer.traces.intervals import length, rows_without_overlap, union
+from commlayer.traces.recorder import (
     CallRecord,
     Mark,
     Recorder,
@@ -33,14 +41,6 @@ from commlayer.recorder import (
     open_recorder,
     recorder,
 )
-from commlayer.scheduler import Plan, Traffic, choose
-from commlayer.settings import Settings
-from commlayer.traces.analyse import Selected, Window, lanes, lateness, plans, select
-from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
-from commlayer.traces.events import merged_events, rank_events, running
-from commlayer.traces.files import RankTrace, rank_name, rank_paths, read_folder, write_rank, write_trace
-from commlayer.traces.intervals import length, rows_without_overlap, union
-from commlayer.tracing import RecordedCall, recorded, traced
 
 MS = 1_000_000
 FAST = (200, 900)
@@ -604,7 +604,7 @@ def test_records_from_many_threads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["", "raise RuntimeError('the program failed')", "sys.exit(3)"])
 def test_the_file_is_written_however_the_program_ends(tmp_path: Path, ending: str) -> None:
     code = (
-        "import sys\nfrom commlayer.recorder import open_recorder\n"
+        "import sys\nfrom commlayer.traces.recorder import open_recorder\n"
         f"open_recorder({str(tmp_path)!r}, 0, 1).mark('step 0', 1, 2)\n"
         "assert 'torch' not in sys.modules and 'msgspec' not in sys.modules\n" + ending
     )
@@ -617,7 +617,7 @@ def test_the_file_is_written_however_the_program_ends(tmp_path: Path, ending: st
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
     code = (
-        "import os\nfrom commlayer.recorder import open_recorder\n"
+        "import os\nfrom commlayer.traces.recorder import open_recorder\n"
         f"open_recorder({str(tmp_path)!r}, 0, 1)\n"
         "child = os.fork()\n"
         "if child:\n"

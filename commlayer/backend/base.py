@@ -24,22 +24,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ReduceOp, Store, Work
 
-from commlayer.backend.cuda import Inner, Nccl
-from commlayer.backend.cuda import use_lane as use_nccl_lane
 from commlayer.backend.issued import IssuedWork
 from commlayer.backend.lane import GroupLane
-from commlayer.backend.progress import DONE, ProgressQueue, QueuedWork, Task
 from commlayer.backend.recording import fill_flat, fill_plan, new_record, run_recorded, waiting
 from commlayer.backend.signature import SignatureCheck, described
-from commlayer.forks import inherited
-from commlayer.gloo import SLICE, wait
-from commlayer.lanes import Issued, lanes
-from commlayer.planned import PlannedGroup
+from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.planned import PlannedGroup
+from commlayer.engine.progress import DONE, ProgressQueue, QueuedWork, Task
+from commlayer.failures.forks import inherited
+from commlayer.failures.waits import SLICE, wait
 from commlayer.profiles.errors import ClusterError, GroupError, TensorError, UsageError
-from commlayer.recorder import Recorder, recorder
 from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
+from commlayer.traces.recorder import Recorder, recorder
+from commlayer.transport.nccl import Inner, Nccl
+from commlayer.transport.nccl import use_lane as use_nccl_lane
 
 __all__ = ["Destroyed", "GroupBase", "Inherited", "Refused", "now", "timeout_of"]
 

@@ -25,14 +25,14 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.base import now
 from commlayer.backend.encodings import Encodings
-from commlayer.backend.progress import ProgressQueue
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import flat, land, landing, real
-from commlayer.lanes import Issued, lanes
+from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.progress import ProgressQueue
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.recorder import CallRecord, recorder
 from commlayer.scheduler.lanes import lane_of, longest_hold_us
+from commlayer.traces.recorder import CallRecord, recorder
 
 __all__ = ["Batch", "Batches", "Parcel"]
 

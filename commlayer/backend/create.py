@@ -14,23 +14,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
 
 from commlayer.backend import world
-from commlayer.backend.cuda import is_usable, make_nccl
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
-from commlayer.descriptors import of_gloo, require
-from commlayer.detector import FailureDetector, job_detector, set_job_detector
-from commlayer.endings import end_with_program
-from commlayer.failures import Connecting, Failure, FailureBoard
-from commlayer.forks import disown_in_child, never_free_in_child
-from commlayer.gloo import Watched, bounded
-from commlayer.lanes import lanes
-from commlayer.planned import PlannedGroup
+from commlayer.engine.lanes import lanes
+from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.board import Connecting, Failure, FailureBoard
+from commlayer.failures.descriptors import of_gloo, require
+from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
+from commlayer.failures.endings import end_with_program
+from commlayer.failures.forks import disown_in_child, never_free_in_child
+from commlayer.failures.waits import Watched, bounded
 from commlayer.profiles.errors import ClusterError, CommlayerError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
+from commlayer.transport.nccl import is_usable, make_nccl
 
 __all__ = ["create_group", "make_group"]
 

@@ -14,18 +14,18 @@ import torch
 __all__ = ["skip_methods"]
 
 _MODULES = (
-    "arithmetic",
-    "base",
-    "exchanges",
-    "group",
-    "issued",
-    "messages",
-    "moves",
-    "options",
-    "progress",
-    "reductions",
-    "signature",
-    "tensors",
+    "commlayer.backend.arithmetic",
+    "commlayer.backend.base",
+    "commlayer.backend.exchanges",
+    "commlayer.backend.group",
+    "commlayer.backend.issued",
+    "commlayer.backend.messages",
+    "commlayer.backend.moves",
+    "commlayer.backend.options",
+    "commlayer.backend.reductions",
+    "commlayer.backend.signature",
+    "commlayer.backend.tensors",
+    "commlayer.engine.progress",
 )
 _is_done = False
 
@@ -47,7 +47,7 @@ def skip_methods() -> None:
 
 def _all_code() -> Iterator[types.CodeType]:
     for name in _MODULES:
-        module = importlib.import_module(f"commlayer.backend.{name}")
+        module = importlib.import_module(name)
         for value in vars(module).values():
             if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
                 yield from _nested(value.__code__)

@@ -16,11 +16,11 @@ from commlayer.backend.base import now
 from commlayer.backend.messages import Messages
 from commlayer.backend.recording import fill_plan
 from commlayer.backend.signature import described
-from commlayer.codecs import Codec
-from commlayer.encoded import EncodedGroup, Sent
+from commlayer.engine.encoded import EncodedGroup, Sent
 from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire
+from commlayer.wire.codecs import Codec
 
 __all__ = ["Encodings"]
 

@@ -17,7 +17,7 @@ from commlayer.backend.moves import Moves, Tensors
 from commlayer.backend.options import make
 from commlayer.backend.recording import fill_plan
 from commlayer.backend.tensors import MOVABLE, is_plain, join, land, landing, real, reals, spread
-from commlayer.plain import as_bytes
+from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 from commlayer.statistics import Row
 

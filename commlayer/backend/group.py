@@ -21,9 +21,9 @@ from commlayer.backend.base import Destroyed, Inherited
 from commlayer.backend.batches import Batches
 from commlayer.backend.options import make
 from commlayer.backend.recording import end
-from commlayer.detector import FailureDetector, job_detector, set_job_detector
-from commlayer.endings import bury, bury_when_idle
-from commlayer.gloo import bounded, keep
+from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
+from commlayer.failures.endings import bury, bury_when_idle
+from commlayer.failures.waits import bounded, keep
 
 __all__ = ["CommlayerGroup", "Together"]
 
@@ -64,7 +64,7 @@ class Together(Work):
 class CommlayerGroup(Batches):
     """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
 
-    CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.backend.cuda`).
+    CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.transport.nccl`).
     """
 
     _detector: FailureDetector | None = None
@@ -140,8 +140,8 @@ class CommlayerGroup(Batches):
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **wire: Any
     ) -> float | None:
-        """What the profile predicts for a call, µs, also in ``wire``: see :meth:`commlayer.choices.Choices.predicted_us`. Talks
-        to nobody."""
+        """What the profile predicts for a call, µs, also in ``wire``: see :meth:`commlayer.engine.choices.Choices.predicted_us`.
+        Talks to nobody."""
         predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes, shape, **wire)
         return predicted
 
@@ -210,7 +210,7 @@ class CommlayerGroup(Batches):
         self._stop(drain=False)
 
     def end(self, patience_s: float) -> None:
-        """At the program's end, of a group that nobody destroyed: see :class:`commlayer.endings.Ends`."""
+        """At the program's end, of a group that nobody destroyed: see :class:`commlayer.failures.endings.Ends`."""
         if isinstance(self._gloo, Destroyed):
             return
         until = time.monotonic() + patience_s
@@ -278,7 +278,7 @@ class CommlayerGroup(Batches):
         self._nccl = self._signatures = None
 
     def disown(self) -> None:
-        """In a forked child: see :class:`commlayer.forks.Disowned`."""
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
         if isinstance(self._gloo, Destroyed):
             return
         for queue in (self._progress, self._sender):

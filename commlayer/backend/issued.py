@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.progress import ProgressQueue, QueuedWork, too_long
-from commlayer.failures import FailureBoard
-from commlayer.forks import inherited
-from commlayer.gloo import wait
+from commlayer.engine.progress import ProgressQueue, QueuedWork, too_long
+from commlayer.failures.board import FailureBoard
+from commlayer.failures.forks import inherited
+from commlayer.failures.waits import wait
 from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["IssuedWork"]

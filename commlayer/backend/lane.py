@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from commlayer.lanes import Issued, lanes
-from commlayer.planned import PlannedGroup
+from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.planned import PlannedGroup
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import level_of, longest_hold_us
 
@@ -51,7 +51,7 @@ class GroupLane:
         return name if is_cut and level_of(name) else ""
 
     def enter(self, outputs: Any) -> Issued:
-        """A call with these outputs is issued; :meth:`commlayer.lanes.Lanes.leave` takes what is returned."""
+        """A call with these outputs is issued; :meth:`commlayer.engine.lanes.Lanes.leave` takes what is returned."""
         expected_s = _num_bytes(outputs) / self._bytes_per_s if self._bytes_per_s else None
         return lanes().enter(self.level, expected_s, crosses=self._crosses)
 

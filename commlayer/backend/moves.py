@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
 from commlayer.backend.base import GroupBase, now
 from commlayer.backend.options import make
 from commlayer.backend.tensors import MOVABLE, flat, is_plain, land, landing, real, reals, require_room, spread
-from commlayer.plain import as_bytes, require_dense
+from commlayer.engine.plain import as_bytes, require_dense
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["Moves"]

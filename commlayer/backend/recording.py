@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
-from commlayer.planned import PlannedGroup
-from commlayer.recorder import CallRecord, Recorder, StepRecord, close_recorder, open_recorder, recorder
+from commlayer.engine.planned import PlannedGroup
+from commlayer.engine.tracing import Recorded
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
-from commlayer.tracing import Recorded
+from commlayer.traces.recorder import CallRecord, Recorder, StepRecord, close_recorder, open_recorder, recorder
 
 __all__ = ["begin", "end", "fill_flat", "fill_plan", "new_record", "run_recorded", "waiting"]
 
@@ -103,7 +103,7 @@ _opener: _Opener | None = None
 
 
 def _in_child() -> None:
-    """See :mod:`commlayer.recorder`."""
+    """See :mod:`commlayer.traces.recorder`."""
     global _opener
     _opener = None
 

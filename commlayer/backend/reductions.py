@@ -25,7 +25,7 @@ from commlayer.backend.exchanges import Exchanges
 from commlayer.backend.moves import Tensors
 from commlayer.backend.options import like, make, with_op
 from commlayer.backend.tensors import flat, join, land, real, reals, require_room, spread
-from commlayer.gloo import reduce_scatter
+from commlayer.failures.waits import reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 

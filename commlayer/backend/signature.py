@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
-from commlayer.failures import FailureBoard, own_client
-from commlayer.gloo import wait, within
+from commlayer.failures.board import FailureBoard, own_client
+from commlayer.failures.waits import wait, within
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.scheduler.plan import Plan
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from commlayer.plain import as_row, plain
+from commlayer.engine.plain import as_row, plain
 from commlayer.profiles.errors import TensorError
 
 __all__ = ["MOVABLE", "flat", "is_plain", "join", "land", "landing", "real", "reals", "require_room", "spread"]

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
-from commlayer.agree_codec import Message, Peers, Reason, check_alike, gather
-from commlayer.all_ranks import AllRanks
-from commlayer.connect import wants_shared_memory
-from commlayer.detector import FailureDetector
-from commlayer.groups import node_identity, versions
+from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather
+from commlayer.agree.topology import node_identity, versions
+from commlayer.failures.detector import FailureDetector
+from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Planner
 from commlayer.settings import Settings
+from commlayer.transport.connect import wants_shared_memory
 
 if TYPE_CHECKING:
     from commlayer.backend.group import CommlayerGroup
@@ -108,7 +108,7 @@ def agree(
         raise failure
     _check(everyone, global_ranks)
     topology = _topology(settings, [card.identity for card in everyone], global_ranks)
-    from commlayer.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
+    from commlayer.measure.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
     own = PrefixStore("calibrate/", store)
     ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector)

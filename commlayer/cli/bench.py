@@ -14,10 +14,10 @@ from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
-    from commlayer.bench import BenchOptions
-    from commlayer.profiler import SweepOptions
+    from commlayer.measure.bench import BenchOptions
+    from commlayer.measure.profiler import SweepOptions
+    from commlayer.measure.results import BenchResult
     from commlayer.profiles.profile import Profile
-    from commlayer.results import BenchResult
     from commlayer.scheduler.price import Timeline
 
 __all__ = ["bench", "bench_job", "print_result", "refuse_wrong"]
@@ -64,7 +64,7 @@ def bench(
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer bench --profile cluster.json
     """
     place = place_of(emulate, inter, intra, delay, timeout)
-    from commlayer.bench import BenchOptions
+    from commlayer.measure.bench import BenchOptions
     from commlayer.profiles.catalog import resolve
     from commlayer.profiles.measure import sizes_between
     from commlayer.scheduler.plan import Gather
@@ -104,12 +104,12 @@ def bench_job(
     """On every rank: measure the cluster where no profile is given, then run everything."""
     from dataclasses import replace
 
-    from commlayer.bench import bench as run_bench
-    from commlayer.bench import nearest_size
+    from commlayer.agree.topology import discover_topology
     from commlayer.cli.profile import link_rates, measure_job
     from commlayer.cli.progress import progress
-    from commlayer.groups import discover_topology
-    from commlayer.profiler import SweepOptions
+    from commlayer.measure.bench import bench as run_bench
+    from commlayer.measure.bench import nearest_size
+    from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.profile import check_shape
 
     topology = discover_topology()

@@ -14,8 +14,8 @@ from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
+    from commlayer.measure.results import BenchResult
     from commlayer.profiles.profile import Profile
-    from commlayer.results import BenchResult
 
 __all__ = ["demo"]
 
@@ -46,9 +46,9 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
     check_drawing()
     place = place_of(shape, inter, intra, delay=0.0, timeout=10 * 60e6)
-    from commlayer.bench import BenchOptions
     from commlayer.cli.bench import bench_job, refuse_wrong
-    from commlayer.profiler import SweepOptions
+    from commlayer.measure.bench import BenchOptions
+    from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.measure import Repeats
 
     output.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def lane_lines(
 
 
 def _streams(environment: Mapping[str, str], *, is_on: bool) -> Line:
-    from commlayer.backend.cuda import is_high_priority
+    from commlayer.transport.nccl import is_high_priority
 
     if _is_set(environment, "TORCH_NCCL_HIGH_PRIORITY"):
         return (
@@ -102,7 +102,7 @@ def _traffic_class(
 def _ctas(
     environment: Mapping[str, str], nccl_version: Sequence[int], config_fields: Set[str], known: str, *, is_on: bool
 ) -> Line:
-    from commlayer.backend.cuda import LOWER_LANE_CTAS, is_high_priority
+    from commlayer.transport.nccl import LOWER_LANE_CTAS, is_high_priority
 
     name = "CTA limits"
     missing = _missing("max_ctas", nccl_version, config_fields, known)
@@ -138,7 +138,7 @@ def _queues(environment: Mapping[str, str]) -> Line:
 
 def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str], known: str) -> str:
     """Why a field of NCCL's configuration cannot be set; empty where it can."""
-    from commlayer.backend.cuda import CONFIG_SINCE
+    from commlayer.transport.nccl import CONFIG_SINCE
 
     least = CONFIG_SINCE[field]
     if tuple(nccl_version) < least:
@@ -152,7 +152,7 @@ def _is_set(environment: Mapping[str, str], name: str) -> bool:
 
 def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:
     """NCCL's version and the fields that this torch can set of it; (None, nothing) without CUDA."""
-    from commlayer.backend.cuda import config_fields, is_usable
+    from commlayer.transport.nccl import config_fields, is_usable
 
     if not is_usable():
         return None, frozenset()

@@ -127,7 +127,7 @@ def run(place: Place, job: Callable[..., Result], *arguments: Any) -> Result | N
     if place.emulate is None:
         result = _as_rank(job, arguments)
         return result if is_first() else None
-    import commlayer.bench  # noqa: F401  load torch before the fork: ranks then start in milliseconds
+    import commlayer.measure.bench  # noqa: F401  load torch before the fork: ranks then start in milliseconds
     from commlayer.emulation import EmulatedCluster
 
     cluster = EmulatedCluster(

@@ -242,7 +242,7 @@ def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
 def _write_trace(path: Path, decision: Decision) -> None:
     import json
 
-    from commlayer.drawing.chrome import chrome_trace
+    from commlayer.traces.chrome import chrome_trace
 
     write_file(path, json.dumps(chrome_trace(best_of_each(decision))) + "\n")
     echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)

@@ -14,7 +14,7 @@ from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
-    from commlayer.profiler import SweepOptions
+    from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.nccl_table import Row
     from commlayer.profiles.profile import Profile
 
@@ -65,7 +65,7 @@ def profile(
       commlayer profile --emulate 2x4 --inter 400mbit -o emulated.json
     """
     place = place_of(emulate, inter, intra, delay, timeout)
-    from commlayer.profiler import SweepOptions
+    from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.measure import Repeats
 
     few = min(6, iters)
@@ -102,9 +102,9 @@ def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple
 
 def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[Profile, Rows]:
     """On every rank: measure, with a progress bar on the first."""
+    from commlayer.agree.topology import discover_topology
     from commlayer.cli.progress import progress
-    from commlayer.groups import discover_topology
-    from commlayer.profiler import measure_cluster, num_points
+    from commlayer.measure.profiler import measure_cluster, num_points
     from commlayer.profiles.measure import Point
     from commlayer.profiles.nccl_table import Row
     from commlayer.units import format_bytes

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commlayer.drawing.chrome import chrome_trace
     from commlayer.drawing.efficiency import efficiency_figure
     from commlayer.drawing.figures import (
         bench_figure,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     )
     from commlayer.drawing.lanes import lanes_figure
     from commlayer.drawing.report import write_report
+    from commlayer.traces.chrome import chrome_trace
 
 __all__ = [
     "bench_figure",
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "chrome_trace": "chrome",
-    "efficiency_figure": "efficiency",
-    "lanes_figure": "lanes",
-    "write_report": "report",
+    "chrome_trace": "commlayer.traces.chrome",
+    "efficiency_figure": "commlayer.drawing.efficiency",
+    "lanes_figure": "commlayer.drawing.lanes",
+    "write_report": "commlayer.drawing.report",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'figures')}"), name)
+    value = globals()[name] = getattr(import_module(_HOMES.get(name, "commlayer.drawing.figures")), name)
     return value

@@ -18,9 +18,9 @@ from commlayer.drawing.style import (
     save_figure,
     styled,
 )
+from commlayer.measure.results import BenchResult, Point, Row
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler.plan import Op, Step
 from commlayer.scheduler.price import Timeline
 from commlayer.units import format_bytes, format_us

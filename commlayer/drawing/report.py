@@ -10,9 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section
+from commlayer.measure.results import BenchResult, Point, Row
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
-from commlayer.results import BenchResult, Point, Row
 from commlayer.scheduler.price import Timeline
 from commlayer.units import format_bytes, format_us
 

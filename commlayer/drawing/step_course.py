@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commlayer.drawing.chrome import metadata_event
 from commlayer.drawing.lanes import LANE_COLOURS
 from commlayer.drawing.style import FAINT, INK, PAPER, new_figure, styled
 from commlayer.profiles.errors import UsageError
@@ -18,6 +17,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast
 from commlayer.scheduler.mapping.pipeline import Task, course
 from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.traces.chrome import metadata_event
 from commlayer.traces.events import lane_place
 from commlayer.units import format_us
 

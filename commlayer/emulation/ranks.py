@@ -1,7 +1,7 @@
 """The forked side: what a rank does between its fork and its end.
 
 It tells its parent its result as a pickle, over a socket pair between the two: one process tree of one user, so neither could
-do to the other what it cannot do by itself. Ranks tell each other nothing this way (:mod:`commlayer.agree_codec`).
+do to the other what it cannot do by itself. Ranks tell each other nothing this way (:mod:`commlayer.agree.messages`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from commlayer.plain import as_bytes
+from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Part", "complete"]

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from commlayer.plain import as_row
+from commlayer.engine.plain import as_row
 from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.testing.verbs import Pending, ReduceOp, Verbs
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.plain import as_row, plain
+from commlayer.engine.plain import as_row, plain
 from commlayer.testing.verbs import ReduceOp
 
 __all__ = ["bits", "expect_bits", "expect_sum", "fractions", "integers", "reduced", "stale"]

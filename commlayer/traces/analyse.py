@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from commlayer.profiles.errors import UsageError
-from commlayer.recorder import CallRecord, Mark
 from commlayer.traces.events import lane_place, running
 from commlayer.traces.files import RankTrace
 from commlayer.traces.intervals import length
+from commlayer.traces.recorder import CallRecord, Mark
 
 __all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lanes", "lateness", "plans", "select"]
 

@@ -17,11 +17,11 @@ import msgspec
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file, replacing
-from commlayer.recorder import CallRecord, Mark, rank_name
 from commlayer.traces.clock import ClockReading, to_job_ns
+from commlayer.traces.recorder import CallRecord, Mark, rank_name
 
 if TYPE_CHECKING:
-    from commlayer.recorder import Recorder
+    from commlayer.traces.recorder import Recorder
 
 __all__ = ["FORMAT", "RankTrace", "rank_name", "rank_paths", "read_folder", "write_rank", "write_trace"]
 

@@ -32,8 +32,8 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.recorder import recorder
 from commlayer.scheduler.mapping.folded import FoldedMapping
+from commlayer.traces.recorder import recorder
 from commlayer.units import format_bytes
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]

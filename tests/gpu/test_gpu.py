@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from commlayer.bench import world_groups
 from commlayer.communicator import Communicator
+from commlayer.measure.bench import world_groups
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build
 from commlayer.testing.synthetic import synthetic_profile

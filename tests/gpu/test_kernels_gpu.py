@@ -17,9 +17,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from commlayer.codecs import Codec, reference
 from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
+from commlayer.wire.codecs import Codec, reference
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 pytestmark = [
@@ -104,7 +104,7 @@ def test_nan_is_found_before_anything_is_written() -> None:
 
 @pytest.mark.parametrize("bounds", [[0, 4096, 8192], [0, 16, 16, 40], [0, 3, 10]], ids=str)
 def test_chunks_are_interleaved(bounds: list[int]) -> None:
-    from commlayer.kernels.interleave import interleave
+    from commlayer.wire.kernels.interleave import interleave
 
     blocks = [torch.randint(0, 256, (bounds[-1],), dtype=torch.uint8, device="cuda") for _ in range(3)]
     staged = torch.cat([block[begin:end] for begin, end in pairwise(bounds) for block in blocks])
@@ -129,7 +129,7 @@ def gbps(call: Callable[[], object], num_bytes: int) -> float:
 @pytest.mark.parametrize("scaling", Scaling)
 def test_rates_beside_a_plain_copy(scaling: Scaling, capsys: pytest.CaptureFixture[str]) -> None:
     """Bytes read and written by each, over its time; 64 MiB of bfloat16."""
-    from commlayer.kernels.interleave import interleave
+    from commlayer.wire.kernels.interleave import interleave
 
     rows, width = 8192, 4096
     codec = Codec(Wire(WireFormat.FP8_E4M3, width, scaling), torch.bfloat16, "pass")

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from commlayer.backend.cuda import apply_lane, config_fields, is_high_priority
 from commlayer.cli.lane_checks import at_hand, lane_lines
-from commlayer.cuda import NcclTransport, stream_priorities
 from commlayer.scheduler.lanes import LANES
+from commlayer.transport.cuda import NcclTransport, stream_priorities
+from commlayer.transport.nccl import apply_lane, config_fields, is_high_priority
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer.group_profiler import measure_groups
-from commlayer.profiler import SweepOptions
+from commlayer.measure.group_profiler import measure_groups
+from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import Repeats

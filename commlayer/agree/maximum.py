@@ -1,0 +1,64 @@
+"""What all ranks of a group have alike: whether they do, and a number on which they agree without waiting for each other.
+
+The number is the largest of the call before.
+
+With uneven splits every rank sees other byte counts, and a plan that depends on a rank's own deadlocks the job. Asking
+everybody before each call would cost a small message its time again. So the exchange for one call is started with that
+call, and read at the next one, when it has long ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from commlayer.failures.board import FailureBoard
+from commlayer.failures.waits import wait
+
+__all__ = ["AgreedMaximum", "is_agreed"]
+
+
+def is_agreed(text: str, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of ``group`` have the same ``text``. Collective, and the same answer on all ranks."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+    both = torch.tensor([digest, -digest], dtype=torch.int64)  # the largest, and the smallest
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return int(both[0]) == -int(both[1])
+
+
+class AgreedMaximum:
+    """``group`` is used for nothing else. All ranks call :meth:`exchange` equally often."""
+
+    def __init__(self, group: dist.ProcessGroup, board: FailureBoard) -> None:
+        self.group, self._board = group, board
+        with torch.inference_mode(False):  # a tensor made in that mode can be written in it only
+            self._value = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self.calls = 0
+
+    def exchange(self, value: int, timeout_s: float) -> int:
+        """Give this call's ``value``; returns the largest of the previous call, 0 at the first one.
+
+        Raises RuntimeError (Gloo's) where a rank is gone or does not come within ``timeout_s``.
+        """
+        previous = 0
+        if self._work is not None:
+            wait(self._work, self._board, timeout_s)
+            previous = int(self._value)
+        self.calls += 1
+        self._value.fill_(value)
+        self._work = self.group.allreduce([self._value], self._options)
+        return previous
+
+    def finish(self) -> None:
+        """Wait a moment for the latest exchange: a group that is freed with one under way waits for it, out of our hands."""
+        if self._work is not None:
+            with contextlib.suppress(RuntimeError):  # nobody will read it
+                self._work.wait(timedelta(seconds=1))
+            self._work = None

@@ -1,0 +1,302 @@
+"""What ranks tell each other when groups are made, as typed data: nothing that arrives is ever run.
+
+A message is a frozen :class:`Message`, declared beside the code that owns it, and travels as msgpack in an envelope that
+names its type and its sender's version. It is read strictly: an unknown, a missing or a wrong field is an error on all
+ranks alike, which names the rank whose words could not be read. Rejected: pickle, as in torch's ``all_gather_object``;
+whoever reaches the job's store would run commands on every rank.
+
+On the wire: the lengths of all messages (int64), then the messages, padded to the longest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from commlayer.failures.waits import Board, wait
+from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.printable import printable, shortened
+
+__all__ = [
+    "LIMIT_BYTES",
+    "Message",
+    "Peers",
+    "Reason",
+    "check_alike",
+    "decode",
+    "encode",
+    "from_first",
+    "gather",
+    "gather_grid",
+]
+
+LIMIT_BYTES = 1 << 20
+"""The longest message. What a peer announces beyond it is refused before memory is taken for it: all ranks' words arrive
+padded to the longest, so one rank's claim costs every rank that many bytes times the number of ranks."""
+
+_MOST_SHOWN = 2000
+"""Characters of a value that ranks hold differently: a policy has some hundreds, and differs anywhere."""
+_SHOWN = 40
+"""Characters of a peer's words that an error message repeats."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of everything that a rank may tell another. Its name is the message's kind on the wire."""
+
+
+class Reason(Message, frozen=True):
+    """Why a rank cannot take part, as data: an exception itself does not travel."""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Reason:
+        """The class and the message of ``error``; of a very long message the beginning."""
+        return cls(type(error).__name__, str(error)[: LIMIT_BYTES // 16])
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    version: str
+    kind: str
+    content: msgspec.Raw
+
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Ranks that exchange messages. ``group`` has c10d's verbs: a process group, or the backend of one.
+
+    ``ranks``: global, in the group's order; this rank is ``ranks[place]``.
+    """
+
+    group: Any
+    ranks: tuple[int, ...]
+    place: int
+    device: torch.device
+    board: Board | None = None
+    """Where failures of the ranks are known, if anywhere: then nobody waits for a dead one."""
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, board: Board | None = None) -> Peers:
+        """The members of ``group``, of which this rank is one; None: all ranks of the job."""
+        is_cuda = "nccl" in str(dist.get_backend(group))
+        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        verbs = group if group is not None else dist.group.WORLD
+        return cls(verbs, tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), device, board)
+
+    @property
+    def rank(self) -> int:
+        """This rank, global."""
+        return self.ranks[self.place]
+
+
+def encode(value: Message) -> bytes:
+    """``value`` as it travels."""
+    content = msgspec.Raw(msgspec.msgpack.encode(value))
+    return msgspec.msgpack.encode(_Envelope(_own_version(), type(value).__name__, content))
+
+
+def decode(data: bytes, type_: type[M], who: str) -> M:
+    """The ``type_`` in ``data``, which ``who`` ("rank 3") has sent.
+
+    Raises DisagreementError for anything else: it names ``who`` and says why.
+    """
+    try:
+        envelope = _decoder(_Envelope).decode(data)
+    except _UNREADABLE as error:
+        raise _refusal(who, f"expected a {type_.__name__} of commlayer, got {len(data)} bytes ({error})") from error
+    if envelope.kind != type_.__name__:
+        got = f"got a {envelope.kind[:_SHOWN]!r}: it makes another call, or its commlayer is another"
+        raise _refusal(who, f"expected a {type_.__name__}, {got}", envelope.version)
+    try:
+        value: M = _decoder(type_).decode(envelope.content)
+    except _UNREADABLE as error:
+        raise _refusal(who, f"expected a {type_.__name__}, got another ({error})", envelope.version) from error
+    return value
+
+
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises: not the type's bytes; text that is not UTF-8; nested too deep."""
+
+
+@functools.cache
+def _decoder(type_: type[Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(type_, strict=True)
+
+
+def _own_version() -> str:
+    from commlayer import __version__
+
+    return __version__
+
+
+def _refusal(who: str, why: str, version: str | None = None) -> DisagreementError:
+    if version is not None and version != _own_version():
+        versions = f"it runs commlayer {version[:_SHOWN]!r}, this rank {_own_version()!r}"
+    else:
+        versions = "versions may differ"
+    return DisagreementError(
+        f"what {who} says cannot be read: {why}; {versions}: start the same commlayer on all ranks. If they are the same, "
+        f"look whether something else than a rank of this job has come in as {who}"
+    )
+
+
+def gather(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:
+    """``value`` of every one of ``peers``, in their order. Collective over them. ``purpose``: "to make a mesh".
+
+    ``timeout_s`` None: for as long as the group's own timeout allows.
+    Raises, on all ranks alike, DisagreementError for words that cannot be read as ``type_``, naming the rank; and
+    CollectiveTimeoutError where not all come within ``timeout_s``, PeerError where one is gone.
+    """
+    mine = _as_tensor(encode(value))
+    until = _until(timeout_s)
+    with _blaming(peers, timeout_s, purpose):
+        lengths = _all_gather(peers, torch.tensor([mine.numel()], dtype=torch.int64), until)
+        sizes = [int(length) for length in lengths]
+        for rank, size in zip(peers.ranks, sizes, strict=True):
+            _check_size(size, rank)
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        words = _all_gather(peers, padded, until)
+    return [
+        decode(word[:size].numpy().tobytes(), type_, f"rank {rank}")
+        for rank, word, size in zip(peers.ranks, words, sizes, strict=True)
+    ]
+
+
+class _Row(Message, frozen=True):
+    """A row's messages, as each of its ranks passes them on; or why one of them could not be read."""
+
+    ranks: tuple[int, ...]
+    words: tuple[bytes, ...]
+    trouble: str | None = None
+
+
+def gather_grid(
+    value: M, type_: type[M], row: Peers | None, column: Peers, timeout_s: float, purpose: str
+) -> list[list[tuple[int, M]]]:
+    """(rank, ``value``) of every rank of a grid, row by row; ``row`` None: of this rank alone. Collective over the grid.
+
+    Along the row, then along the column, along which travels also what could not be read in the row: a rank that raised
+    after the first would leave the ranks of its column waiting. Raises as :func:`gather`.
+    """
+    ranks = (column.rank,) if row is None else row.ranks
+    try:
+        here = [value] if row is None else gather(value, type_, row, timeout_s, purpose)
+        mine = _Row(ranks, tuple(map(encode, here)))
+    except DisagreementError as error:
+        mine = _Row(ranks, (), str(error))
+    rows = gather(mine, _Row, column, timeout_s, purpose)
+    for each in rows:
+        if each.trouble is not None:
+            raise DisagreementError(each.trouble)
+    return [_opened(each, type_, teller) for teller, each in zip(column.ranks, rows, strict=True)]
+
+
+def _opened(row: _Row, type_: type[M], teller: int) -> list[tuple[int, M]]:
+    if teller not in row.ranks or len(row.ranks) != len(row.words) or len(set(row.ranks)) < len(row.ranks):
+        why = f"expected the words of its row, got {len(row.words)} of ranks {list(row.ranks)}"
+        raise _refusal(f"rank {teller}", why)
+    return [(rank, decode(word, type_, f"rank {rank}")) for rank, word in zip(row.ranks, row.words, strict=True)]
+
+
+def from_first(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> M:
+    """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As :func:`gather`."""
+    content = _as_tensor(encode(value))
+    until = _until(timeout_s)
+    with _blaming(peers, timeout_s, purpose):
+        size = int(_broadcast(peers, torch.tensor([content.numel()], dtype=torch.int64), until))
+        _check_size(size, peers.ranks[0])
+        if peers.place != 0:
+            content = torch.empty(size, dtype=torch.uint8)
+        content = _broadcast(peers, content, until)
+    return decode(content.numpy().tobytes(), type_, f"rank {peers.ranks[0]}")
+
+
+def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
+    """Raise DisagreementError unless all ranks (rank, name → value) have the same values; it names ranks and values."""
+    first_rank, first = everyones[0]
+    for key in dict.fromkeys(name for _, values in everyones for name in values):
+        others = [(rank, values.get(key)) for rank, values in everyones if values.get(key) != first.get(key)]
+        if others:
+            raise DisagreementError(
+                f"ranks disagree on {key}: rank {first_rank} has {_shown(first.get(key))}, "
+                + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others)
+                + ": start all ranks with the same one"
+            )
+
+
+def _shown(value: str | None) -> str:
+    return "nothing" if value is None else printable(shortened(value, _MOST_SHOWN))
+
+
+def _check_size(size: int, rank: int) -> None:
+    if not 0 < size <= LIMIT_BYTES:
+        raise _refusal(f"rank {rank}", f"expected 1 to {LIMIT_BYTES} bytes, it announces {size}")
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _all_gather(peers: Peers, mine: torch.Tensor, until: float | None) -> list[torch.Tensor]:
+    mine = mine.to(peers.device)
+    parts = [torch.empty_like(mine) for _ in peers.ranks]
+    _wait(peers.group.allgather([parts], [mine]), until, peers.board)
+    return [part.cpu() for part in parts]
+
+
+def _broadcast(peers: Peers, value: torch.Tensor, until: float | None) -> torch.Tensor:
+    value = value.to(peers.device)
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    _wait(peers.group.broadcast([value], options), until, peers.board)
+    return value.cpu()
+
+
+def _until(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _wait(work: dist.Work, until: float | None, board: Board | None) -> None:
+    if board is not None:
+        wait(work, board, None if until is None else max(0.001, until - time.monotonic()))
+    elif until is None:
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=max(0.001, until - time.monotonic())))
+
+
+@contextlib.contextmanager
+def _blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[None]:
+    """What breaks inside becomes an error that says which ranks were waited for, and for what."""
+    started = time.monotonic()
+    try:
+        yield
+    except DisagreementError:
+        raise
+    except RuntimeError as error:
+        who = f"rank {peers.rank}: ranks {list(peers.ranks)} did not all come {purpose}"
+        is_over = timeout_s is not None and time.monotonic() - started >= timeout_s
+        if is_over or "timed out" in str(error).lower():
+            limit = "the group's timeout" if timeout_s is None else f"{timeout_s:g} s"
+            raise CollectiveTimeoutError(
+                f"{who} within {limit}: every one of them must call this, at the same time; look at the log of the one that "
+                "did not"
+            ) from error
+        raise PeerError(f"{who}: one of them died or closed its connection; look at their logs") from error

@@ -1,7 +1,0 @@
-"""Rows to fewer bytes and back: the wire formats that :mod:`commlayer.scheduler.wire` describes. See docs/codecs.md."""
-
-from __future__ import annotations
-
-from commlayer.codecs.codec import Codec
-
-__all__ = ["Codec"]

@@ -1,0 +1,434 @@
+"""Planned collectives of one group of CPU ranks: which plan a call gets, and running it.
+
+The plans are those of :mod:`commlayer.scheduler`; they run on one set of Gloo connections between all members, by messages,
+beside the connections that the backend's own calls use. Those are made at the first planned call, which all members make
+together: most groups of a trainer never need them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
+
+from commlayer.agree.maximum import AgreedMaximum
+from commlayer.engine.choices import Choices
+from commlayer.engine.executor import drive
+from commlayer.engine.lanes import Gate, lanes
+from commlayer.engine.plain import as_bytes
+from commlayer.engine.reductions import reducer
+from commlayer.engine.tracing import Recorded, recorded
+from commlayer.failures.board import Connecting, Failure, FailureBoard, Wait, own_client
+from commlayer.failures.descriptors import CLIENT, of_gloo, require
+from commlayer.failures.endings import bury
+from commlayer.failures.forks import never_free_in_child
+from commlayer.failures.waits import bounded, end_wait, keep
+from commlayer.profiles.errors import ClusterError, PlanError, UsageError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.lanes import level_of
+from commlayer.scheduler.moves import Moves
+from commlayer.scheduler.plan import Buffer, Op, Plan
+from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.two_level import TwoLevel
+from commlayer.settings import Settings
+from commlayer.traces.recorder import CallRecord
+from commlayer.transport.connect import sharing_memory
+from commlayer.transport.contract import Call, Channel, GlooTransport, break_connections
+from commlayer.transport.shared_memory.group import SharedMemoryGroup
+
+__all__ = ["PlannedGroup"]
+
+_MAX_KEPT = 1024
+_LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE)
+_HELD_OF_TIMEOUT = 0.25
+"""How much of its timeout a call may be held: the rest is for what it waits for."""
+_LATENCY_US = 100.0
+_BYTES_PER_US = 100.0
+"""Without a profile an exchange is taken for so long, and as long as its bytes take at so slow a link: what is held for too long
+goes on all the same when the higher lane has ended."""
+
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a plan means on this rank. The plan is kept, so that its id stays its own."""
+
+    plan: Plan
+    steps: tuple[Moves, ...]
+    staging_bytes: int
+    inter_bytes: int
+    intra_bytes: int
+    """What it sends between nodes, and inside its own."""
+
+
+class PlannedGroup:
+    """Plans and runs the collectives of one group.
+
+    ``nodes``: for each node that the group touches, its members as ranks *of the group*. ``global_ranks[i]`` is member i's
+    rank in the job (for error messages). ``store`` is the group's own. ``planner`` None: nothing is planned, unless
+    ``settings.plan`` names one plan for all calls to which it applies. Not thread-safe: one call at a time, in the same order
+    on all ranks. ``board`` is where failures of the group are known.
+
+    ``choices`` decides. ``own_calls`` is the inner group of the backend's own calls,
+    once there is one: a failure breaks its connections too, so that nobody waits for the rest of a timeout.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        nodes: Sequence[Sequence[int]],
+        global_ranks: Sequence[int],
+        store: Store,
+        planner: Planner | None,
+        settings: Settings,
+        timeout_s: float,
+        board: FailureBoard,
+    ) -> None:
+        self.name, self.rank, self.global_ranks = name, rank, tuple(global_ranks)
+        self.nodes = tuple(tuple(node) for node in nodes)
+        self.choices = Choices(tuple(len(node) for node in self.nodes), planner, settings)
+        self.settings, self.timeout_s = settings, timeout_s
+        self.own_calls: dist.ProcessGroup | None = None
+        self._store = store
+        self.board = board
+        self.waited_for: set[dist.Work] = set()
+        """Messages of ``own_calls`` that are waited for: see GlooTransport."""
+        self.board.on_break(self._wake)
+        self._transport: GlooTransport | None = None
+        self._agreed: AgreedMaximum | None = None
+        self._prepared: dict[tuple[int, int], _Prepared] = {}
+        self._memory: dict[Buffer, torch.Tensor] = {}
+        self.level = 0
+        self.record: CallRecord | None = None  # of the call under way, where calls are recorded
+        self.seen: tuple[Recorded, list[int]] | None = None  # when its steps ran, and what each has sent, bytes
+        self._edges: dict[int, tuple[Plan, tuple[tuple[float, bool], ...]]] = {}
+
+    def use_lane(self, lane: str, is_cut: bool) -> None:
+        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all ranks, between the same calls."""
+        self.level = level_of(lane)
+        self.choices.use_lane(lane if self.level and is_cut else "")
+
+    def gate(self, plan: Plan, timeout_s: float) -> Gate | None:
+        """Where the exchanges of a call ask whether they may go; None where nobody goes before them."""
+        if not self.level:
+            return None
+        kept = self._edges.get(id(plan))
+        if kept is None:
+            if len(self._edges) >= _MAX_KEPT:
+                self._edges.clear()
+            crossing = [step.resource is Resource.INTER for step in plan.steps]
+            kept = plan, tuple(zip(self._exchange_times_us(plan), crossing, strict=True))
+            self._edges[id(plan)] = kept
+        return Gate(lanes(), self.level, kept[1], timeout_s * _HELD_OF_TIMEOUT)
+
+    def _exchange_times_us(self, plan: Plan) -> list[float]:
+        """What each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
+        is_local = [step.op in _LOCAL for step in plan.steps]
+        timeline = self.predicted(plan)
+        if timeline is not None:
+            return [0.0 if local else end - start for local, (start, end) in zip(is_local, timeline.spans, strict=True)]
+        return [
+            0.0 if local else _LATENCY_US + step.bytes / _BYTES_PER_US
+            for local, step in zip(is_local, plan.steps, strict=True)
+        ]
+
+    def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
+        """The plan for a call, or None: flat, which is the backend's own call. See Choices."""
+        return self.choices.plan(collective, num_bytes, is_float=is_float)
+
+    @property
+    def never_plans_exchanges(self) -> bool:
+        """Whether :meth:`plan_all_to_all` is None for every size. The same on all ranks."""
+        if len(self.nodes) == 1 or len(self.global_ranks) == 1:
+            return True
+        return not self.choices.is_forced and not self.choices.two_level_may_pay
+
+    def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
+        """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
+
+        Ranks see different numbers, and must decide alike: they decide by the largest of the *previous* call, on which they
+        agree in the background (the first call is flat). Where no size could make a two-level plan pay nobody talks.
+        Collective. Raises as :meth:`run`.
+        """
+        if self.never_plans_exchanges:
+            return None
+        if self.choices.is_forced:
+            return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
+        patience_s = timeout_s or self.timeout_s
+        if self._agreed is None:
+            self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s), self.board)
+        began = time.monotonic()
+        try:
+            largest = self._agreed.exchange(num_bytes, patience_s)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            raise self.explain(error, "all_to_all_v", self._agreed.calls, waited_s, patience_s) from error
+        return None if not largest else self.plan("all_to_all_v", 1 << (largest - 1).bit_length())
+
+    @torch.inference_mode()  # an asynchronous call runs on another thread than the mode that its tensors were made in
+    def run(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        op: str = "sum",
+        root: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Run ``plan``; returns when the output may be used.
+
+        Contiguous tensors of one dtype. all_gather: source [s], target [n·s]; reduce_scatter: source [n·s], target [s];
+        all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
+        Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
+        """
+        with self.telling():
+            self._run(plan, source, target, op, root, timeout_s or self.timeout_s)
+
+    def _run(
+        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, op: str, root: int, timeout_s: float
+    ) -> None:
+        prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
+        transport = self.connect_messages()
+        buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target)}
+        if prepared.staging_bytes:
+            buffers[Buffer.STAGING] = self.stage(prepared.staging_bytes)
+        call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
+        self.drive(plan, prepared.steps, call, timeout_s)
+
+    def drive(self, plan: Plan, steps: Sequence[Moves], call: Call, timeout_s: float) -> None:
+        """Run a call that has been started to its end, held where others go first, and seen where calls are recorded."""
+        gate = self.gate(plan, timeout_s)
+        if self.record is None:
+            drive(plan, call, gate)
+            call.finish()
+        else:
+            sent = [sum(message.region.size for message in moves.sends) for moves in steps]
+            self.seen = recorded(plan, call, gate), sent
+
+    def predicted(self, plan: Plan) -> Timeline | None:
+        """The plan's timeline by the profile; None without one, or where it does not know its operations."""
+        planner = self.choices.planner
+        try:
+            return None if planner is None else price(plan, planner.profile)
+        except PlanError:
+            return None
+
+    @torch.inference_mode()
+    def run_all_to_all(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_bytes: Sequence[int],
+        target_bytes: Sequence[int],
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Run an all_to_all plan: ``source_bytes[k]`` of source go to member k, ``target_bytes[k]`` come from it.
+
+        Contiguous tensors. Raises as :meth:`run`.
+        """
+        with self.telling():
+            self._run_all_to_all(plan, source, target, source_bytes, target_bytes, timeout_s or self.timeout_s)
+
+    def _run_all_to_all(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        source_bytes: Sequence[int],
+        target_bytes: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        transport = self.connect_messages()
+        two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
+        staging = self.stage(two_level.staging_bytes)
+        own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
+        staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
+        buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
+        call = transport.start(plan, two_level.before(), buffers, timeout_s)
+        if (gate := self.gate(plan, timeout_s)) is not None:
+            gate(1)
+        call.post(0)
+        call.require(0, 1)
+        arrived = two_level.counts_region
+        theirs = staging[arrived.start : arrived.stop].view(torch.int64).view_as(own).tolist()
+        theirs[two_level.i] = own[two_level.i].tolist()
+        sorted_, passed, transit = two_level.after(theirs)
+        buffers[Buffer.TRANSIT] = torch.empty(transit, dtype=torch.uint8)
+        for index, moves in ((1, sorted_), (2, passed)):
+            call.revise(index, moves, buffers)
+        for index, needed in ((1, None), (2, 1), (3, 2)):
+            if needed is not None:
+                call.require(needed, index)
+            call.post(index)
+        call.finish()
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
+        try:
+            yield
+        except UsageError:
+            raise  # found before a byte moved, and on all ranks alike
+        except ClusterError:
+            self.abort()
+            raise
+        except BaseException as error:
+            self.abort(f"left with {type(error).__name__}: {error}")
+            raise
+
+    def sent_bytes(self, plan: Plan, root: int = 0) -> tuple[int, int]:
+        """What this rank sends in one run of ``plan``, bytes: between nodes, and inside its own.
+
+        Not of an all_to_all_v, where the splits say it.
+        """
+        prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
+        return prepared.inter_bytes, prepared.intra_bytes
+
+    def explain(
+        self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
+    ) -> ClusterError:
+        """The error to raise where the backend's own (flat) call failed: names this rank, group, collective and sequence,
+        and the rank that failed first where it can be found. Tells the other ranks, and wakes them."""
+        me = self.global_ranks[self.rank]
+        others = tuple(rank for rank in self.global_ranks if rank != me)
+        wait = Wait(me, others, self.name, collective, "flat", collective, 0, sequence)
+        return self._explained(wait, Failure(error, waited_s, timeout_s))
+
+    def _explained(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
+        """Tell the others, wake them, and say who is to blame."""
+        self.board.report(wait, failure)
+        self.abort()
+        return self.board.explain(wait, failure)
+
+    def bounded(self, task: Callable[[], _Result], purpose: str, timeout_s: float) -> _Result:
+        """``task()``, which makes connections with the members and may wait in C++ for ever.
+
+        Raises PeerError, CollectiveTimeoutError where a member does not come.
+        """
+        began = time.monotonic()
+        try:
+            return bounded(task, self.board, timeout_s, purpose)
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, ClusterError):  # of this rank alone
+                self.abort(f"left with {type(error).__name__}: {error}")
+                raise
+            me = self.global_ranks[self.rank]
+            wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
+            raise self._explained(wait, Failure(error, time.monotonic() - began, timeout_s)) from error
+
+    def abort(self, why: str | None = None) -> None:
+        """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
+        if why is not None:
+            self.board.leave(why)
+        if self._transport is not None:
+            self._transport.abort()
+        self._break_own_calls()
+
+    def _wake(self) -> None:
+        """The board is broken: end the waits for messages of ``own_calls``, and break its connections."""
+        for work in list(self.waited_for):
+            end_wait(work)
+        self._break_own_calls()
+
+    def _break_own_calls(self) -> None:
+        group = self.own_calls  # another thread may be closing it
+        if group is not None:
+            break_connections(group, [member for member in range(len(self.global_ranks)) if member != self.rank])
+
+    def close(self) -> None:
+        """Let go of connections. Not collective: whoever closes has seen its last call end."""
+        self.board.close()
+        groups = self._let_go()  # only this list refers to them now
+        if self.board.has_abandoned:
+            for group in groups:
+                keep(group)
+        else:
+            bury(groups)
+
+    def _let_go(self) -> list[object]:
+        groups: list[object] = []
+        if self._transport is not None:
+            groups += {channel.group for channel in self._transport.channels.values()}
+            self._transport.channels = {}
+        for group in groups:
+            if isinstance(group, SharedMemoryGroup):
+                group.close()
+        if self._agreed is not None:
+            self._agreed.finish()
+            groups.append(self._agreed.group)
+        self._transport, self._agreed, self.own_calls = None, None, None
+        return groups
+
+    def _prepare(self, plan: Plan, root: int) -> _Prepared:
+        if len(self._prepared) >= _MAX_KEPT:
+            self._prepared.clear()
+        size = plan.traffic.logical_bytes
+        group = Group(self.nodes, self.rank, even_blocks(size, len(self.global_ranks)))
+        if plan.traffic.collective in ("all_gather", "reduce_scatter"):
+            group = Group(self.nodes, self.rank, (size // len(self.global_ranks),) * len(self.global_ranks))
+        steps, staging = group_moves(plan, group, root)
+        near = next(members for members in self.nodes if self.rank in members)
+        inter = intra = 0
+        for message in (message for step in steps for message in step.sends):
+            if message.peer in near:
+                intra += message.region.size
+            else:
+                inter += message.region.size
+        prepared = _Prepared(plan, steps, staging, inter, intra)
+        self._prepared[id(plan), root] = prepared
+        return prepared
+
+    def connect_messages(self) -> GlooTransport:
+        """The transport of the plans; made at the first call of this, which is collective."""
+        if self._transport is None:
+            group = self.connect("messages", self.timeout_s, is_sharing=True)
+            channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
+            self._transport = GlooTransport(dict.fromkeys(Op, channel), self.board, self.global_ranks[self.rank])
+        return self._transport
+
+    def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
+        """A Gloo group of the members for one purpose; ``is_sharing``: with messages inside nodes through shared memory.
+
+        Collective. Raises PeerError, CollectiveTimeoutError where a member does not come.
+        """
+
+        # A client of its own: the groups of a process share one, whose waits hold its lock. Two groups that connect on two
+        # threads, in another order on another rank, would wait for each other for ever.
+        size = len(self.global_ranks)
+        where = f"rank {self.global_ranks[self.rank]}, group {self.name}, {purpose}: a group of {size} ranks"
+
+        def make() -> dist.ProcessGroup:
+            require(of_gloo(size) + CLIENT, where)
+            store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
+            gloo = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
+            never_free_in_child(gloo)
+            group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
+            return sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings) if is_sharing else group
+
+        return self.bounded(make, purpose, timeout_s)
+
+    def stage(self, needed: int, buffer: Buffer = Buffer.STAGING) -> torch.Tensor:
+        """Memory for a call, kept between calls: allocating (and first touching) it costs as much as a copy."""
+        kept = self._memory.get(buffer)
+        if kept is None or kept.numel() < needed:
+            with torch.inference_mode(
+                False
+            ):  # a tensor made in that mode can be written in it only, and this one is kept
+                kept = self._memory[buffer] = torch.empty(needed, dtype=torch.uint8)
+        return kept[:needed]

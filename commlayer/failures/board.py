@@ -1,0 +1,286 @@
+"""Who failed: turns a broken wait into an error that names the rank that failed first, also on ranks that never spoke to it.
+
+A rank that dies is seen by the job's failure detector (failures/detector.py), which tells all ranks; each breaks its calls
+in the groups that the dead rank is in. A rank whose wait breaks otherwise reports for whom it waited, which breaks the group
+on all of its ranks, and each follows what the others report: from the rank it waited for to the rank that one waited for, to
+one that reports nothing (it is stuck, or never came) or that says why it left. Rejected: the first to see a failure names its
+neighbour for all. Where ranks did not start together, the first to run out of patience is often one that waits for an
+innocent rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from commlayer.failures.descriptors import CLIENT, require
+from commlayer.failures.detector import FailureDetector, Gone, Left, Record, Report, job_detector, told
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
+
+__all__ = ["Connecting", "Failure", "FailureBoard", "Wait", "own_client"]
+
+_SETTLE_BROKEN_S = 2.0
+"""Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
+_SETTLE_TIMEOUT_S = 5.0
+"""Ranks that started later run out of patience later."""
+_MOST_LISTED = 8
+"""Of the ranks that one waited for; more are all others of the group."""
+_LONGEST_KEY = 200
+_MOST_NAMED = 32
+_LATE = "did not answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a rank was waiting for when it failed; all of it goes into the message."""
+
+    rank: int
+    peers: tuple[int, ...]
+    group: str
+    collective: str
+    plan: str
+    step: str
+    chunk: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}, group {self.group}, collective {self.collective} #{self.sequence}, plan {self.plan}, "
+            f"step {self.step} of chunk {self.chunk}, waiting for {_named(self.peers)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """A rank that makes connections with others when it fails. ``purpose``: what they are for."""
+
+    rank: int
+    peers: tuple[int, ...]
+    group: str
+    purpose: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} could not connect to {_named(self.peers).removeprefix('one of ')} (group {self.group}, "
+            f"{self.purpose})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How the wait ended: what the backend raised, after how long, and how long it was allowed to take, seconds."""
+
+    cause: BaseException
+    waited_s: float
+    timeout_s: float
+
+    @property
+    def is_timeout(self) -> bool:
+        return self.waited_s >= self.timeout_s or "timed out" in str(self.cause).lower()
+
+    @property
+    def what(self) -> str:
+        return f"{_LATE} within {self.timeout_s:g} s" if self.is_timeout else "died or closed its connection"
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    ranks: tuple[int, ...]
+    what: str
+    seen_by: int
+
+
+def own_client(store: Any) -> Store:
+    """The same store through a connection of its own: a wait on one client holds up everybody else who asks it.
+
+    Raises ClusterError where this process has no descriptors left: the store would try again and again for half an hour.
+    """
+    require(CLIENT, "a connection to the job's store")
+    clone: Store = store.clone()  # torch's annotations lack it
+    return clone
+
+
+class FailureBoard:
+    """What one rank knows of failures in one group: reads and writes the job's detector. ``key`` is the group's alone in the job.
+
+    ``rank`` is this rank, ``ranks`` are the group's (all global). It is broken once, for good: when a member dies or leaves by an
+    exception, or when a member's wait in this group breaks.
+    """
+
+    def __init__(self, detector: FailureDetector, key: str, rank: int, ranks: Sequence[int]) -> None:
+        self.detector, self.rank = detector, rank
+        self.key = key if len(key) <= _LONGEST_KEY else sha256(key.encode()).hexdigest()
+        self.ranks = frozenset(ranks)
+        self.is_broken = False
+        self.has_abandoned = False
+        """Whether a collective was let go of: then a thread of Gloo's still waits in one of the group's inner groups."""
+        self._breaking = threading.Lock()
+        self._first: Report | None = None
+        self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        detector.attach(self)
+
+    @classmethod
+    def watching(cls, store: Store, key: str, rank: int, ranks: Sequence[int], timeout_s: float) -> FailureBoard:
+        """The board of ``ranks``, by the job's detector, or by one of their own that is made here, in ``store``. Collective."""
+        detector = job_detector(ranks) or FailureDetector(store, rank, ranks, timeout_s)
+        return cls(detector, key, rank, ranks)
+
+    def on_break(self, wake: Callable[[], None]) -> None:
+        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
+        self._wakers.append(weakref.WeakMethod(wake))
+        if self.is_broken:
+            wake()
+
+    def close(self) -> None:
+        """The group is over: nothing breaks it any more."""
+        self.detector.detach(self)
+
+    def observe(self, record: Record) -> None:
+        """See detector.Observer."""
+        if isinstance(record, Report):
+            if record.key != self.key or record.rank == self.rank:
+                return
+            with self._breaking:
+                self._first = self._first or record
+        elif record.rank not in self.ranks or record.rank == self.rank:
+            return
+        elif isinstance(record, Left) and not record.is_failure:
+            return  # what it has sent before still arrives
+        self._break()
+
+    def _break(self) -> None:
+        with self._breaking:
+            if self.is_broken:
+                return
+            self.is_broken = True
+        for waker in list(self._wakers):
+            wake = waker()
+            if wake is not None:
+                wake()
+
+    def woken(self) -> RuntimeError:
+        """The error of a wait that is given up because the board is broken."""
+        return RuntimeError("Connection closed: another rank of the group has failed")
+
+    def report(self, wait: Wait | Connecting, failure: Failure) -> None:
+        """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
+        first = self._first
+        is_woken = self.is_broken and not failure.is_timeout
+        what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
+        is_all = len(wait.peers) > _MOST_LISTED
+        with self.detector.changed:
+            is_known = self._dead() is not None  # then nobody needs to follow who waited for whom
+        if not is_known:
+            self.detector.tell(Report(self.key, self.rank, () if is_all else wait.peers, told(what), is_all))
+        self._break()
+
+    def leave(self, why: str) -> None:
+        """Tell that this rank leaves the group on its own account, and why."""
+        self.detector.tell(Report(self.key, self.rank, (), told(why)))
+        self._break()
+
+    def explain(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
+        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most."""
+        settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
+        verdict = self._verdict(wait, failure, settle_s)
+        culprit = _named(verdict.ranks)
+        seen = "" if verdict.seen_by in (wait.rank, *verdict.ranks) else f" (seen by rank {verdict.seen_by})"
+        kind = CollectiveTimeoutError if verdict.what.startswith(_LATE) else PeerError
+        return kind(
+            f"{culprit} {verdict.what}{seen}; here: {wait}. Nothing more can be sent here: look at the "
+            f"log of {culprit}, then restart the job"
+        )
+
+    def culprit(self) -> str:
+        """The rank that failed first and what became of it, for messages; empty where none is known."""
+        failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
+        verdict = self._verdict(Wait(self.rank, (), "", "", "", "", 0, 0), failure, _SETTLE_BROKEN_S)
+        return f"{_named(verdict.ranks)} {verdict.what}" if verdict.ranks else ""
+
+    def _verdict(self, wait: Wait | Connecting, failure: Failure, settle_s: float) -> _Verdict:
+        """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
+        until = time.monotonic() + settle_s
+        with self.detector.changed:
+            while True:
+                verdict, is_certain = self._follow(wait, failure)
+                left_s = until - time.monotonic()
+                if is_certain or left_s <= 0:
+                    return verdict
+                self.detector.changed.wait(left_s)
+
+    def _follow(self, wait: Wait | Connecting, failure: Failure) -> tuple[_Verdict, bool]:
+        """Who is to blame as far as is known, and whether nothing that may still come would change it."""
+        dead = self._dead()
+        if dead is not None:
+            return dead, True
+        own = self.detector.reports.get((self.key, self.rank))
+        if own is not None and own.is_leaving:
+            return _Verdict((self.rank,), own.what, self.rank), True
+        seen = {wait.rank}
+        first = None if failure.is_timeout else self._first
+        sources = dict.fromkeys(wait.peers if first is None else (first.rank,), (failure.what, wait.rank))
+        while True:
+            reports = {peer: self.detector.reports.get((self.key, peer)) for peer in sources}
+            leaving = next((report for report in reports.values() if report is not None and report.is_leaving), None)
+            if leaving is not None:
+                return _Verdict((leaving.rank,), leaving.what, leaving.rank), True
+            silent = [peer for peer, report in reports.items() if report is None]
+            if silent:
+                return self._silent(silent, *sources[silent[0]])
+            seen |= set(sources)
+            sources = self._waited_for(report for report in reports.values() if report is not None)
+            sources = {rank: source for rank, source in sources.items() if rank not in seen}
+            if not sources:  # they wait for each other, as ranks do that called different things
+                what = f"{failure.what}, and waits in turn: did all ranks call the same collectives in the same order?"
+                return _Verdict(wait.peers, what, wait.rank), False
+
+    def _waited_for(self, reports: Iterable[Report]) -> dict[int, tuple[str, int]]:
+        """The ranks that these waited for; what each of them reports, and who."""
+        found: dict[int, tuple[str, int]] = {}
+        has_all = False
+        for report in reports:
+            if not report.is_all:
+                found |= dict.fromkeys(report.peers, (report.what, report.rank))
+            elif not has_all:  # once: in a large group each of them waits for all
+                has_all = True
+                found |= dict.fromkeys(self.ranks, (report.what, report.rank))
+        return found
+
+    def _dead(self) -> _Verdict | None:
+        """The member that died first, or left by an exception: what came later may be a consequence of it."""
+        for record in self.detector.ended:
+            if record.rank not in self.ranks:
+                continue
+            if isinstance(record, Gone):
+                return _Verdict((record.rank,), "died: its process has ended", record.seen_by)
+            if not record.is_consequence:
+                return _Verdict((record.rank,), record.why, record.rank)
+        return None
+
+    @property
+    def has_leaver(self) -> bool:
+        """Whether a member has left the job, in good order or not: no connection with it can be made any more."""
+        return self.is_broken or any(rank in self.ranks for rank in list(self.detector.left))
+
+    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[_Verdict, bool]:
+        """Ranks that report nothing: they have left the job in good order, or are to be waited for."""
+        left = [self.detector.left[rank] for rank in silent if rank in self.detector.left]
+        if left:
+            why = left[0].why if left[0].is_failure else f"has left the job ({left[0].why})"
+            return _Verdict((left[0].rank,), why, left[0].rank), True
+        return _Verdict(tuple(silent), what, seen_by), False
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """The rank, or the ranks one of which it is (a collective call of the backend does not say which)."""
+    listed = list(ranks)
+    names = ", ".join(map(str, listed[:_MOST_NAMED])) + ("" if len(listed) <= _MOST_NAMED else f", … {listed[-1]}")
+    return f"one of ranks {names}" if len(listed) > 1 else f"rank {names}"

@@ -1,0 +1,671 @@
+"""A failure detector: every rank of a job learns within moments that another rank's process has ended, and what ranks report.
+
+Each rank holds TCP connections to the ranks 1, 2, 4, 8, … places after it. The kernel closes those of a process that ends,
+whatever ended it, so some neighbour notices at once; what one rank notices, or reports, it passes on to all its neighbours
+(reliable broadcast by flooding). Nothing is sent while nothing fails, and one sleeping thread a process is all that it costs.
+
+Prior art: ULFM's detector for MPI (Bosilca et al., "Failure detection and propagation in HPC systems", SC 2016: a ring of
+observers, and propagation over a circulant graph, which this overlay is), and NCCL's RAS subsystem (a ring of threads with
+TCP links). Unlike theirs it sends no heartbeats: a stopped process, a cut link and a node without power end in the calls'
+timeouts. Rejected:
+
+- *The job's store* (as before): it dies with the rank that hosts it, and everybody must ask it again and again.
+- *The groups' own connections*: only those who wait for the dead rank see them close; and of a message that is under way Gloo
+  tells nobody (its pairs signal an error to pending operations, not to the one that has begun; see commlayer/failures/waits.py).
+- *A full mesh*: a process of 16,384 ranks would hold as many descriptors.
+
+A connection that ends is dialled again, and only where an address refuses at which a rank of the job has answered before is
+its rank called dead; so what a firewall drops, or a peer that has no time to answer, costs nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import msgspec
+
+from commlayer.failures.descriptors import explained
+from commlayer.failures.forks import disown_in_child
+from commlayer.profiles.errors import ClusterError, DisagreementError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
+
+__all__ = [
+    "FailureDetector",
+    "Gone",
+    "Left",
+    "Observer",
+    "Record",
+    "Report",
+    "job_detector",
+    "leave_all",
+    "set_job_detector",
+    "told",
+]
+
+_DIAL_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
+_FLUSH_S = 0.5
+_NAP_S = 0.05
+_MOST_STRANGERS = 64
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
+"""A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
+_LENGTH = struct.Struct("!I")
+_MAX_FRAME_BYTES = 64 << 10
+_MAX_TEXT = 4000
+_READ_BYTES = 64 << 10
+_SECRET_BYTES = 16
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A rank's process has ended without a word. ``seen_by``: the rank that noticed."""
+
+    rank: int
+    seen_by: int
+
+
+class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A rank has left the job and said so. ``is_failure``: by an exception, so that nobody should wait for it;
+    ``is_consequence``: of another rank's failure, so that it is not to blame."""
+
+    rank: int
+    why: str
+    is_failure: bool
+    is_consequence: bool = False
+
+
+class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A wait of a rank broke, in the group ``key``: it waited for ``peers``, or for all others of the group (``is_all``).
+
+    Neither: it left on its own account. All others are not listed: of a large group every rank would send every rank a list.
+    """
+
+    key: str
+    rank: int
+    peers: tuple[int, ...]
+    what: str
+    is_all: bool = False
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the rank left on its own account."""
+        return not self.peers and not self.is_all
+
+
+Record = Gone | Left | Report
+
+
+class _Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The first frame of a rank that dials. ``proof``: the secret of the rank that it dials; ``secret``: its own."""
+
+    rank: int
+    proof: bytes
+    secret: bytes
+    port: int
+
+
+class _Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer. ``proof``: the secret of the rank that dialled."""
+
+    proof: bytes
+
+
+class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a rank listens; in the store. ``trouble``: why it cannot, and leaves."""
+
+    addresses: tuple[str, ...]
+    port: int
+    secret: bytes
+    trouble: str = ""
+
+
+_Frame = Gone | Left | Report | _Hello | _Welcome
+_decode_frame = msgspec.msgpack.Decoder(_Frame).decode
+_decode_card = msgspec.msgpack.Decoder(_Card).decode
+
+
+class Observer(Protocol):
+    """Somebody who wants to know of every record as it comes."""
+
+    def observe(self, record: Record) -> None:
+        """Called once for each record, on the detector's thread or on that which reports."""
+
+
+class _Link:
+    """A connection. ``card``: of the rank at its other end, once that has proved who it is."""
+
+    def __init__(self, connection: socket.socket, rank: int, card: _Card | None) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self.socket, self.rank, self.card = connection, rank, card
+        self.inbox, self.outbox = bytearray(), bytearray()
+
+
+class FailureDetector:
+    """Watches the processes of ``ranks`` (global ranks), of which this one is ``rank``. Made by all of them together.
+
+    ``store`` is where they find each other, under keys of their own; afterwards it is not used. Threads and descriptors are
+    those of this process: a forked child has neither. Raises ClusterError where a rank does not come within ``timeout_s``.
+    """
+
+    def __init__(self, store: Store | None, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        self.rank, self.ranks = rank, tuple(ranks)
+        self._members = frozenset(self.ranks)
+        self.changed = threading.Condition()
+        self.gone: dict[int, Gone] = {}
+        self.left: dict[int, Left] = {}
+        self.ended: list[Gone | Left] = []
+        """Those that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
+        self.reports: dict[tuple[str, int], Report] = {}
+        self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+        self._links: list[_Link] = []
+        self._strangers: list[_Link] = []  # who have not said yet who they are
+        # Where a rank of the job has answered: a refusal there means something.
+        self._answering: set[str] = set()
+        self._cards: dict[int, _Card] = {}
+        self._is_closed = self._is_linked = False
+        if store is None or len(self.ranks) < 2:
+            return
+        self._secret = os.urandom(_SECRET_BYTES)
+        try:
+            with contextlib.ExitStack() as stack:
+                self._listener = stack.enter_context(_listener())
+                self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                stack.callback(os.close, self._bell)
+                self._selector = stack.enter_context(selectors.DefaultSelector())
+                stack.pop_all()
+        except OSError as error:
+            self._refuse(store, error)
+        self._is_linked = True
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        _detectors.add(self)
+        disown_in_child(self)
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self),), name="commlayer-detector", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._join(store, timeout_s)
+        except BaseException:
+            self.close("could not join its job")
+            raise
+
+    @classmethod
+    def alone(cls, rank: int = 0) -> FailureDetector:
+        """A detector of this process only, which knows what is reported to it."""
+        return cls(None, rank, (rank,), 0.0)
+
+    def attach(self, observer: Observer) -> None:
+        """Have ``observer`` called for each record, those that are there already included; it is not kept alive."""
+        with self.changed:
+            self._observers.add(observer)
+            known = self._known()
+        for record in known:
+            observer.observe(record)
+
+    def _known(self) -> list[Record]:
+        return [*self.gone.values(), *self.left.values(), *self.reports.values()]
+
+    def detach(self, observer: Observer) -> None:
+        """The opposite of :meth:`attach`."""
+        with self.changed:
+            self._observers.discard(observer)
+
+    def tell(self, record: Record) -> None:
+        """Have every rank know ``record``; of several about one rank (and group) the first one counts. Raises nothing."""
+        self._learn(record, None)
+
+    def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
+        """Say why this rank leaves, and let go of connections. Harmless when repeated."""
+        if self._has_closed() or not self._is_linked:
+            return
+        self.tell(Left(self.rank, told(why), is_failure, is_consequence))
+        self._flush()
+        with self.changed:
+            was_closed, self._is_closed = self._is_closed, True
+            if was_closed:  # another thread has been quicker
+                return
+            os.eventfd_write(self._bell, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_FLUSH_S)
+        self._release()
+
+    def _has_closed(self) -> bool:
+        return self._is_closed
+
+    # Joining
+
+    def _join(self, store: Store, timeout_s: float) -> None:
+        card = _Card(tuple(_addresses(store)), self._listener.getsockname()[1], self._secret)
+        self._answering |= set(card.addresses)  # of this machine: a port that is closed there has nobody behind it
+        store.set(f"detector/{self.rank}", msgspec.msgpack.encode(card))  # type: ignore[arg-type]  # it takes bytes too
+        for peer in self._neighbours():
+            theirs = self._card_of(peer, store, timeout_s)
+            if theirs.trouble:
+                raise ClusterError(f"rank {peer} cannot take part: {theirs.trouble}")
+            if self._dial(peer, theirs) is None and peer not in self.gone:
+                self._start_asking(peer, theirs)
+
+    def _card_of(self, peer: int, store: Store, timeout_s: float) -> _Card:
+        key = f"detector/{peer}"
+        try:
+            store.wait([key], timedelta(seconds=timeout_s))
+            card: _Card = _decode_card(store.get(key))
+        except msgspec.MsgspecError as error:
+            raise DisagreementError(
+                f"rank {self.rank}: what rank {peer} says of itself cannot be read ({error}): start the same commlayer on all "
+                "ranks"
+            ) from error
+        except RuntimeError as error:
+            raise ClusterError(
+                f"rank {self.rank}: rank {peer} did not join the job within {timeout_s:g} s: {error}; look at its log"
+            ) from error
+        return card
+
+    def _refuse(self, store: Store, error: OSError) -> NoReturn:
+        """This rank cannot listen: the others must hear of it, or they wait for it."""
+        why = explained(error)
+        with contextlib.suppress(RuntimeError):
+            store.set(f"detector/{self.rank}", msgspec.msgpack.encode(_Card((), 0, b"", why)))  # type: ignore[arg-type]
+        raise ClusterError(f"rank {self.rank} cannot take part: {why}") from error
+
+    def _neighbours(self) -> list[int]:
+        """The ranks that this one dials: 1, 2, 4, … places after it."""
+        size, me = len(self.ranks), self.ranks.index(self.rank)
+        return [self.ranks[(me + (1 << k)) % size] for k in range((size - 1).bit_length())]
+
+    def _dial(self, peer: int, card: _Card) -> _Link | None:
+        """A proven connection to ``peer``, which is served from now on; None where it is not to be had.
+
+        Where an address refuses at which a rank of the job has answered before, ``peer`` is dead, and all are told. Any other
+        error says nothing about a process: a firewall, a wrong address, no descriptors here, a peer that has no time to answer.
+        """
+        for address in card.addresses:
+            try:
+                connection = self._greeted(address, card)
+            except ConnectionRefusedError:  # noqa: PERF203  addresses are few
+                if address in self._answering and peer not in self.left and not self._is_closed:
+                    self._learn(Gone(peer, self.rank), None)
+                    return None
+            except (OSError, msgspec.MsgspecError, EOFError):
+                continue
+            else:
+                link = _Link(connection, peer, card)
+                self._answering.add(address)
+                self._cards[peer] = msgspec.structs.replace(card, addresses=(address,))
+                self._serve_link(link)
+                return link
+        return None
+
+    def _greeted(self, address: str, card: _Card) -> socket.socket:
+        """A connection at whose other end is the rank of ``card``. Raises OSError, EOFError, MsgspecError."""
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
+            connection.settimeout(_DIAL_S)
+            connection.sendall(_framed(_Hello(self.rank, card.secret, self._secret, self._listener.getsockname()[1])))
+            if _received(connection) != _Welcome(self._secret):
+                raise EOFError("a stranger")
+            stack.pop_all()
+        return connection
+
+    def _start_asking(self, peer: int, card: _Card) -> None:
+        """On a thread of its own: two ranks that dial each other must go on answering."""
+        thread = threading.Thread(target=self._ask, args=(peer, card), name="commlayer-ask", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
+            thread.start()
+
+    def _ask(self, peer: int, card: _Card) -> None:
+        """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is known what became of it."""
+        for attempt in range(_MOST_DIALS):
+            if (
+                self._is_closed
+                or peer in self.left
+                or peer in self.gone
+                or any(link.rank == peer for link in self._links)
+            ):
+                return
+            if self._dial(peer, card) is not None:
+                return
+            if attempt == _SAY_AFTER_DIALS:
+                print(
+                    f"commlayer: rank {self.rank} cannot reach rank {peer} at port {card.port} of {', '.join(card.addresses)}: "
+                    "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use",
+                    file=sys.stderr,
+                )
+            time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+
+    def _serve_link(self, link: _Link) -> None:
+        """Tell the other end all that is known, and listen to it."""
+        with self.changed:
+            if self._is_closed:
+                link.socket.close()
+                return
+            self._links.append(link)
+            for record in self._known():
+                link.outbox += _framed(record)
+            self._push(link)
+            self._selector.register(link.socket, self._wanted(link), link)
+            os.eventfd_write(self._bell, 1)
+
+    # Serving, on the detector's thread
+
+    def _turn(self, events: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
+        for key, event in events:
+            try:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj == self._bell:
+                    os.eventfd_read(self._bell)
+                else:
+                    self._serve_event(key.data, event)
+            except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
+                if not self._is_closed:
+                    traceback.print_exc()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # no descriptors: the visitor stays at the door, which would wake this thread at once again
+            time.sleep(_NAP_S)
+            return
+        link = _Link(connection, -1, None)
+        with self.changed:
+            self._strangers.append(link)
+            oldest = self._strangers[0] if len(self._strangers) > _MOST_STRANGERS else None
+            self._selector.register(connection, selectors.EVENT_READ, link)
+        if oldest is not None:
+            self._end(oldest, is_lost=False)
+
+    def _serve_event(self, link: _Link, event: int) -> None:
+        if event & selectors.EVENT_WRITE:
+            with self.changed:
+                self._push(link)
+        if not event & selectors.EVENT_READ:
+            return
+        try:
+            data = link.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end(link, is_lost=True)
+            return
+        link.inbox += data
+        try:
+            for frame in _frames(link.inbox):
+                self._take(link, frame)
+        except (msgspec.MsgspecError, ValueError):
+            self._end(link, is_lost=False)  # whoever speaks another language is no rank of this job
+            return
+        if not data:
+            self._end(link, is_lost=True)
+
+    def _take(self, link: _Link, frame: _Frame) -> None:
+        if isinstance(frame, _Hello):
+            if link.card is not None or frame.proof != self._secret or frame.rank not in self._members:
+                raise ValueError("a stranger")
+            link.rank = frame.rank
+            address = link.socket.getpeername()[0].removeprefix("::ffff:")  # as IPv6 writes an address of IPv4
+            link.card = _Card((address,), frame.port, frame.secret)
+            link.outbox += _framed(_Welcome(frame.secret))
+            with self.changed:
+                self._strangers.remove(link)
+                self._selector.unregister(link.socket)
+            self._serve_link(link)
+        elif link.card is None or isinstance(frame, _Welcome):
+            raise ValueError("a stranger")
+        else:
+            self._learn(frame, link)
+
+    def _end(self, link: _Link, *, is_lost: bool) -> None:
+        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead."""
+        with self.changed:
+            for links in (self._links, self._strangers):
+                if link in links:
+                    links.remove(link)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(link.socket)
+            link.socket.close()
+        if link.card is not None and is_lost and not self._is_closed:
+            self._start_asking(link.rank, self._cards.get(link.rank, link.card))
+
+    def _learn(self, record: Record, source: _Link | None) -> None:
+        with self.changed:
+            if not self._remember(record):
+                return
+            for link in self._links:
+                if link is not source:
+                    link.outbox += _framed(record)
+                    self._push(link)
+            observers = list(self._observers)
+            self.changed.notify_all()
+        for observer in observers:
+            try:
+                observer.observe(record)
+            except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
+                traceback.print_exc()
+
+    def _remember(self, record: Record) -> bool:
+        """Whether ``record`` is news."""
+        if isinstance(record, Report):
+            return self.reports.setdefault((record.key, record.rank), record) is record
+        if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):
+            return False
+        kept: dict[int, Gone] | dict[int, Left] = self.gone if isinstance(record, Gone) else self.left
+        is_news = kept.setdefault(record.rank, record) is record  # type: ignore[arg-type]  # of the matching kind
+        if is_news and (isinstance(record, Gone) or record.is_failure):
+            self.ended.append(record)
+        return is_news
+
+    # What is on its way
+
+    def _push(self, link: _Link) -> None:
+        """Send what the socket takes; the rest when it can. With the lock held."""
+        try:
+            while link.outbox:
+                del link.outbox[: link.socket.send(link.outbox)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            link.outbox.clear()  # its end is read soon
+        with contextlib.suppress(KeyError, ValueError, RuntimeError):
+            self._selector.modify(link.socket, self._wanted(link), link)
+
+    @staticmethod
+    def _wanted(link: _Link) -> int:
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox else 0)
+
+    def _flush(self) -> None:
+        until = time.monotonic() + _FLUSH_S
+        while time.monotonic() < until:
+            with self.changed:
+                if not any(link.outbox for link in self._links):
+                    return
+            time.sleep(0.005)
+
+    def _release(self) -> None:
+        with self.changed:
+            links, self._links = self._links, []
+            for link in links:
+                link.socket.close()
+            self._listener.close()
+            self._selector.close()
+            with contextlib.suppress(OSError):
+                os.close(self._bell)
+
+    def __del__(self) -> None:
+        self.close("was dropped")
+
+    def disown(self) -> None:
+        """In a forked child (see :class:`commlayer.failures.forks.Disowned`), whose copies of the descriptors would keep this
+        process's connections open when it dies."""
+        if _job is self:
+            set_job_detector(None)
+        if self._is_closed or not self._is_linked:
+            return
+        self._is_closed = True
+        for descriptor in (self._bell, self._listener.detach(), *(link.socket.detach() for link in self._links)):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._links = []
+        self._selector.close()  # the child's descriptor of it: what the parent watches stays watched
+        self.changed = threading.Condition()
+
+
+def _serve(detector: weakref.ref[FailureDetector]) -> None:
+    """The thread of a detector, which it does not keep alive while it sleeps."""
+    found = detector()
+    if found is None:
+        return
+    selector, is_over = found._selector, partial(_is_over, detector)
+    del found
+    while not is_over():
+        try:
+            events = selector.select()
+        except (OSError, ValueError, RuntimeError):  # it has been closed
+            return
+        current = detector()
+        if current is None or current._is_closed:
+            return
+        current._turn(events)
+        del current, events
+
+
+def _is_over(detector: weakref.ref[FailureDetector]) -> bool:
+    found = detector()
+    return found is None or found._is_closed
+
+
+def _listener() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return _non_blocking(
+                socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+            )
+    return _non_blocking(socket.create_server(("", 0), backlog=128))
+
+
+def _non_blocking(listener: socket.socket) -> socket.socket:
+    listener.setblocking(False)
+    return listener
+
+
+def _addresses(store: Store) -> list[str]:
+    """Where the others may find this process, likeliest first: on Gloo's interface, and on the way to the store."""
+    finders: list[Callable[[], str]] = [
+        lambda: _interface_address(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]),
+        lambda: _address_towards(store),
+        lambda: socket.gethostbyname(socket.gethostname()),
+    ]
+    found: list[str] = []
+    for find in finders[:2] if "GLOO_SOCKET_IFNAME" in os.environ else finders[1:]:
+        with contextlib.suppress(OSError, AttributeError, KeyError):
+            found.append(find())
+    return list(dict.fromkeys(found)) or ["127.0.0.1"]
+
+
+def _interface_address(name: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        siocgifaddr = 0x8915  # netdevice(7)
+        answer = fcntl.ioctl(any_socket, siocgifaddr, struct.pack("256s", name.encode()[:15]))
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _address_towards(store: Store) -> str:
+    """The address that this machine uses on its way to the store's host; nothing is sent."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = store.host, store.port  # type: ignore[attr-defined]  # of a TCPStore
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _framed(frame: _Frame) -> bytes:
+    content = msgspec.msgpack.encode(frame)
+    return _LENGTH.pack(len(content)) + content
+
+
+def _frames(inbox: bytearray) -> list[_Frame]:
+    """The whole frames of ``inbox``, taken out of it. Raises ValueError, MsgspecError for what is none."""
+    frames = []
+    while len(inbox) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(inbox)
+        if length > _MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {length} bytes")
+        if len(inbox) < _LENGTH.size + length:
+            break
+        frames.append(_decode_frame(bytes(inbox[_LENGTH.size : _LENGTH.size + length])))
+        del inbox[: _LENGTH.size + length]
+    return frames
+
+
+def _received(connection: socket.socket) -> _Frame:
+    """One frame, from a socket that blocks. Raises EOFError, OSError, MsgspecError."""
+    frame: _Frame = _decode_frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
+    return frame
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    if size > _MAX_FRAME_BYTES:
+        raise EOFError
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+# The detectors of this process
+
+_detectors: weakref.WeakSet[FailureDetector] = weakref.WeakSet()
+_job: FailureDetector | None = None
+
+
+def job_detector(ranks: Sequence[int]) -> FailureDetector | None:
+    """The detector of the whole job, where there is one that watches all of ``ranks``. The same answer on all of them."""
+    return _job if _job is not None and set(ranks) <= set(_job.ranks) else None
+
+
+def set_job_detector(detector: FailureDetector | None) -> None:
+    """``detector`` watches the whole job; None: none does any more."""
+    global _job
+    _job = detector
+
+
+def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False) -> None:
+    """Leave every job of this process: it ends."""
+    for detector in list(_detectors):
+        detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
+
+
+def told(text: str) -> str:
+    """``text`` as it can be told: not too long, and without halves of characters, as in names of files."""
+    return text[:_MAX_TEXT].encode("utf-8", "replace").decode()
+
+
+atexit.register(leave_all, "its program has ended", is_failure=False)

@@ -1,0 +1,97 @@
+"""All ranks of the job, as measuring needs them: also before there is a default process group."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
+from torch.distributed.distributed_c10d import _get_default_store
+
+from commlayer.agree import messages
+from commlayer.agree.messages import Message, Peers
+from commlayer.failures.detector import FailureDetector
+from commlayer.transport.connect import device_type
+
+__all__ = ["AllRanks", "ProfileText"]
+
+M = TypeVar("M", bound=Message)
+_PURPOSE = "to agree on a profile"
+
+
+class ProfileText(Message, frozen=True):
+    """A profile on its way to another rank: the text of its file, which the ordinary loader checks where it arrives."""
+
+    json: str
+
+
+class _Name(Message, frozen=True):
+    text: str
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """``group`` has c10d's verbs (a process group, or a backend of one) over all ranks. ``device_type``: cpu or cuda.
+
+    ``global_ranks``: what errors call the ranks of ``group``, in its order; None: 0, 1, … Every method is collective, and
+    waits as long as the group's timeout.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    group: dist.ProcessGroup
+    device_type: str
+    global_ranks: tuple[int, ...] | None = None
+    detector: FailureDetector | None = None
+    """Of these ranks, where there is one already."""
+
+    @classmethod
+    def default(cls) -> AllRanks:
+        """The initialised default process group."""
+        group = dist.group.WORLD
+        assert group is not None  # callers initialise it
+        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), group, device_type(None))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the group's tensors are."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
+
+    def barrier(self) -> None:
+        """Return when all ranks have come."""
+        self.group.barrier().wait()
+
+    def maximum(self, value: float) -> float:
+        """The largest ``value`` over ranks."""
+        return float(self._reduced(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
+
+    def total(self, value: int) -> int:
+        """The sum of ``value`` over ranks."""
+        return int(self._reduced(torch.tensor([value], dtype=torch.int64), dist.ReduceOp.SUM))
+
+    def from_first(self, value: M, type_: type[M]) -> M:
+        """Rank 0's ``value``. Raises DisagreementError on the ranks that cannot read it."""
+        return messages.from_first(value, type_, self._peers, None, _PURPOSE)
+
+    def name(self) -> str:
+        """Another name each time, the same on all ranks, for what they make together in their store."""
+        return self.from_first(_Name(uuid.uuid4().hex), _Name).text
+
+    def gather(self, value: M, type_: type[M]) -> list[M]:
+        """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
+        return messages.gather(value, type_, self._peers, None, _PURPOSE)
+
+    @property
+    def _peers(self) -> Peers:
+        return Peers(self.group, self.global_ranks or tuple(range(self.size)), self.rank, self.device)
+
+    def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        value = value.to(self.device)
+        self.group.allreduce([value], options).wait()
+        return value

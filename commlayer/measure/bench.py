@@ -1,0 +1,295 @@
+"""Every way of moving one all_to_all, measured alternately in one run: candidates, torch's own, other software's.
+
+Correctness first: before a way is timed its result is compared with torch.distributed's, byte for byte. Then all ways
+run round after round, in a new order each round, so that what drifts on a noisy machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from msgspec import structs
+
+from commlayer.agree.messages import Message, Peers, from_first
+from commlayer.communicator import Communicator
+from commlayer.measure.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
+from commlayer.measure.prober import Prober
+from commlayer.measure.profiler import environment
+from commlayer.measure.results import BenchResult, Point, Row
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.choose import Decision
+from commlayer.scheduler.plan import Gather, Plan
+from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.strategies import candidates
+
+__all__ = ["BenchOptions", "bench", "check_sizes", "nearest_size", "world_groups"]
+
+_TORCH = "torch.distributed"
+_MAX_ROUNDS = 31
+_SIZE_BUDGET_US = 4e6
+_MAX_PAIR_ROUNDS = 101
+_PAIR_BUDGET_US = 2e6
+_MAX_BATCH = 8
+_BATCH_US = 30e3
+_HIDDEN = 512  # of bf16: rows of 1 KiB
+_ELEMENT_BYTES = 2
+
+
+class _Environment(Message, frozen=True):
+    """What a result says of the machine, as rank 0 sees it."""
+
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Sizes in bytes a rank. ``gathers``: measure our own form of the plans, or MoNTA's too. ``trace_bytes``: the sizes
+    whose chosen plan is traced for a picture."""
+
+    sizes: Sequence[int]
+    rounds: int = 5
+    max_chunks: int = 32
+    gathers: tuple[Gather, ...] = (Gather.REMOTE,)
+    with_baselines: bool = True
+    trace_bytes: Sequence[int] = ()
+    timeout_s: float = 120.0
+
+
+def world_groups(topology: Topology) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The ep group (same place on every node) and tp group (all ranks of the node) of this rank. Collective."""
+    node, place = topology.node_of(dist.get_rank()), topology.local_rank_of(dist.get_rank())
+    columns = list(zip(*topology.nodes, strict=True))
+    ep_groups = [dist.new_group(list(column)) for column in columns]
+    tp_groups = [dist.new_group(list(ranks)) for ranks in topology.nodes]
+    return ep_groups[place], tp_groups[node]
+
+
+def nearest_size(size: int, blocks: int) -> int:
+    """The size in bytes nearest to ``size`` that tokens in bf16 for ``blocks`` ranks fill."""
+    unit = _ELEMENT_BYTES * blocks
+    return max(1, (size + unit // 2) // unit) * unit
+
+
+def check_sizes(sizes: Sequence[int], blocks: int) -> None:
+    """Raises UsageError for a size that bf16 tokens for ``blocks`` ranks cannot fill."""
+    for size in sizes:
+        if size != (near := nearest_size(size, blocks)):
+            raise UsageError(
+                f"a rank's {size} bytes are no [{blocks}, tokens, hidden] of bf16: expected multiples of "
+                f"{_ELEMENT_BYTES * blocks} bytes; the nearest is {near}"
+            )
+
+
+def bench(
+    profile: Profile,
+    topology: Topology,
+    options: BenchOptions,
+    *,
+    is_emulated: bool,
+    inter: str | None = None,
+    intra: str | None = None,
+    inter_gbps: float | None = None,
+    links: Mapping[str, str] | None = None,
+    on_point: Callable[[BenchResult], None] | None = None,
+) -> tuple[BenchResult, list[tuple[str, Timeline, Timeline]]]:
+    """Measure on all ranks of the world; every rank gets the result, and (title, predicted, measured) timelines.
+
+    ``inter_gbps`` is the inter link's rate per rank, None where it is not known; ``links`` says more about the links in
+    the result's environment. ``on_point`` is called after each size with the result so far.
+
+    Raises UsageError for sizes that :func:`check_sizes` refuses, and what a Communicator raises. Bytes that differ from
+    torch's are counted in the rows.
+    """
+    check_sizes(options.sizes, topology.num_nodes)
+    mine = _Environment(
+        environment() | dict(links or {})
+    )  # hosts and dates differ between ranks, and a result must not
+    agreed = from_first(mine, _Environment, Peers.of(None), options.timeout_s, "to run the benchmark")
+    result = BenchResult(
+        topology=topology.shape,
+        profile=profile.name,
+        fingerprint=profile.fingerprint,
+        is_emulated=is_emulated,
+        inter=inter,
+        intra=intra,
+        environment=agreed.values,
+        points=(),
+    )
+    ep_group, tp_group = world_groups(topology)
+    with (
+        Prober(topology, options.timeout_s) as prober,
+        Communicator(ep_group, tp_group, profile=profile, timeout_s=options.timeout_s) as communicator,
+    ):
+        for size in options.sizes:
+            point = _measure_size(size, communicator, prober, ep_group, tp_group, options, inter_gbps)
+            result = structs.replace(result, points=(*result.points, point))
+            if on_point is not None:
+                on_point(result)
+        timelines = [_traced(size, communicator) for size in options.trace_bytes]
+        dist.barrier()
+    return result, timelines
+
+
+def _measure_size(
+    size: int,
+    communicator: Communicator,
+    prober: Prober,
+    ep_group: dist.ProcessGroup,
+    tp_group: dist.ProcessGroup,
+    options: BenchOptions,
+    inter_gbps: float | None,
+) -> Point:
+    x = _tokens(size, communicator)
+    decision = communicator.decide(size)
+    plans = _plans(decision, communicator, options)
+    ways: dict[str, Callable[[], torch.Tensor]] = {_TORCH: lambda: torch_flat(x, ep_group)}
+    for name, plan in plans.items():
+        # The chosen plan as users run it; another one has to be checked against the tensor at each call.
+        ways[name] = partial(communicator.all_to_all, x, plan=None if plan == decision.plan else plan)
+    if options.with_baselines and x.shape[1] % (4 * len(communicator.grid.tp_ranks)) == 0:
+        ways["DeepSpeed drop/gather"] = lambda: deepspeed_drop_gather(x, ep_group, tp_group)
+        ways["MoNTA released, 4 chunks"] = lambda: monta_fixed_chunks(x, ep_group, tp_group)
+    expected = ways[_TORCH]()
+    wrong = {name: int(prober.agree(_wrong_bytes(way(), expected))) for name, way in ways.items()}
+    times = _alternate(ways, prober, options.rounds, seed=size)
+    more = {
+        decision.plan.name: _alternate_pair(decision.plan.name, ways, prober, len(times[_TORCH]), median(times[_TORCH]))
+    }
+    rows = [
+        _row(name, times, more.get(name, []), wrong[name], plans.get(name), decision, communicator.profile)
+        for name in ways
+    ]
+    return Point(
+        logical_bytes=size,
+        wire_limit_us=_wire_limit_us(size, communicator, inter_gbps),
+        reason=decision.reason(),
+        rows=tuple(rows),
+    )
+
+
+def _wire_limit_us(size: int, communicator: Communicator, inter_gbps: float | None) -> float | None:
+    blocks = len(communicator.grid.ep_ranks)
+    if inter_gbps is None or blocks == 1:  # of one node nothing crosses a wire
+        return None
+    rate = inter_gbps * len(communicator.grid.tp_ranks) * 1e3  # bytes per µs and node
+    return size * (blocks - 1) / blocks / rate
+
+
+def _tokens(size: int, communicator: Communicator) -> torch.Tensor:
+    """bf16 [e, C, H], the same on all ranks of a node, different between nodes; H is the largest that leaves no rest."""
+    generator = torch.Generator().manual_seed(communicator.grid.ep_index)
+    blocks = len(communicator.grid.ep_ranks)
+    hidden = math.gcd(_HIDDEN, size // (_ELEMENT_BYTES * blocks))
+    flat = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).view(torch.bfloat16)
+    return flat.view(blocks, -1, hidden)
+
+
+def _plans(decision: Decision, communicator: Communicator, options: BenchOptions) -> dict[str, Plan]:
+    """The candidates by name; those of another form than the chooser's carry its name."""
+    policy = communicator.policy
+    own = policy.gather or Gather(communicator.profile.gather)
+    plans: dict[str, Plan] = {}
+    for gather in (own, *(g for g in options.gathers if g is not own)):
+        for plan in candidates(decision.traffic, gather, policy.min_slice_bytes, options.max_chunks):
+            plans.setdefault(plan.name if gather is own or plan.name == "flat" else f"{plan.name} {gather.value}", plan)
+    plans.setdefault(decision.plan.name, decision.plan)
+    return plans
+
+
+def _wrong_bytes(got: torch.Tensor, expected: torch.Tensor) -> int:
+    """Compared as bytes: a NaN is not equal to itself."""
+    return int((got.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)).sum())
+
+
+def _alternate(
+    ways: Mapping[str, Callable[[], torch.Tensor]], prober: Prober, rounds: int, seed: int
+) -> dict[str, list[float]]:
+    """Times in µs by way; the order of a round is shuffled, the same on all ranks.
+
+    Small messages are noisy and cheap: they get more rounds, until the time for one size is spent.
+    """
+    order = list(ways)
+    shuffle = random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    while len(times[_TORCH]) < rounds or (
+        len(times[_TORCH]) < _MAX_ROUNDS and sum(map(sum, times.values())) < _SIZE_BUDGET_US  # agreed numbers only
+    ):
+        shuffle.shuffle(order)
+        for name in order:
+            times[name].append(prober.timed(ways[name]))
+    return times
+
+
+def _alternate_pair(
+    chosen: str, ways: Mapping[str, Callable[[], torch.Tensor]], prober: Prober, rounds: int, about_us: float
+) -> list[float]:
+    """Ratios of more rounds, of the chosen plan and torch's own alone, after ``rounds`` common ones.
+
+    Theirs is the ratio that is promised for every size, and a time of a few ms varies by half on a shared machine. So
+    calls of ``about_us`` are timed several in a row, as nccl-tests does: how far apart ranks leave the barrier then
+    hardly counts. Only the ratios are kept: beside times of other rounds these would flatter or harm the chosen plan
+    against its rivals.
+    """
+    calls = max(1, min(_MAX_BATCH, int(_BATCH_US / about_us)))
+
+    def batch(name: str) -> None:
+        for _ in range(calls):
+            ways[name]()
+
+    ratios: list[float] = []
+    spent_us = 0.0
+    while rounds + len(ratios) < _MAX_PAIR_ROUNDS and spent_us < _PAIR_BUDGET_US:
+        order = (chosen, _TORCH) if len(ratios) % 2 else (_TORCH, chosen)
+        took = {name: prober.timed(partial(batch, name)) for name in order}
+        spent_us += sum(took.values())
+        ratios.append(took[chosen] / took[_TORCH])
+    return ratios
+
+
+def _row(
+    name: str,
+    times: Mapping[str, Sequence[float]],
+    more_ratios: Sequence[float],
+    wrong: int,
+    plan: Plan | None,
+    decision: Decision,
+    profile: Profile,
+) -> Row:
+    ratios = [mine / theirs for mine, theirs in zip(times[name], times[_TORCH], strict=True)] + [*more_ratios]
+    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Row(
+        name=name,
+        kind="plan" if plan else "torch" if name == _TORCH else "baseline",
+        p50_us=median(times[name]),
+        min_us=min(times[name]),
+        max_us=max(times[name]),
+        ratio=median(ratios),
+        ratio_low=low,
+        ratio_high=high,
+        num_wrong=wrong,
+        rounds=len(times[name]),
+        ratio_rounds=len(ratios),
+        strategy=plan.strategy.value if plan else None,
+        chunks=plan.chunks if plan else None,
+        gather=plan.gather.value if plan else None,
+        wire=str(plan.wire) if plan else None,
+        predicted_us=price(plan, profile).total_us if plan else None,
+        is_chosen=plan == decision.plan,
+    )
+
+
+def _traced(size: int, communicator: Communicator) -> tuple[str, Timeline, Timeline]:
+    x = _tokens(size, communicator)
+    decision = communicator.decide(size)
+    dist.barrier()
+    measured = communicator.trace(x, decision.plan)
+    return f"{decision.plan.name}, {size / 2**20:g} MiB a rank", decision.timeline, measured

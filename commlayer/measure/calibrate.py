@@ -1,0 +1,243 @@
+"""Self-calibration: the profile of the cluster that a job runs on, without anybody having asked for one.
+
+``COMMLAYER_PROFILE``: a name or a path is taken as it is. ``none``: nothing is planned. ``auto``, which is the backend's default:
+the profile that an earlier job measured on such a cluster (same nodes, ranks, software), else a probe of a few seconds, whose
+cost is printed once and whose result is kept for the next job. Of jobs that measure at the same time the first one's is kept,
+and each plans by its own. A cache that cannot be used costs a line and the next job's probe, nothing else. It is coarser than
+``commlayer profile``: a few sizes a curve, no interference; so a simpler plan is preferred unless another is clearly faster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from commlayer.agree.messages import Message, Reason
+from commlayer.agree.topology import Identity, node_identity, versions
+from commlayer.measure.all_ranks import AllRanks
+from commlayer.measure.profiler import SweepOptions, measure_cluster
+from commlayer.profiles.catalog import resolve
+from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
+from commlayer.profiles.files import read_file
+from commlayer.profiles.measure import Repeats
+from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.profile import Profile, check_shape, parse_profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.choose import Planner
+from commlayer.settings import Settings
+
+__all__ = ["PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
+
+PROBE = SweepOptions(
+    min_bytes=4096,
+    max_bytes=3 << 20,
+    factor=24,  # three sizes: 4 KiB, 96 KiB, 2.25 MiB
+    repeats=Repeats(warmup=0, min_repeats=1, max_repeats=2, budget_us=4e4),
+    group_max_bytes=3 << 20,
+    group_factor=24,
+    group_repeats=Repeats(warmup=0, min_repeats=1, max_repeats=2, budget_us=4e4),
+    interference_rounds=0,
+    check=False,
+    longest_us=3e4,
+    is_probe=True,
+)
+"""What is measured when a job starts without a profile: about three seconds on an emulated 2×4 of two cores."""
+_PROBE_ERROR = 0.25
+"""What one or two samples of three sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much
+a curve bends, not how wrong it is."""
+
+_PROBE_FROM_BYTES = 64 << 10
+"""Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
+
+_PROBE_VERSION = 3
+"""Of what a probe says in its file: those that an earlier version has kept are measured again."""
+
+
+class _Held(Message, frozen=True):
+    """What a rank has found under the profile's name: its fingerprint, or why there is none."""
+
+    fingerprint: str = ""
+    reason: Reason | None = None
+
+    def __str__(self) -> str:
+        return f"fingerprint {self.fingerprint}" if self.reason is None else str(self.reason)
+
+
+class _Cached(Message, frozen=True):
+    """The text of the profile that rank 0 has in its cache; None where it has none."""
+
+    json: str | None
+
+
+def planner_for(
+    settings: Settings, topology: Topology, ranks: AllRanks, *, is_whole_job: bool, timeout_s: float
+) -> Planner | None:
+    """The planner of a job's groups; None where nothing is planned. Collective over ``ranks``, equal on all of them.
+
+    ``timeout_s`` bounds every wait of a probe. ``is_whole_job`` False: ``ranks`` are a part of the job, so that a named profile
+    describes more nodes than ``topology``. Raises ProfileNotFoundError, ProfileError, ProfileMismatchError for a named profile,
+    DisagreementError where ranks hold different ones, and what measuring raises.
+    """
+    wanted = settings.profile or "auto"
+    if wanted == "none" or ranks.size == 1 or (wanted == "auto" and settings.plan is not None):
+        return None  # a plan that is forced on every call needs no prices
+    if wanted != "auto":
+        return Planner(_named(wanted, topology if is_whole_job else None, ranks))
+    profile = _calibrated(settings, topology, ranks, timeout_s)
+    if profile is None:
+        return None
+    return Planner(profile)
+
+
+def as_probe(profile: Profile) -> Profile:
+    """``profile``, stating how little it knows, so that whoever reads its file decides as the job that measured it."""
+    curves = [msgspec.structs.replace(curve, holdout_error=_PROBE_ERROR) for curve in profile.curves]
+    return profile.replace(curves=curves, plan_from_bytes=_PROBE_FROM_BYTES)
+
+
+def cache_folder(settings: Settings) -> Path:
+    """Where measured profiles are kept: ``COMMLAYER_CACHE``, else ``commlayer`` in the user's cache folder."""
+    if settings.cache:
+        return Path(settings.cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commlayer"
+
+
+def cluster_key(topology: Topology, identities: list[str], device_type: str, intra: str) -> str:
+    """What must be equal for a cached profile to hold: which ranks share which nodes, their names, device, software, and
+    ``intra``, the setting.
+
+    The order of nodes and of a node's ranks does not matter, nor do network namespaces, which have another name each time.
+    """
+    nodes = sorted((identities[members[0]].split("/")[0], len(members)) for members in topology.nodes)
+    links = os.environ.get("COMMLAYER_EMULATED_LINKS", "")
+    content = repr((_PROBE_VERSION, nodes, device_type, intra, links, sorted(versions().items())))
+    return f"{topology.shape}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
+    profile, held = None, _Held()
+    try:
+        profile = resolve(wanted)
+        if topology is not None:
+            check_shape(profile, topology)
+        held = _Held(profile.fingerprint)
+    except CommlayerError as error:
+        held = _Held(reason=Reason.of(error))
+        caught: CommlayerError = error
+    # All ranks hear of it before one raises, or the others would wait for that one.
+    everyones = ranks.gather(held, _Held)
+    if held.reason is not None:
+        raise caught
+    for rank, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            raise DisagreementError(
+                f"ranks disagree on the profile {shortened(wanted)!r}: the first rank of the group has {everyones[0]}, its rank "
+                f"{rank} {theirs}: put the same file on every node"
+            )
+    assert profile is not None
+    return profile
+
+
+def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout_s: float) -> Profile | None:
+    if not topology.is_uniform:
+        _say(
+            ranks,
+            f"nodes hold different numbers of ranks ({topology.shape}), which is not measured: nothing is planned",
+        )
+        return None
+    identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
+    key = cluster_key(topology, identities, ranks.device_type, settings.intra)
+    entry = _cached(settings, key) if ranks.rank == 0 else _Entry(None)
+    cached = ranks.from_first(_Cached(entry.text), _Cached).json
+    if cached is not None:
+        return parse_profile(cached, f"the cached profile {key}")
+    begin = time.perf_counter()
+    try:
+        measured = measure_cluster(
+            replace(PROBE, timeout_s=timeout_s),
+            name=f"probe-{topology.shape}",
+            kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
+            source="measured when a job started without a profile, one or two samples of a few sizes a curve",
+            topology=topology,
+            ranks=ranks,
+        )
+    except TopologyError as error:
+        _say(ranks, f"{error}: nothing is planned")
+        return None
+    profile, took_s = as_probe(measured), time.perf_counter() - begin
+    if ranks.rank == 0:
+        _say(
+            ranks,
+            f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, "
+            f"{_keep(profile, entry.path)}. `commlayer profile` "
+            "makes a finer one; COMMLAYER_PROFILE names it, or is none",
+        )
+    return profile
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A cluster's place in the cache. ``text``: of the sound profile there. ``path`` None: nothing can be kept."""
+
+    path: Path | None
+    text: str | None = None
+
+
+def _cached(settings: Settings, key: str) -> _Entry:
+    """What the cache has. Raises nothing: the other ranks wait. A damaged profile is measured again: nothing is lost."""
+    where = shortened(settings.cache or "")
+    try:
+        path = cache_folder(settings) / f"{key}.json"
+        where = shortened(str(path))
+        return _Entry(path, parse_profile(read_file(path), where).to_json())
+    except FileNotFoundError:
+        return _Entry(path)
+    except CommlayerError as error:
+        _print(f"the cached profile cannot be used and is measured again: {error}")
+        return _Entry(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        why = getattr(error, "strerror", None) or error
+        _print(
+            f"the cache cannot be used, so what is measured here is not kept: {where}: {why}. Remove that, or name another "
+            "folder in COMMLAYER_CACHE"
+        )
+        return _Entry(None)
+
+
+def _keep(profile: Profile, path: Path | None) -> str:
+    """Put ``profile`` into the cache, if no other job has been faster; the words for it. Raises nothing."""
+    if path is None:
+        return "not kept"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _first_kept(profile, path)
+    except (OSError, ProfileError) as error:
+        return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
+
+
+def _first_kept(profile: Profile, path: Path) -> str:
+    try:
+        profile.save(path, new_only=True)
+    except FileExistsError:
+        try:
+            parse_profile(read_file(path), str(path))
+        except ProfileError:
+            profile.save(path)  # the damaged one, of which we have said so
+        else:
+            return f"and left {path} as another job has kept it meanwhile"
+    return f"kept in {path}"
+
+
+def _say(ranks: AllRanks, text: str) -> None:
+    if ranks.rank == 0:
+        _print(text)
+
+
+def _print(text: str) -> None:
+    print(f"commlayer: {printable(text)}", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Ways of moving bytes between ranks: the contract, Gloo, shared memory, NCCL."""

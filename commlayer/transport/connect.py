@@ -1,0 +1,121 @@
+"""From a grid of ranks to a transport: process groups of our own, so that our messages never meet the caller's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
+
+from commlayer.agree.topology import Grid
+from commlayer.failures.board import Connecting, Failure, FailureBoard, own_client
+from commlayer.failures.descriptors import CLIENT, of_gloo, require
+from commlayer.failures.forks import never_free_in_child
+from commlayer.failures.waits import bounded
+from commlayer.profiles.errors import ClusterError, GroupError
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.plan import Op
+from commlayer.settings import Settings
+from commlayer.transport.contract import Channel, GlooTransport, Transport
+from commlayer.transport.shared_memory.group import SharedMemoryGroup
+
+__all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
+
+
+def device_type(group: dist.ProcessGroup | None) -> str:
+    """``cuda`` for a group whose backend is NCCL, else ``cpu``."""
+    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+
+
+def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_s: float) -> Transport:
+    """Make the groups of this rank's row and column, and the transport over them. Collective over the grid.
+
+    Raises PeerError, CollectiveTimeoutError where a rank does not come.
+    """
+    is_ep_inside = grid.link is Resource.INTRA
+    wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks, is_ep_inside), Op.ALL_GATHER: ("tp", grid.tp_ranks, True)}
+    make = _nccl_channel if device == "cuda" else _gloo_channel
+    channels = {}
+    for op, (name, ranks, is_inside) in wanted.items():
+        if len(ranks) < 2:
+            continue
+        began = time.monotonic()
+        try:
+            channels[op] = make(name, ranks, board, store, timedelta(seconds=timeout_s), is_inside=is_inside)
+        except ClusterError as error:
+            board.leave(f"left with {type(error).__name__}: {error}")
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            others = tuple(rank for rank in ranks if rank != board.rank)
+            wait, failure = (
+                Connecting(board.rank, others, name, "messages"),
+                Failure(error, time.monotonic() - began, timeout_s),
+            )
+            board.report(wait, failure)
+            raise board.explain(wait, failure) from error
+    if device == "cuda":
+        from commlayer.transport.cuda import NcclTransport
+
+        return NcclTransport(channels, torch.device("cuda", torch.cuda.current_device()))
+    return GlooTransport(channels, board, board.rank)
+
+
+def _gloo_channel(
+    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool
+) -> Channel:
+    """Straight from the store, under a name that all ranks agreed on.
+
+    Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
+    rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
+    """
+    require(of_gloo(len(ranks)) + CLIENT, f"rank {board.rank}, group {name}: a group of {len(ranks)} ranks")
+    place, timeout_s = ranks.index(board.rank), timeout.total_seconds()
+
+    def make() -> dist.ProcessGroup:
+        own = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
+        group = dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+        never_free_in_child(group)
+        verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
+        return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings) if is_inside else verbs
+
+    settings = Settings.from_environment()
+    group = bounded(make, board, timeout_s, f"connecting group {name}")
+    return Channel(name, group, tuple((rank, index) for index, rank in enumerate(ranks)))
+
+
+def sharing_memory(
+    group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float, settings: Settings
+) -> dist.ProcessGroup:
+    """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the machine allow it.
+
+    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError where a rank does not come.
+    """
+    if not wants_shared_memory(settings) or all(len(members) == 1 for members in nodes):
+        return group
+    return cast("dist.ProcessGroup", SharedMemoryGroup(group, rank, nodes, timeout_s))
+
+
+def wants_shared_memory(settings: Settings) -> bool:
+    """Whether messages inside a node may go past its network; an emulated link that is shaped is there to be used."""
+    if settings.intra != "auto":
+        return settings.intra == "shared"
+    links = os.environ.get("COMMLAYER_EMULATED_LINKS")
+    return links is None or "intra unshaped" in links
+
+
+def _nccl_channel(
+    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool
+) -> Channel:
+    """A registered group, because torch's batched messages need one; so ranks must be in equal numbers of groups here."""
+    del board, store, is_inside  # NCCL finds its own way inside a node
+    group = dist.new_group(
+        list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
+    )
+    if group is None:
+        raise GroupError(f"torch made no group for ranks {ranks}: is the default process group initialised?")
+    return Channel(name, group, tuple((rank, dist.get_group_rank(group, rank)) for rank in ranks))

@@ -1,0 +1,1 @@
+"""Messages between the CPU ranks of one node through memory that they share."""

@@ -1,0 +1,324 @@
+"""Messages between CPU ranks of one node through shared memory, behind the two verbs of a process group that a plan needs.
+
+A sender copies its tensor into a slab of memory that the node's ranks share and writes a line about it to the receiver's
+socket; the receiver copies it out where it belongs, and says so in its next line, which frees the slab's bytes. A tensor that
+goes to several ranks (all_gather, broadcast) is copied in once. Small messages travel in the line itself. Messages to other
+nodes are handed to the Gloo group beneath.
+
+- *Posting never blocks.* A slab grows by as much as is posted, a line that a full socket refuses is kept and sent later. So
+  ranks may all send to each other before anybody receives.
+- *Whoever waits works.* Any wait takes in whatever arrives, for other messages too; ranks that wait for different calls of
+  theirs still serve each other.
+- *A send has ended* when its tensor may be changed, as with Gloo, which is at once; but a rank that has ``AHEAD_BYTES`` that
+  nobody has read yet waits for its receivers, so that memory stays bounded.
+- *Failures* look like Gloo's. The kernel closes a dead rank's sockets, so its peers wake up at once ("closed"); a wait that
+  takes too long raises "Timed out" and closes all connections, of Gloo too, so that the others wake up.
+
+Why sockets ring the bell: one write and one read a message, in order, with timeouts, with the memory barriers
+that shared memory needs, and an end that is noticed by itself; with several ranks on a core nothing may spin. Rejected:
+
+- Gloo's own small messages as bells. They go through I/O threads, so a byte takes several times as long on busy cores.
+- Futexes or semaphores in the memory. Nobody wakes up when a peer dies, so every wait must be cut into slices that look
+  after the peer; and a plain store from Python is no barrier on ARM. (Not measured.)
+- Reading the sender's own memory (process_vm_readv), which saves one of two copies where each rank gets something else. It
+  takes the right to trace other processes, which Ubuntu's kernels do not grant by default, and an all_gather, one copy in
+  and many out, has nothing to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commlayer.failures.descriptors import explained
+from commlayer.failures.forks import disown_in_child
+from commlayer.profiles.errors import TensorError
+from commlayer.transport.contract import SizeMismatch, break_connections
+from commlayer.transport.shared_memory.connect import Neighbourhood, meet
+from commlayer.transport.shared_memory.line import Kind, Line
+from commlayer.transport.shared_memory.segment import Slab
+from commlayer.transport.shared_memory.work import AHEAD_BYTES, Arrival, OtherWork, Peer, Receive, Send, Waitable
+
+__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
+
+INLINE_BYTES = 32 << 10
+"""Up to this size a message travels in its line: one write and one read, and nothing to give back."""
+_NO_PATIENCE_S = 0.001
+"""As in transport.break_connections."""
+
+
+class SharedMemoryGroup:
+    """A process group's send and recv, served inside this rank's node through shared memory and elsewhere by ``group``.
+
+    ``group``: Gloo's, with nothing under way; ``nodes``: for each node its members, as ranks of the group. Made by all
+    members together; where a node's ranks cannot share memory a rank that sees why warns, and everything there goes through
+    ``group``. ``shares[k]`` says whether node k's ranks do, and is the same on all ranks.
+
+    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come within ``timeout_s``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float) -> None:
+        self.group, self.rank = group, rank
+        self._timeout_s = timeout_s
+        self._others = [member for node in nodes for member in node if member != rank]
+        self._changed = threading.Condition()
+        self._is_polling = False
+        self._is_closed = False
+        self._peers: dict[int, Peer] = {}
+        self._matched: deque[tuple[Receive, Arrival]] = deque()
+        found, self.shares = meet(group, rank, nodes, timeout_s)
+        if found is not None:
+            self._move_in(found, next(node for node in nodes if rank in node))
+            disown_in_child(self)
+
+    def _move_in(self, found: Neighbourhood, here: Sequence[int]) -> None:
+        self._segment = found.segment
+        self._slab = Slab(found.segment, here.index(self.rank))
+        self._poll = select.epoll()
+        self._by_fd: dict[int, Peer] = {}
+        for slab, connection in found.sockets.items():
+            peer = Peer(here[slab], slab, Line(connection, self._poll))
+            self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
+
+    @property
+    def unread_bytes(self) -> int:
+        """What this rank has sent through its slab and some receiver has not read yet."""
+        return self._slab.unread_bytes if self._peers else 0
+
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
+        """Start sending ``tensors[0]``, 1-D uint8 contiguous, to member ``peer``; it must not change until the work's wait.
+
+        Raises RuntimeError where the connection is closed, TensorError for another kind of tensor.
+        """
+        neighbour = self._peers.get(peer)
+        if neighbour is None:
+            return self._other(self.group.send, tensors, peer, tag)
+        tensor = _checked(tensors[0])
+        size = tensor.numel()
+        with self._changed:
+            self._require_open(neighbour)
+            if size <= INLINE_BYTES:
+                neighbour.say(Kind.INLINE, tag, size, 0, tensor.numpy().data)
+                return Send(self, neighbour, None)
+            block = self._slab.find(tensor)
+            if block is None:
+                if self._slab.would_grow(size):
+                    self._await_news(0)  # perhaps much has been read since we last looked
+                try:
+                    block = self._slab.place(tensor)
+                except OSError as error:
+                    raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
+            block.readers.append(peer)
+            neighbour.say(Kind.SLAB, tag, size, block.start)
+            return Send(self, neighbour, block)
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
+        """Expect a message of exactly ``tensors[0]``'s size, 1-D uint8 contiguous, from member ``peer``. Raises as send.
+
+        Messages of one peer and tag come in the order in which they were sent.
+        """
+        neighbour = self._peers.get(peer)
+        if neighbour is None:
+            return self._other(self.group.recv, tensors, peer, tag)
+        work = Receive(self, neighbour, _checked(tensors[0]), tag)
+        with self._changed:
+            arrivals = neighbour.arrived.get(tag)
+            if arrivals:
+                self._matched.append((work, arrivals.popleft()))  # copied when somebody waits: posting is to be cheap
+                if not arrivals:
+                    del neighbour.arrived[tag]
+            else:
+                self._require_open(neighbour)
+                neighbour.posted.setdefault(tag, deque()).append(work)
+        return work
+
+    def alltoall_base(self, *arguments: Any) -> dist.Work:
+        """Gloo's own."""
+        self.serve()  # the neighbours need not wait for what comes from far away
+        return self.group.alltoall_base(*arguments)
+
+    def barrier(self) -> dist.Work:
+        """Gloo's own: between all members."""
+        self.serve()
+        return self.group.barrier()
+
+    def wait_for(self, work: Receive | Send, peer: Peer, timeout: timedelta | None) -> None:
+        """Return when ``work`` is completed, serving all neighbours meanwhile. See Waitable."""
+        timeout_s = timeout.total_seconds() if timeout else self._timeout_s
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._serve()
+            while not work.is_completed():
+                if peer.ended is not None:
+                    self.failed(timeout_s)
+                    raise RuntimeError(peer.ended)
+                left = until - time.monotonic()
+                if left <= 0:
+                    self.failed(0)
+                    verb = "recv" if isinstance(work, Receive) else "send"
+                    raise RuntimeError(
+                        f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
+                        f"the group, peer member {peer.rank}, shared memory)"
+                    )
+                self._await_news(left)
+
+    def failed(self, timeout_s: float) -> None:
+        """A wait that was to last ``timeout_s`` has failed; 0: after all that time.
+
+        Time-outs break connections, as Gloo's do. A peer that has closed does not: whoever waited for it first writes down why
+        it leaves (see failures/board.py). But a wait of no patience is one that is to break connections.
+        """
+        if timeout_s <= _NO_PATIENCE_S:
+            self.break_connections()
+
+    def serve(self) -> None:
+        """Take in what has arrived already, and answer it."""
+        if self._peers:
+            with self._changed:
+                self._serve()
+                self._await_news(0)
+
+    def break_connections(self) -> None:
+        """Close all connections, of ``group`` too, so that whoever waits for this rank wakes up."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for peer in self._peers.values():
+                peer.ended = peer.ended or "Connection closed by this rank after a failure"
+                peer.line.shutdown()
+            self._changed.notify_all()
+        break_connections(self.group, self._others)
+
+    def close(self) -> None:
+        """Let go of sockets and memory. Not collective: sends that were waited for still arrive. Nobody may be waiting."""
+        with self._changed:
+            if not self._peers or self._poll.closed:
+                return
+            self._is_closed = True
+            self._matched.clear()
+            self._slab.forget()
+            for peer in self._peers.values():
+                peer.ended = peer.ended or "Connection closed: this rank has closed the group"
+                peer.line.socket.close()
+                peer.posted.clear()  # a receive refers to this group, whose Gloo would live until Python looks for cycles
+            self._poll.close()
+            self._segment.close()
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`. The parent's connections stay, and end with
+        the parent."""
+        self._changed, self._is_polling = threading.Condition(), False
+        self.close()  # this process's copies; nothing is said to anybody
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # not all of it was made
+            self.close()
+
+    def _require_open(self, peer: Peer) -> None:
+        """Posting to a peer that is gone breaks everything: whoever does so is leaving, or will when this is raised."""
+        if peer.ended is not None:
+            self.break_connections()
+            raise RuntimeError(peer.ended)
+
+    def _other(
+        self,
+        verb: Callable[[list[torch.Tensor], int, int], dist.Work],
+        tensors: Sequence[torch.Tensor],
+        peer: int,
+        tag: int,
+    ) -> Waitable:
+        if not self._peers:
+            return verb(list(tensors), peer, tag)
+        try:
+            return OtherWork(self, verb(list(tensors), peer, tag))
+        except RuntimeError:  # as in _require_open
+            self.break_connections()
+            raise
+
+    def _await_news(self, timeout_s: float) -> None:
+        """Serve whoever has written; wait until somebody has, or the time is over (one thread for all that wait)."""
+        if self._is_polling:
+            if timeout_s > 0:
+                self._changed.wait(timeout_s)
+            return
+        self._is_polling = True
+        self._changed.release()
+        try:
+            events = self._poll.poll(timeout_s)
+        finally:
+            self._changed.acquire()
+            self._is_polling = False
+        for fd, event in events:
+            peer = self._by_fd[fd]
+            if event & select.EPOLLOUT:
+                peer.line.flush()
+            if event & ~select.EPOLLOUT:
+                self._read(peer)
+        self._changed.notify_all()
+
+    def _serve(self) -> None:
+        if self._peers:
+            self._slab.forget()
+        while self._matched:
+            self._deliver(*self._matched.popleft())
+
+    def _read(self, peer: Peer) -> None:
+        lines = peer.line.read()
+        if lines is None:
+            peer.ended = peer.ended or f"Connection closed by peer (member {peer.rank} of the group, shared memory)"
+            return
+        for kind, tag, size, place in lines:
+            if kind == Kind.READ:
+                assert isinstance(place, int)  # only a message can have a payload
+                self._slab.was_read(place, peer.rank)
+            else:
+                self._arrived(peer, tag, Arrival(size, place))
+
+    def _arrived(self, peer: Peer, tag: int, arrival: Arrival) -> None:
+        expected = peer.posted.get(tag)
+        if expected:
+            self._deliver(expected.popleft(), arrival)
+            if not expected:
+                del peer.posted[tag]
+            return
+        if not isinstance(arrival.place, int):
+            arrival.place = bytes(arrival.place)  # do not keep all that came with it
+        peer.arrived.setdefault(tag, deque()).append(arrival)
+
+    def _deliver(self, work: Receive, arrival: Arrival) -> None:
+        peer, tensor, place = work.peer, work.tensor, arrival.place
+        if arrival.size != tensor.numel():
+            work.error = SizeMismatch(tensor.numel(), arrival.size, peer.rank)
+        elif isinstance(place, int):
+            try:
+                tensor.copy_(self._segment.bytes_of(peer.slab, place, arrival.size))
+            except OSError as error:
+                work.error = RuntimeError(f"cannot map the shared memory of a message of {arrival.size} bytes: {error}")
+        else:
+            tensor.numpy().data[:] = place
+        work.is_done = True
+        if isinstance(place, int):
+            # Told with our next message, where that is soon enough: else it would wake up a peer that has nothing to do.
+            # All peers together leave less unsaid than what makes the sender wait.
+            peer.unsaid_bytes += arrival.size
+            is_urgent = peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES
+            (peer.say if is_urgent else peer.line.keep)(Kind.READ, 0, 0, place)
+
+
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise TensorError(
+            f"expected a contiguous 1-D tensor of uint8, got {tensor.dtype} of shape {list(tensor.shape)}: send its bytes, "
+            "x.contiguous().view(-1).view(torch.uint8)"
+        )
+    return tensor

@@ -1,0 +1,117 @@
+"""What is under way between the ranks of one node: peers, their messages, and what a caller waits for (see group.py)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from commlayer.transport.shared_memory.line import Kind, Line
+from commlayer.transport.shared_memory.segment import Block
+
+if TYPE_CHECKING:
+    from commlayer.transport.shared_memory.group import SharedMemoryGroup
+
+__all__ = ["AHEAD_BYTES", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Waitable"]
+
+AHEAD_BYTES = 16 << 20
+"""What a rank may have sent without any receiver having read it before its sends wait."""
+
+
+class Waitable(Protocol):
+    """What a caller gets for a message: torch's Work, or something that can be waited for like one."""
+
+    def wait(self, timeout: timedelta = ..., /) -> bool:
+        """Return True when the message's tensor may be used; no timeout, or zero: the group's.
+
+        Raises RuntimeError, with Gloo's words: "Timed out", or "closed" where the peer is gone; SizeMismatch.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """A message of ``size`` bytes: its payload, or where it lies in the sender's slab."""
+
+    size: int
+    place: bytes | memoryview | int
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Another rank of this node. ``rank``: in the group; ``slab``: its local rank. ``ended`` says why nothing more comes."""
+
+    rank: int
+    slab: int
+    line: Line
+    posted: dict[int, deque[Receive]] = field(default_factory=dict)
+    arrived: dict[int, deque[Arrival]] = field(default_factory=dict)
+    ended: str | None = None
+    unsaid_bytes: int = 0
+    """What we have read of its slab without having told it."""
+
+    def say(self, kind: Kind, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
+        """Send a line, and whatever was left unsaid."""
+        self.unsaid_bytes = 0
+        self.line.put(kind, tag, size, place, payload)
+
+
+class Receive:
+    """A message to come. ``error``: why it ended without one that fits."""
+
+    __slots__ = ("_group", "error", "is_done", "peer", "tag", "tensor")
+
+    def __init__(self, group: SharedMemoryGroup, peer: Peer, tensor: torch.Tensor, tag: int) -> None:
+        self._group, self.peer, self.tensor, self.tag = group, peer, tensor, tag
+        self.is_done = False
+        self.error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.wait_for(self, self.peer, timeout)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+class Send:
+    """A message under way. ``block`` None: it is in the line, as a whole."""
+
+    __slots__ = ("_block", "_group", "_mark", "peer")
+
+    def __init__(self, group: SharedMemoryGroup, peer: Peer, block: Block | None) -> None:
+        self._group, self.peer, self._block, self._mark = group, peer, block, peer.line.queued
+
+    def is_completed(self) -> bool:
+        if self._block is not None and self.peer.rank not in self._block.readers:
+            return True
+        if self.peer.line.flushed < self._mark:
+            return False
+        return self._block is None or self._group.unread_bytes <= AHEAD_BYTES
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.wait_for(self, self.peer, timeout)
+        return True
+
+
+class OtherWork:
+    """A message of the Gloo group beneath. Where it times out, Gloo has closed its connections: so must we."""
+
+    __slots__ = ("_group", "inner")
+
+    def __init__(self, group: SharedMemoryGroup, work: dist.Work) -> None:
+        self._group, self.inner = group, work
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.serve()  # the neighbours need not wait for what comes from far away
+        try:
+            return self.inner.wait(timeout) if timeout else self.inner.wait()
+        except RuntimeError as error:
+            has_passed = timeout is None or "timed out" in str(error).lower()
+            self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())
+            raise

@@ -1,0 +1,155 @@
+"""The Codec: what encodes rows for the wire, decodes them, and adds them up. It checks, and picks the path for the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from commlayer.profiles.errors import TensorError
+from commlayer.scheduler.wire import Wire
+from commlayer.wire.codecs.checks import (
+    check_codec,
+    check_index,
+    check_message,
+    check_rows,
+    check_weights,
+    non_finite_error,
+)
+from commlayer.wire.codecs.host import HostRows
+from commlayer.wire.codecs.scratch import TILE_ELEMENTS
+
+if TYPE_CHECKING:
+    from commlayer.wire.kernels.rows import RowKernels
+
+__all__ = ["Codec"]
+
+
+class Codec:
+    """Encodes rows of ``dtype`` as ``wire`` says, and decodes them.
+
+    Rows are [r, W] with W = ``wire.row_elements``; BF16 has no scales, so there rows may have any width, and any shape where
+    no index is given. Encoded messages are 1-D uint8, possibly a slice of a larger buffer, that begin at a multiple of four
+    bytes (two for BF16): the scales (FP32), then the payload, row after row; :meth:`wire_bytes` long.
+
+    ``non_finite`` is what FP8 does with NaN and infinity: ``raise``, or ``pass`` them on (docs/codecs.md). BF16 has both and
+    passes them. All methods may be called from any thread, in inference mode or out of it; none keeps history for gradients.
+    Of empty rows nothing is written.
+
+    Raises UsageError for the native format, which there is nothing to encode in, and TensorError for a dtype that does not go
+    into the format.
+    """
+
+    def __init__(self, wire: Wire, dtype: torch.dtype, non_finite: str = "raise") -> None:
+        check_codec(wire, dtype, non_finite)
+        self.wire = wire
+        self.dtype = dtype
+        self.non_finite = non_finite
+        self._is_scaled = wire.format.is_scaled
+
+    def wire_bytes(self, rows: int) -> int:
+        """Bytes of ``rows`` encoded rows of ``wire.row_elements``, scales included."""
+        return self.wire.wire_bytes(rows)
+
+    def encode(self, rows: torch.Tensor, out: torch.Tensor, index: torch.Tensor | None = None) -> None:
+        """``out`` (uint8) gets the message of ``rows``; with ``index`` (int64 [n]) that of rows[index[0]], rows[index[1]], …
+
+        ``rows`` may have any strides; what is not contiguous is copied first. Raises NonFiniteError for NaN or infinity where
+        they are not passed, before anything is written (on a GPU the host waits for that); TensorError for a wrong dtype,
+        width, size, device or index, UsageError for CUDA tensors without Triton.
+        """
+        rows = rows.detach()
+        check_rows(rows, self.wire, self.dtype, contiguous=False)
+        if not self._accept(out, rows, index):
+            return
+        rows, passes = rows.contiguous(), self.non_finite == "pass" or not self._is_scaled
+        if not rows.is_cuda:
+            HostRows.encode(rows, self.wire, out, index, passes=passes)
+            return
+        if not passes:
+            sent = rows if index is None else rows[index]
+            if not bool(sent.isfinite().all()):
+                raise non_finite_error(sent, self.wire)
+        _kernels().encode(rows, self.wire, out, index)
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, index: torch.Tensor | None = None) -> None:
+        """``out`` [r, W] (``dtype``, contiguous) gets the rows of a message; with ``index`` row i goes to out[index[i]].
+
+        Of rows that go to the same place one wins. Raises TensorError for a wrong dtype, width, size, device or index,
+        UsageError for CUDA tensors without Triton.
+        """
+        out = out.detach()
+        check_rows(out, self.wire, self.dtype, contiguous=True)
+        if self._accept(encoded, out, index):
+            _path(out).decode(encoded, self.wire, self.dtype, out, index)
+
+    def add(
+        self,
+        encoded: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        weights: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
+    ) -> None:
+        """``into`` [n, W] += the rows of a message: row i, times ``weights`` [i] (FP32), to row ``index`` [i], or to row i.
+
+        ``into`` is contiguous, FP32 or of ``dtype``. Decoded rows enter in FP32. Sums are in FP32 and in the order of the
+        rows, also where an index comes more than once, so they have the same bits in every run; in a narrower ``into`` they
+        are rounded once, at the end.
+
+        Raises TensorError for a wrong dtype, width, size, device or index, UsageError for CUDA tensors without Triton.
+        """
+        into = into.detach()
+        weights = None if weights is None else weights.detach()
+        check_rows(into, self.wire, torch.float32, self.dtype, contiguous=True)
+        if weights is not None:
+            if into.dim() != 2:
+                raise TensorError(f"weights are of rows [n, W], got shape {list(into.shape)}")
+            check_weights(weights, into.shape[0] if index is None else index.shape[0])
+        if self._accept(encoded, into, index):
+            _path(into).add(encoded, self.wire, self.dtype, into, weights, index)
+
+    def error(self, rows: torch.Tensor) -> tuple[float, float]:
+        """(sum of squares of what encoding and decoding changes, sum of squares of ``rows``), in FP64, of finite elements.
+
+        It allocates, and on a GPU the host waits for it: for a sample of the calls. Raises as :meth:`encode` does.
+        """
+        rows = rows.detach()
+        check_rows(rows, self.wire, self.dtype, contiguous=False)
+        rows = rows.contiguous()
+        size = self.wire_bytes(rows.shape[0]) if self._is_scaled else 2 * rows.numel()
+        encoded = torch.empty(size, dtype=torch.uint8, device=rows.device)
+        decoded = torch.empty_like(rows)
+        self.encode(rows, encoded)
+        self.decode(encoded, decoded)
+        step = max(1, rows.numel()) if rows.is_cuda else TILE_ELEMENTS
+        of_error, of_rows = 0.0, 0.0
+        for before, after in zip(rows.view(-1).split(step), decoded.view(-1).split(step), strict=True):
+            is_finite = before.isfinite()
+            x = torch.where(is_finite, before, 0).double()
+            change = torch.where(is_finite, after, 0).double().sub_(x)
+            of_error += float(change.dot(change))
+            of_rows += float(x.dot(x))
+        return of_error, of_rows
+
+    def _accept(self, message: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None) -> bool:
+        """Whether there is anything to do; TensorError where message, rows and index do not fit together."""
+        if index is not None:
+            check_index(index, rows)
+        if self._is_scaled:
+            expected = self.wire_bytes(rows.shape[0] if index is None else index.shape[0])
+            check_message(message, rows, expected, 4)
+        else:
+            expected = 2 * (rows.numel() if index is None else index.shape[0] * rows.shape[1])
+            check_message(message, rows, expected, 2)
+        return expected > 0
+
+
+def _kernels() -> type[RowKernels]:
+    from commlayer.wire.kernels import row_kernels
+
+    return row_kernels()
+
+
+def _path(rows: torch.Tensor) -> type[RowKernels] | type[HostRows]:
+    return _kernels() if rows.is_cuda else HostRows

@@ -1,0 +1,87 @@
+"""What happens to one element, inside kernels: the rule of :mod:`commlayer.wire.codecs.fp8` in integer arithmetic.
+
+No cast to FP8 is used: GPUs before compute capability 8.9 have none, and neither has Triton's interpreter one that rounds
+rightly. ``kind`` is 4 for E4M3 and 5 for E5M2: the bits of the exponent. 8 is BF16, which has no scales.
+
+Kernels must be launched with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the rule rounds twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["magnitude", "make_scale", "narrow", "round_bf16", "to_code", "to_value"]
+
+
+@triton.jit
+def magnitude(x):
+    """The bits of |x| (FP32) as int32: they compare as the numbers do, and NaN and infinity are the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def make_scale(largest, largest_finite, kind: tl.constexpr, power_of_two: tl.constexpr):
+    """(scale, what to multiply by, whether the group is marked) of groups with these largest magnitudes, as bits."""
+    is_marked = largest >= 0x7F800000
+    amax = tl.maximum(largest_finite.to(tl.float32, bitcast=True), 1e-4)
+    limit = tl.where(is_marked, 416.0, 448.0) if kind == 4 else amax * 0.0 + 57344.0
+    scale = tl.div_rn(amax, limit.to(tl.float32))
+    if power_of_two:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale, tl.div_rn(scale * 0.0 + 1.0, scale), is_marked
+
+
+@triton.jit
+def to_code(x, inverse, kind: tl.constexpr):
+    """The FP8 code (uint8) of x · inverse, to nearest even; of NaN and infinity their codes in a marked group."""
+    mantissa_bits: tl.constexpr = 7 - kind
+    bias: tl.constexpr = 7 if kind == 4 else 15
+    dropped: tl.constexpr = 23 - mantissa_bits
+    bits = (x * inverse).to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Normal numbers: half of what is dropped is added, less one where the last kept bit is even, and the exponents' biases
+    # differ by 127 - bias.
+    normal = ((size + ((1 << (dropped - 1)) - 1) + ((size >> dropped) & 1)) >> dropped) - (
+        (127 - bias) << mantissa_bits
+    )
+    # Subnormal ones: added to a number whose last bit is worth the least of them, the FPU rounds.
+    ruler: tl.constexpr = 2.0 ** (24 - bias - mantissa_bits)
+    small = (size.to(tl.float32, bitcast=True) + ruler).to(tl.int32, bitcast=True)
+    subnormal = small - ((127 + 24 - bias - mantissa_bits) << 23)
+    code = tl.where(size < ((128 - bias) << 23), subnormal, normal)
+    found = magnitude(x)
+    code = tl.where(found == 0x7F800000, 0x7E if kind == 4 else 0x7C, code)
+    code = tl.where(found > 0x7F800000, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def to_value(code, scale, limit, kind: tl.constexpr):
+    """The FP32 value of an FP8 code and its group's (signed) scale, cut at ``limit``."""
+    mantissa_bits: tl.constexpr = 7 - kind
+    bias: tl.constexpr = 7 if kind == 4 else 15
+    infinity: tl.constexpr = 0x7E if kind == 4 else 0x7C
+    bits = code.to(tl.int32)
+    size = bits & 0x7F
+    normal = ((size << (23 - mantissa_bits)) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
+    subnormal = size.to(tl.float32) * (2.0 ** (1 - bias - mantissa_bits))
+    value = tl.where(size < (1 << mantissa_bits), subnormal, normal)
+    value = tl.minimum(value * tl.abs(scale), limit).to(tl.int32, bitcast=True)
+    special = (scale < 0) & ((size == infinity) | (size == 0x7F))
+    value = tl.where(special, tl.where(size == infinity, 0x7F800000, 0x7FC00000), value)
+    return (value | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_bf16(x):
+    """The bits (int16) of x (FP32) rounded to BF16, to nearest even; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(magnitude(x) > 0x7F800000, (bits >> 16) | 0x40, rounded).to(tl.int16)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """x (FP32) in ``dtype``, to nearest even. The interpreter's own cast to BF16 cuts off."""
+    return round_bf16(x).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else x.to(dtype)

@@ -1,0 +1,108 @@
+"""Launches of the kernels on encoded rows: grids, pointers, and the sorted maps that sums need."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
+from commlayer.wire.codecs.fp8 import finite_limit
+from commlayer.wire.kernels.decode import add_rows, decode_rows
+from commlayer.wire.kernels.encode import encode_bf16, encode_tiles, encode_tokens
+
+__all__ = ["RowKernels"]
+
+_KINDS = {WireFormat.FP8_E4M3: 4, WireFormat.FP8_E5M2: 5, WireFormat.BF16: 8}
+_SCALINGS = {Scaling.TOKEN: 0, Scaling.BLOCK: 1, Scaling.CHANNEL: 2}
+_TILE = 1024
+_GROUPS = {Scaling.BLOCK: 8, Scaling.CHANNEL: 32}
+"""Groups side by side in one program: 1,024 and 4,096 elements."""
+_EXACT = {"enable_fp_fusion": False}
+
+
+class RowKernels:
+    """What :class:`commlayer.wire.codecs.Codec` does for tensors on a GPU; arguments are checked there. Nothing waits on the
+    host."""
+
+    @staticmethod
+    def encode(rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None) -> None:
+        """``message`` (uint8) gets the encoded ``rows`` [r, W], or rows[index]; NaN and infinity are passed on."""
+        count, width = len(rows if index is None else index), rows.shape[1]
+        if wire.format is WireFormat.BF16:
+            if index is None:
+                message.view(torch.bfloat16).view(rows.shape).copy_(rows)
+            else:
+                grid = (count, triton.cdiv(width, _TILE))
+                encode_bf16[grid](rows, index, message.view(torch.int16), width, tile=_TILE)
+            return
+        scales, payload = _parts(message, wire, count)
+        options = {"has_index": index is not None, "kind": _KINDS[wire.format], "power_of_two": wire.power_of_two}
+        index = rows if index is None else index  # a pointer is needed, and not followed
+        if wire.scaling is Scaling.TOKEN:
+            encode_tokens[(count,)](rows, index, scales, payload, width, tile=_TILE, **options, **_EXACT)
+            return
+        by_channel, tile = wire.scaling is Scaling.CHANNEL, _GROUPS[wire.scaling]
+        num_groups = width if by_channel else triton.cdiv(width, GROUP_SIZE)
+        grid = (triton.cdiv(count, GROUP_SIZE) if by_channel else count, triton.cdiv(num_groups, tile))
+        encode_tiles[grid](
+            rows, index, scales, payload, count, width, by_channel=by_channel, tile=tile, **options, **_EXACT
+        )
+
+    @staticmethod
+    def decode(
+        message: torch.Tensor, wire: Wire, dtype: torch.dtype, out: torch.Tensor, index: torch.Tensor | None
+    ) -> None:
+        """``out`` [r, W] (or its rows ``index``) gets the rows of ``message``, whose elements were of ``dtype``."""
+        count, width = len(out if index is None else index), out.shape[1]
+        scales, payload = _parts(message, wire, count)
+        decode_rows[(count, triton.cdiv(width, _TILE))](
+            payload,
+            scales,
+            payload if index is None else index,
+            out,
+            width,
+            finite_limit(dtype),
+            has_index=index is not None,
+            **_decoding(wire),
+        )
+
+    @staticmethod
+    def add(
+        message: torch.Tensor,
+        wire: Wire,
+        dtype: torch.dtype,
+        into: torch.Tensor,
+        weights: torch.Tensor | None,
+        index: torch.Tensor | None,
+    ) -> None:
+        """``into`` [n, W] += the rows of ``message``, weighted, to the rows that ``index`` names; in the message's order."""
+        width, order, starts = into.shape[1], None, None
+        if index is not None:
+            by_target, order = index.sort(stable=True)
+            starts = torch.searchsorted(by_target, torch.arange(len(into) + 1, device=into.device))
+        scales, payload = _parts(message, wire, len(into if index is None else index))
+        add_rows[(len(into), triton.cdiv(width, _TILE))](
+            payload,
+            scales,
+            payload if order is None else order,
+            payload if starts is None else starts,
+            payload if weights is None else weights,
+            into,
+            width,
+            finite_limit(dtype),
+            has_index=index is not None,
+            has_weights=weights is not None,
+            **_decoding(wire),
+        )
+
+
+def _parts(message: torch.Tensor, wire: Wire, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and payload of a message; BF16 has no scales, and its payload is given as int16."""
+    if wire.format is WireFormat.BF16:
+        return message, message.view(torch.int16)
+    end = 4 * wire.num_scales(rows)
+    return message[:end].view(torch.float32), message[end:]
+
+
+def _decoding(wire: Wire) -> dict[str, object]:
+    return {"kind": _KINDS[wire.format], "scaling": _SCALINGS[wire.scaling], "tile": _TILE, **_EXACT}
