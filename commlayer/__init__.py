@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from commlayer.statistics import reset_stats as reset_stats
     from commlayer.statistics import stats as stats
 
-__version__ = "0.1.0"
+__version__: str
 
 _HOME = {
     "CommlayerError": "commlayer.profiles.errors:CommlayerError",
@@ -37,6 +37,7 @@ _HOME = {
     "WireFormat": "commlayer.scheduler.wire:WireFormat",
     "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
     "Work": "commlayer.engine.work:Work",
+    "__version__": "commlayer.version:__version__",
     "discover_topology": "commlayer.agree.topology:discover_topology",
     "load_profile": "commlayer.profiles.catalog:resolve",
     "reset_stats": "commlayer.statistics:reset_stats",

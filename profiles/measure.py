@@ -18,14 +18,11 @@ from itertools import pairwise
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.nccl_table import COLUMNS, Row
 
 __all__ = [
-    "COLUMNS",
     "MAX_SLOWDOWN",
     "Point",
     "Repeats",
-    "Row",
     "Samples",
     "interference",
     "measure",

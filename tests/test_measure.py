@@ -21,17 +21,16 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ClusterError, CommlayerError, TopologyError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import (
-    COLUMNS,
     MAX_SLOWDOWN,
     Point,
     Repeats,
-    Row,
     interference,
     measure,
     sizes_between,
     summarize,
     sweep,
 )
+from commlayer.profiles.nccl_table import COLUMNS, Row
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.plan import Plan

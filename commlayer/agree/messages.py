@@ -25,6 +25,7 @@ import torch.distributed as dist
 from commlayer.failures.waits import Board, wait
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.profiles.printable import printable, shortened
+from commlayer.version import __version__
 
 __all__ = [
     "LIMIT_BYTES",
@@ -140,8 +141,6 @@ def _decoder(type_: type[Any]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _own_version() -> str:
-    from commlayer import __version__
-
     return __version__
 
 

@@ -23,6 +23,7 @@ from commlayer.profiles.errors import ClusterError, DisagreementError, GroupErro
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
 from commlayer.settings import Settings
+from commlayer.version import __version__
 
 __all__ = ["Grid", "Identity", "Member", "describe_self", "discover_topology", "form_grid", "grid_key"]
 
@@ -218,6 +219,4 @@ def _link(rows: Sequence[Sequence[int]], topology: Topology, place: dict[int, in
 
 def versions() -> dict[str, str]:
     """What must be equal on all ranks for their plans to be equal, beside profile and policy."""
-    from commlayer import __version__
-
     return {"commlayer version": __version__, "torch version": str(torch.__version__)}

@@ -30,6 +30,7 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.probes import copy_probe, exchange_probe, gather_probe, one_call_probe, side_by_side
 from commlayer.transport.connect import device_type
 from commlayer.transport.contract import ONE_CALL_BYTES
+from commlayer.version import __version__
 
 __all__ = ["SweepOptions", "environment", "measure_cluster", "num_points"]
 
@@ -274,8 +275,6 @@ def environment(backend: str | None = None) -> dict[str, str]:
 
     ``backend`` None is the default process group's.
     """
-    from commlayer import __version__
-
     return {
         "commlayer": __version__,
         "torch": str(torch.__version__),

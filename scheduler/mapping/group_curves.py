@@ -22,11 +22,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.mapping.cluster import Cluster, Points
+
+if TYPE_CHECKING:
+    from commlayer.scheduler.mapping.cluster import Cluster, Points
 
 __all__ = ["SIZES", "curves_of_group"]
 

@@ -1,0 +1,122 @@
+"""The house: no import circle but those that are listed here, and a list of rooms for who looks for one.
+
+The arrows between rooms are a contract of import-linter's (tests/test_layers.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+Circles = set[frozenset[str]]
+
+
+def named(*circles: str) -> Circles:
+    return {frozenset(f"commlayer.{module}" for module in circle.split()) for circle in circles}
+
+
+# These lists only shrink: who resolves a circle takes it out here, and nobody adds one. The aim is none.
+
+AT_RUN_TIME = named(
+    "backend.create backend.group backend.patches",
+    "traces.events traces.files traces.recorder",
+)
+"""Circles of imports that run; the closing one is inside a function, or importing would fail."""
+
+FOR_TYPES = named(
+    "backend.create backend.group backend.patches backend.world",
+    "integrations.moe.agreement integrations.moe.handle",
+    "integrations.moe.dispatcher integrations.moe.stage",
+    "profiles.compare profiles.profile",
+    "scheduler.mapping.cluster scheduler.mapping.group_curves",
+    "traces.events traces.files traces.recorder",
+    "transport.shared_memory.group transport.shared_memory.work",
+)
+"""Circles where imports under ``TYPE_CHECKING`` count too."""
+
+
+def imports_of(package: str, *, types: bool) -> dict[str, set[str]]:
+    """Which modules of ``package`` each of them imports, also inside functions; ``types``: and under ``TYPE_CHECKING``."""
+    graph = grimp.build_graph(package, exclude_type_checking_imports=not types, cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+def reached(module: str, imports: Mapping[str, set[str]]) -> set[str]:
+    """Every module that ``module`` imports, itself or through others: ``module`` too where it is on a circle."""
+    found: set[str] = set()
+    ahead = [module]
+    while ahead:
+        new = imports[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+def circles(imports: Mapping[str, set[str]]) -> Circles:
+    """The largest sets of modules of which each imports all others, itself or through others."""
+    reach = {module: reached(module, imports) for module in imports}
+    return {
+        frozenset(other for other in ahead if module in reach[other])
+        for module, ahead in reach.items()
+        if module in ahead
+    }
+
+
+@pytest.mark.parametrize(("types", "listed"), [(False, AT_RUN_TIME), (True, FOR_TYPES)], ids=["run time", "types"])
+def test_the_circles_of_imports_are_those_that_are_listed(types: bool, listed: Circles) -> None:
+    found = circles(imports_of("commlayer", types=types))
+    assert found - listed == set(), "a new circle: move what both need into a module below them"
+    assert listed - found == set(), "resolved, or changed: take it out of the list"
+
+
+CIRCLED = {
+    "__init__": "",
+    "a": "from circled.b import B\n",
+    "b": "def later():\n    from circled import c\n\nclass B: ...\n",
+    "c": "import circled.a\n",
+    "d": "from typing import TYPE_CHECKING\nimport circled.a\nif TYPE_CHECKING:\n    from circled.e import E\n",
+    "e": "import circled.d\n\nclass E: ...\n",
+    "f": "import circled.e\n",
+}
+
+
+def test_the_check_of_circles_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "circled").mkdir()
+    for name, text in CIRCLED.items():
+        (tmp_path / "circled" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    first = frozenset({"circled.a", "circled.b", "circled.c"})
+    assert circles(imports_of("circled", types=False)) == {first}
+    assert circles(imports_of("circled", types=True)) == {first, frozenset({"circled.d", "circled.e"})}
+
+
+# docs/house.md
+
+
+def rooms_on_disk() -> set[str]:
+    """Every folder with modules, as the repository has it: through no link."""
+    tops = [ROOT / name for name in ("commlayer", "profiles", "scheduler", "integrations")]
+    inits = [init for top in tops for init in top.rglob("__init__.py")]
+    linked = [ROOT / "commlayer" / name for name in ("profiles", "scheduler", "integrations")]
+    own = [init for init in inits if not any(init.is_relative_to(link) for link in linked)]
+    return {f"{init.parent.relative_to(ROOT).as_posix()}/" for init in own}
+
+
+def rooms_listed(text: str) -> list[str]:
+    """What stands before the colon of each line of the list."""
+    return re.findall(r"^ *- `([\w/]+/)`: ", text, re.M)
+
+
+def test_every_room_is_in_the_list_once() -> None:
+    listed = rooms_listed((ROOT / "docs" / "house.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(rooms_on_disk())
+
+
+def test_the_check_of_the_list_can_fail() -> None:
+    text = "- `commlayer/`: all\n  - `commlayer/cli/`: words\n`commlayer/backend/`: no item of the list\n"
+    assert rooms_listed(text) == ["commlayer/", "commlayer/cli/"]
