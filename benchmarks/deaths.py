@@ -225,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first trial's seed")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no trial after so long")
     parser.add_argument("--only", default="", help="keep trials whose fields contain this, e.g. plan='hierarchical'")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print every survivor that is late or names another")
@@ -232,10 +233,13 @@ def main() -> None:
     found: list[tuple[Trial, list[Survivor]]] = []
     console = Console(width=110) if not Console().is_terminal else Console()
     trials = [trial for k in range(options.trials) if options.only in str(trial := draw(options.seed + k))]
+    until = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as cache:
         clusters: dict[tuple[int, int], EmulatedCluster] = {}
         try:
             for trial in track(trials, "trials", console=console):
+                if time.monotonic() > until:
+                    break
                 if trial.shape not in clusters:
                     clusters[trial.shape] = EmulatedCluster(*trial.shape, inter=_INTER)
                 survivors = run(trial, clusters[trial.shape], cache)
@@ -243,14 +247,15 @@ def main() -> None:
                 for s in survivors:
                     if options.verbose and (s.after_s is None or s.after_s > 3 or not s.is_named):
                         console.print(f"{trial}\n  {s}", highlight=False, soft_wrap=True, markup=False)
+        except KeyboardInterrupt:
+            console.print(f"interrupted after {len(found)} of {len(trials)} trials")
         finally:
             for cluster in clusters.values():
                 cluster.close()
-    is_met = report(found, console)
     if options.json:
         rows = [{"trial": asdict(trial), "survivors": [asdict(s) for s in survivors]} for trial, survivors in found]
         options.json.write_text(json.dumps(rows, indent=1))
-    sys.exit(0 if is_met else 1)
+    sys.exit(0 if found and report(found, console) else 1)
 
 
 if __name__ == "__main__":

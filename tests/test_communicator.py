@@ -448,6 +448,29 @@ def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: Clu
             assert waited < 5.0  # long before the timeout: whoever sees it wakes the others
 
 
+def test_a_death_while_calls_are_compared_is_named_by_all(emulated_cluster: ClusterFactory) -> None:
+    """COMMLAYER_DEBUG=detail, whose exchanges go over the caller's groups: also ranks that do not talk to the dead one."""
+
+    def job() -> tuple[str, str, float]:
+        os.environ["COMMLAYER_DEBUG"] = "detail"
+        communicator, _, _ = start(timeout_s=60.0)
+        x = torch.zeros(2, 64, dtype=torch.uint8)
+        communicator.all_to_all(x)
+        dist.barrier()
+        if dist.get_rank() == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        return *raised(lambda: communicator.all_to_all(x)), time.monotonic() - begin
+
+    for outcome in emulated_cluster(nodes=2, ranks_per_node=4).run(job, check=False, grace_s=30.0):
+        if outcome.rank != 5:
+            assert outcome.failure is None, outcome.failure
+            name, text, waited = outcome.value
+            assert name == PeerError.__name__
+            assert "rank 5 died" in text
+            assert waited < 20.0
+
+
 def test_a_rank_that_never_calls_ends_in_a_timeout_that_names_it(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[str, str]:
         communicator, _, _ = start(timeout_s=1.5)
