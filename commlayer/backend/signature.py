@@ -105,19 +105,17 @@ class SignatureCheck:
         return gathered
 
     def _blame(self, error: RuntimeError, sequence: int, call: str, timeout_s: float) -> NoReturn:
-        is_timeout = "timed out" in str(error).lower()
-        explained = None if is_timeout else self._explain(error, f"comparison of {call}", sequence, 0.0, timeout_s)
+        me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
+        if "timed out" not in str(error).lower():
+            explained = self._explain(error, f"comparison of {call}", sequence, 0.0, timeout_s)
+            raise PeerError(f"{explained}. Before {me}. Gloo's own message: {error}") from error
         late: list[str] = []
         with contextlib.suppress(TimeoutError, RuntimeError):  # the store is out of reach, or gone with its rank
             late = within(_STORE_PATIENCE_S, lambda: self._late(own_client(self._store), sequence))
-        me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
-        if explained is None:
-            who = ", ".join(late) or "some rank"
-            raise CollectiveTimeoutError(
-                f"{me}: {who} did not come within {timeout_s:g} s: look at the log of each. Gloo's own message: {error}"
-            ) from error
-        who = f"; not yet in this call: {', '.join(late)}" if late else ""
-        raise PeerError(f"{explained}{who}. Before {me}. Gloo's own message: {error}") from error
+        who = ", ".join(late) or "some rank"
+        raise CollectiveTimeoutError(
+            f"{me}: {who} did not come within {timeout_s:g} s: look at the log of each. Gloo's own message: {error}"
+        ) from error
 
     def _late(self, store: Store, sequence: int) -> list[str]:
         """The members that have not made call ``sequence``, and their last ones."""
