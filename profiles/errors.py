@@ -28,6 +28,7 @@ from __future__ import annotations
 from commlayer.profiles.printable import printable
 
 __all__ = [
+    "BLAMING",
     "ClusterError",
     "CollectiveTimeoutError",
     "CommlayerError",
@@ -109,6 +110,10 @@ class PeerError(ClusterError):
 
 class CollectiveTimeoutError(ClusterError, TimeoutError):
     """A collective did not finish in time."""
+
+
+BLAMING = (DisagreementError, PeerError, CollectiveTimeoutError)
+"""The errors of a rank that is not itself to blame, or not alone."""
 
 
 class RankFailedError(ClusterError):

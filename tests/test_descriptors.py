@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore  # torch.distributed has them to
 
 from commlayer.failures import descriptors
 from commlayer.failures.board import own_client
+from commlayer.failures.descriptors import explained, require, set_aside, shortfall
 from commlayer.profiles.errors import ClusterError
 
 
@@ -26,23 +27,23 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_lacks_is_said_with_what_to_do(few: None) -> None:
-    assert descriptors.shortfall(2, "it") == ""
-    assert descriptors.shortfall(3, "it") == (
+    assert shortfall(2, "it") == ""
+    assert shortfall(3, "it") == (
         "it needs 3 more open files, and this process may open 2 more. Its limit is 100: raise it with `ulimit -n 1024` before "
         "the job starts"
     )
-    assert "`ulimit -n 8192`" in descriptors.shortfall(5000, "it")
-    descriptors.require(2, "it")
+    assert "`ulimit -n 8192`" in shortfall(5000, "it")
+    require(2, "it")
     with pytest.raises(ClusterError, match="it needs 3"):
-        descriptors.require(3, "it")
+        require(3, "it")
 
 
 def test_no_limit_and_no_way_to_count_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert descriptors.shortfall(10**9, "it") == ""
+    assert shortfall(10**9, "it") == ""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     monkeypatch.setattr(descriptors, "_TABLE", "/no/such/table")
-    assert descriptors.shortfall(10**9, "it") == ""
+    assert shortfall(10**9, "it") == ""
 
 
 def test_a_table_that_cannot_be_opened_for_want_of_a_descriptor_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,12 +51,12 @@ def test_a_table_that_cannot_be_opened_for_want_of_a_descriptor_is_full(monkeypa
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "listdir", full)
-    assert "may open 0 more" in descriptors.shortfall(1, "it")
+    assert "may open 0 more" in shortfall(1, "it")
 
 
 def test_errors_of_the_system_say_what_to_do_where_descriptors_lack() -> None:
-    assert "ulimit -n" in descriptors.explained(OSError(errno.EMFILE, "Too many open files"))
-    assert descriptors.explained(OSError(errno.ENOMEM, "No memory")) == "[Errno 12] No memory"
+    assert "ulimit -n" in explained(OSError(errno.EMFILE, "Too many open files"))
+    assert explained(OSError(errno.ENOMEM, "No memory")) == "[Errno 12] No memory"
 
 
 class Unasked:
@@ -123,3 +124,22 @@ def test_a_program_with_too_few_descriptors_ends_with_an_error_on_all_ranks(
         assert "ClusterError: " in said or "PeerError: rank " in said, said
         assert words in said
         assert f"Its limit is {min(limits)}: raise it with `ulimit -n 1024` before the job starts" in said
+
+
+class Opening:
+    """Something that will open one more file."""
+
+    awaited = 1
+
+
+def test_files_that_are_still_to_be_opened_count_as_open(few: None) -> None:
+    before = shortfall(100, "it")
+    opening = Opening()
+    set_aside(opening)
+    assert _allowed(shortfall(100, "it")) == _allowed(before) - 1
+    del opening
+    assert shortfall(100, "it") == before
+
+
+def _allowed(why: str) -> int:
+    return int(why.partition("may open ")[2].split()[0])

@@ -148,6 +148,23 @@ def test_a_consequence_is_not_blamed_where_the_cause_is_known() -> None:
     assert str(elsewhere.explain(wait(0, 1), CLOSED)).startswith("rank 1 left with CollectiveTimeoutError: rank 3")
 
 
+def test_why_a_rank_left_is_told_by_those_who_heard_it() -> None:
+    """A rank that comes too late for a connection sees a closed port only; its neighbours have been told more."""
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine = board(detector)
+    detector.tell(Gone(3, 0, is_unheard=True))
+    neighbour = threading.Timer(0.1, detector.tell, [Left(3, "left with ClusterError: no files", True)])
+    neighbour.start()
+    assert str(mine.explain(wait(0, 3), CLOSED)).startswith("rank 3 left with ClusterError: no files; here")
+    neighbour.join()
+
+
+def test_of_a_rank_that_nobody_heard_its_end_is_told() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    detector.tell(Gone(3, 0, is_unheard=True))
+    assert str(board(detector).explain(wait(0, 3), CLOSED)).startswith("rank 3 died: its process has ended; here")
+
+
 def test_of_a_large_group_nobody_lists_all_ranks() -> None:
     detector, ranks = FailureDetector(None, 0, range(20_000), 0.0), range(20_000)
     mine = FailureBoard(detector, "g" * 5000, 0, ranks)

@@ -27,7 +27,7 @@ from commlayer.failures.detector import FailureDetector, job_detector, set_job_d
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.waits import Watched, bounded
-from commlayer.profiles.errors import ClusterError, CommlayerError, PeerError
+from commlayer.profiles.errors import BLAMING, CommlayerError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.nccl import is_usable, make_nccl
@@ -79,7 +79,7 @@ def make_group(
         why = f"left with {type(error).__name__}: {error}"
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
         if shared is None:
-            detector.close(why, is_failure=True, is_consequence=isinstance(error, ClusterError))
+            detector.close(why, is_failure=True, is_consequence=isinstance(error, BLAMING))
         raise
     if shared is None:
         group.own_detector(detector)
@@ -197,7 +197,7 @@ class _Connector:
         try:
             yield
         except (CommlayerError, RuntimeError, TimeoutError) as error:
-            if isinstance(error, CommlayerError) and not (isinstance(error, PeerError) and self.board.is_broken):
+            if isinstance(error, CommlayerError) and not isinstance(error, PeerError):
                 raise
             me = self.global_ranks[self.rank]
             wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)

@@ -31,6 +31,8 @@ _SETTLE_BROKEN_S = 2.0
 """Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
 _SETTLE_TIMEOUT_S = 5.0
 """Ranks that started later run out of patience later."""
+_SETTLE_UNHEARD_S = 0.5
+"""A rank that leaves at once has told its neighbours why; those pass it on to whoever came too late to hear it."""
 _MOST_LISTED = 8
 """Of the ranks that one waited for; more are all others of the group."""
 _LONGEST_KEY = 200
@@ -96,6 +98,8 @@ class _Verdict:
     ranks: tuple[int, ...]
     what: str
     seen_by: int
+    is_unheard: bool = False
+    """Whether a rank died that others may have heard."""
 
 
 def own_client(store: Any) -> Store:
@@ -208,10 +212,11 @@ class FailureBoard:
     def _verdict(self, wait: Wait | Connecting, failure: Failure, settle_s: float) -> _Verdict:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
         until = time.monotonic() + settle_s
+        unheard_until = until - settle_s + min(settle_s, _SETTLE_UNHEARD_S)
         with self.detector.changed:
             while True:
                 verdict, is_certain = self._follow(wait, failure)
-                left_s = until - time.monotonic()
+                left_s = (unheard_until if verdict.is_unheard else until) - time.monotonic()
                 if is_certain or left_s <= 0:
                     return verdict
                 self.detector.changed.wait(left_s)
@@ -220,7 +225,7 @@ class FailureBoard:
         """Who is to blame as far as is known, and whether nothing that may still come would change it."""
         dead = self._dead()
         if dead is not None:
-            return dead, True
+            return dead, not dead.is_unheard
         own = self.detector.reports.get((self.key, self.rank))
         if own is not None and own.is_leaving:
             return _Verdict((self.rank,), own.what, self.rank), True
@@ -259,10 +264,12 @@ class FailureBoard:
         for record in self.detector.ended:
             if record.rank not in self.ranks:
                 continue
+            left = self.detector.left.get(record.rank)
+            if left is not None and left.is_failure and not left.is_consequence:
+                return _Verdict((record.rank,), left.why, record.rank)
             if isinstance(record, Gone):
-                return _Verdict((record.rank,), "died: its process has ended", record.seen_by)
-            if not record.is_consequence:
-                return _Verdict((record.rank,), record.why, record.rank)
+                is_unheard = record.is_unheard and left is None
+                return _Verdict((record.rank,), "died: its process has ended", record.seen_by, is_unheard)
         return None
 
     @property

@@ -10,16 +10,34 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import weakref
+from typing import Protocol
 
 from commlayer.profiles.errors import ClusterError
 
-__all__ = ["CLIENT", "explained", "of_gloo", "require", "shortfall"]
+__all__ = ["CLIENT", "Awaiting", "explained", "of_gloo", "require", "set_aside", "shortfall"]
 
 CLIENT = 4
 """What connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
 _ADVISED = 1024
 _RESERVE = 64
 _TABLE = "/proc/self/fd"
+
+
+class Awaiting(Protocol):
+    """Something that opens files later, on a thread of its own."""
+
+    @property
+    def awaited(self) -> int:
+        """How many more it will open."""
+
+
+_awaiting: weakref.WeakSet[Awaiting] = weakref.WeakSet()
+
+
+def set_aside(holder: Awaiting) -> None:
+    """Count what ``holder`` will open as open already; it is not kept alive."""
+    _awaiting.add(holder)
 
 
 def of_gloo(size: int) -> int:
@@ -39,11 +57,12 @@ def _free() -> int | None:
     if most < 0:
         return None
     try:
-        return max(0, most - len(os.listdir(_TABLE)) + 1)  # one was that of the listing
+        is_open = len(os.listdir(_TABLE)) - 1  # one was that of the listing
     except FileNotFoundError:
         return None
     except OSError:  # EMFILE, ENFILE
         return 0
+    return max(0, most - is_open - sum(holder.awaited for holder in list(_awaiting)))
 
 
 def shortfall(needed: int, what: str) -> str:

@@ -38,9 +38,9 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import msgspec
 
-from commlayer.failures.descriptors import explained
+from commlayer.failures.descriptors import explained, set_aside
 from commlayer.failures.forks import disown_in_child
-from commlayer.profiles.errors import ClusterError, DisagreementError
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -73,10 +73,12 @@ _SECRET_BYTES = 16
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A rank's process has ended without a word. ``seen_by``: the rank that noticed."""
+    """A rank's process has ended without a word to ``seen_by``, the rank that noticed. ``is_unheard``: which never had a
+    connection with it, so that others may know more."""
 
     rank: int
     seen_by: int
+    is_unheard: bool = False
 
 
 class Left(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -164,7 +166,8 @@ class FailureDetector:
     """Watches the processes of ``ranks`` (global ranks), of which this one is ``rank``. Made by all of them together.
 
     ``store`` is where they find each other, under keys of their own; afterwards it is not used. Threads and descriptors are
-    those of this process: a forked child has neither. Raises ClusterError where a rank does not come within ``timeout_s``.
+    those of this process: a forked child has neither. Raises CollectiveTimeoutError where a rank does not come in ``timeout_s``,
+    PeerError where one cannot listen, ClusterError where this one cannot.
     """
 
     def __init__(self, store: Store | None, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
@@ -181,6 +184,7 @@ class FailureDetector:
         self._strangers: list[_Link] = []  # who have not said yet who they are
         # Where a rank of the job has answered: a refusal there means something.
         self._answering: set[str] = set()
+        self._heard: set[int] = set()  # the ranks with which there has been a link
         self._cards: dict[int, _Card] = {}
         self._is_closed = self._is_linked = False
         if store is None or len(self.ranks) < 2:
@@ -199,6 +203,7 @@ class FailureDetector:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
         _detectors.add(self)
+        set_aside(self)
         disown_in_child(self)
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="commlayer-detector", daemon=True
@@ -214,6 +219,13 @@ class FailureDetector:
     def alone(cls, rank: int = 0) -> FailureDetector:
         """A detector of this process only, which knows what is reported to it."""
         return cls(None, rank, (rank,), 0.0)
+
+    @property
+    def awaited(self) -> int:
+        """How many connections are still to come: as many as there are neighbours, and as many from those that dial this rank."""
+        if self._is_closed:
+            return 0
+        return max(0, 2 * len(self._neighbours()) - len(self._links) - len(self._strangers))
 
     def attach(self, observer: Observer) -> None:
         """Have ``observer`` called for each record, those that are there already included; it is not kept alive."""
@@ -262,7 +274,7 @@ class FailureDetector:
         for peer in self._neighbours():
             theirs = self._card_of(peer, store, timeout_s)
             if theirs.trouble:
-                raise ClusterError(f"rank {peer} cannot take part: {theirs.trouble}")
+                raise PeerError(f"rank {peer} cannot take part: {theirs.trouble}")
             if self._dial(peer, theirs) is None and peer not in self.gone:
                 self._start_asking(peer, theirs)
 
@@ -277,7 +289,7 @@ class FailureDetector:
                 "ranks"
             ) from error
         except RuntimeError as error:
-            raise ClusterError(
+            raise CollectiveTimeoutError(
                 f"rank {self.rank}: rank {peer} did not join the job within {timeout_s:g} s: {error}; look at its log"
             ) from error
         return card
@@ -305,7 +317,7 @@ class FailureDetector:
                 connection = self._greeted(address, card)
             except ConnectionRefusedError:  # noqa: PERF203  addresses are few
                 if address in self._answering and peer not in self.left and not self._is_closed:
-                    self._learn(Gone(peer, self.rank), None)
+                    self._learn(Gone(peer, self.rank, is_unheard=peer not in self._heard), None)
                     return None
             except (OSError, msgspec.MsgspecError, EOFError):
                 continue
@@ -361,6 +373,7 @@ class FailureDetector:
                 link.socket.close()
                 return
             self._links.append(link)
+            self._heard.add(link.rank)
             for record in self._known():
                 link.outbox += _framed(record)
             self._push(link)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from commlayer.failures.detector import leave_all  # registered at exit before this module's end, and so called after it
-from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.errors import BLAMING
 
 __all__ = ["Ends", "bury", "bury_when_idle", "end_with_program", "rest"]
 
@@ -151,7 +151,7 @@ def _end_all() -> None:
 def _tell(crash: type[BaseException]) -> None:
     with contextlib.suppress(Exception):  # an exception whose text cannot be had
         why = f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}"
-        leave_all(why, is_failure=True, is_consequence=issubclass(crash, ClusterError))
+        leave_all(why, is_failure=True, is_consequence=issubclass(crash, BLAMING))
 
 
 def _in_child() -> None:
