@@ -21,9 +21,10 @@ from torch.utils.dlpack import from_dlpack
 from commlayer.agree.messages import Reason
 from commlayer.agree.signature import Signature, check_signatures, signature
 from commlayer.agree.topology import Grid, Member, describe_self, form_grid, grid_key, versions
-from commlayer.engine.executor import Executor
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
+from commlayer.engine.runner import GridRunner
+from commlayer.engine.tracing import traced_on_grid
 from commlayer.engine.work import Join, OrderedQueue, Work
 from commlayer.failures.board import Failure, FailureBoard, Wait, own_client
 from commlayer.failures.detector import FailureDetector, job_detector
@@ -124,7 +125,7 @@ class Communicator:
         self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
         self._board = self._watch(members)
         transport = connect(self.grid, self._device_type, self._board, _get_default_store(), self._timeout_s)
-        self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        self._runner = GridRunner(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
         self._queue = OrderedQueue("commlayer")
         self._calls = 0
         self._failure: BaseException | None = None
@@ -195,7 +196,7 @@ class Communicator:
         source = as_bytes(x)
         self._check_plan(chosen, source.numel(), replicated=True)
         target, timelines = torch.empty_like(source), list[Timeline]()
-        self._queue.run(self._guarded, lambda: timelines.append(self._executor.trace(chosen, source, target)))
+        self._queue.run(self._guarded, lambda: timelines.append(traced_on_grid(self._runner, chosen, source, target)))
         return timelines[0]
 
     @property
@@ -213,7 +214,7 @@ class Communicator:
         self._queue.close()
         was_open, self.state = self.state is State.OPEN, State.CLOSED
         if was_open and dist.is_initialized():
-            self._executor.transport.close()
+            self._runner.transport.close()
         self._board.close()
         if self._own_detector is not None:
             self._own_detector.close("it closed its Communicator")
@@ -222,7 +223,7 @@ class Communicator:
         """At the program's end, where nobody closed this: see :class:`commlayer.failures.endings.Ends`."""
         if not self._queue.close(patience_s):
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
-                self._executor.transport.abort("ended its program while a call was under way")
+                self._runner.transport.abort("ended its program while a call was under way")
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
@@ -252,7 +253,7 @@ class Communicator:
         if self._debug_groups is not None:
             self._compare(self._debug_groups, signature(self._calls, direction, plan.name, x, source), replicated)
         self.plans_run[plan.name] += 1
-        execute = self._executor.run if source.numel() else _nothing
+        execute = self._runner.run if source.numel() else _nothing
         if self._is_on_lane:
             self._exchange_on_lane(futures, execute, plan, source, target)
         elif futures is None:
@@ -311,7 +312,7 @@ class Communicator:
 
     def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, futures: Futures) -> None:
         future: Future[Join] = Future()
-        future.set_result(self._executor.issue(plan, source, target) if source.numel() else None)
+        future.set_result(self._runner.issue(plan, source, target) if source.numel() else None)
         futures.append(future)
 
     def _planned(self, num_bytes: int, replicated: bool) -> Plan:
@@ -340,7 +341,7 @@ class Communicator:
         self._failure = error
         self.state = State.BROKEN
         is_known = isinstance(error, ClusterError)
-        self._executor.transport.abort(None if is_known else f"left with {type(error).__name__}: {error}")
+        self._runner.transport.abort(None if is_known else f"left with {type(error).__name__}: {error}")
 
     def _check_plan(self, plan: Plan, num_bytes: int, replicated: bool) -> None:
         expected = self._traffic(num_bytes, replicated)
