@@ -670,8 +670,8 @@ def test_a_failed_trace_breaks_the_communicator(emulated_cluster: ClusterFactory
 def test_a_pending_call_does_not_keep_a_dead_program_alive() -> None:
     code = """
 import time
-from commlayer.engine.work import OrderedQueue
-OrderedQueue("test").submit(time.sleep, 60)
+from commlayer.engine.progress import ProgressQueue
+ProgressQueue("test", str).submit("sleep", None, time.sleep, (60,))
 raise SystemExit(7)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 7

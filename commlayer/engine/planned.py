@@ -186,10 +186,9 @@ class PlannedGroup:
             try:
                 prepared = self._of(plan, root)
                 transport = self._transport or self.connect_messages()
-                target = as_bytes(target)
-                source = target if source is target else as_bytes(source)
-                reduce = reducer(source.dtype, op)
-                call = self.runner.start(transport, prepared, source, target, limit_s, reduce)
+                output = as_bytes(target)
+                data = output if source is target else as_bytes(source)
+                call = self.runner.start(transport, prepared, data, output, limit_s, reducer(source.dtype, op))
                 self.drive(prepared, call, limit_s)
             except BaseException as error:
                 self.tell(error)
