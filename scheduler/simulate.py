@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import flops, memory, parameters
-from commlayer.scheduler.mapping.calibration import efficiency_for
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_build import LayerBuilder
