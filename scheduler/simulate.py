@@ -1,6 +1,6 @@
 """A training step that nobody has run: how long it takes on a cluster, what of it is communication, what it needs in memory.
 
-Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layer_build`). Every collective in
+Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layers`). Every collective in
 them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
 what that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
 
@@ -15,7 +15,7 @@ Not modelled: data loading, checkpoints, stragglers, host stalls, and collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,9 +25,8 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder
-from commlayer.scheduler.mapping.layer_program import Course, Part, run
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
+from commlayer.scheduler.mapping.layers import LayerBuilder
 from commlayer.scheduler.mapping.pipeline import bubble_us, hops
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
@@ -44,6 +43,7 @@ from commlayer.scheduler.mapping.stage import (
     stages_of,
 )
 from commlayer.scheduler.mapping.step_traffic import traffics_of
+from commlayer.scheduler.programs import Breakdown, Item, run_alone
 
 __all__ = ["RESERVE", "Estimator"]
 
@@ -133,7 +133,7 @@ class Estimator:
         gradients = self._edge(gradient_edge, setup, stages[0])
         weights = self._edge(parameter_edge, setup, stages[0])
         for part, edge in (("gradients", gradients), ("parameters", weights)):
-            _expose(course, part, "dp", edge.us, edge.links)
+            course.expose(part, "dp", edge.us, edge.links)
         optimizer_us = self._optimizer_us(setup)
         course.parts["optimizer"] = optimizer_us
         course.total_us += optimizer_us
@@ -169,12 +169,12 @@ class Estimator:
         if mfu > 1:
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
-    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Course:
+    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Breakdown:
         """All micro-batches, with the bubble and what is exposed between stages."""
         count = setup.micro_batches(self.job)
         courses = []
         for stage in stages:
-            course = Course()
+            course = Breakdown()
             for is_moe in (True, False):
                 if number := stage.layers.count(is_moe):
                     forward, backward = self._courses(setup, is_moe)
@@ -183,28 +183,28 @@ class Estimator:
             course.add(self._ends(setup, stage))
             courses.append(course)
         slowest = max(courses, key=lambda each: each.total_us)
-        found = Course()
+        found = Breakdown()
         found.add(slowest, count)
         found.parts["bubble"] = _bubble_us([each.total_us for each in courses], stages, setup)
         found.total_us += found.parts["bubble"]
         us, link = self._boundary(setup)
         if us:
             exposed = hops(setup.pp, count, setup.vpp) * us
-            _expose(found, "pp", "pp", exposed, {link: exposed})
+            found.expose("pp", "pp", exposed, {link: exposed})
         return found
 
-    def _courses(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Course, Course]:
+    def _courses(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
         """Of one layer, forward and backward."""
 
-        def times() -> tuple[Course, Course]:
-            time = run if is_bound else self._builder(setup).course
+        def times() -> tuple[Breakdown, Breakdown]:
+            time = run_alone if is_bound else self._builder(setup).timed
             forward, backward = self._programs(setup, is_moe)
             return time(forward), time(backward)
 
         return _kept(self._known, ("courses", is_bound, *self._layer_key(setup, is_moe)), times)
 
-    def _programs(self, setup: Setup, is_moe: bool) -> tuple[list[Part], list[Part]]:
-        def programs() -> tuple[list[Part], list[Part]]:
+    def _programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
+        def programs() -> tuple[list[Item], list[Item]]:
             builder = self._builder(setup)
             return builder.forward(setup, is_moe), builder.backward(setup, is_moe)
 
@@ -221,7 +221,7 @@ class Estimator:
     def _edge(self, edge: Callable[..., Edge], setup: Setup, stage: Stage, *, is_bound: bool = False) -> Edge:
         side = 1 if edge is gradient_edge else 0
 
-        def template(is_moe: bool) -> tuple[list[Part], float]:
+        def template(is_moe: bool) -> tuple[list[Item], float]:
             return self._programs(setup, is_moe)[side], self._courses(setup, is_moe, is_bound=is_bound)[side].total_us
 
         return edge(self._builder(setup), setup, stage, template, is_bound=is_bound)
@@ -229,7 +229,7 @@ class Estimator:
     def _stages(self, setup: Setup) -> tuple[Stage, ...]:
         return _kept(self._known, ("stages", setup.pp, setup.vpp), lambda: stages_of(self._builder(setup), setup))
 
-    def _ends(self, setup: Setup, stage: Stage) -> Course:
+    def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.vpp if setup.zero > 1 else 0)
         key = ("ends", stage.index, *degrees, setup.precision, setup.zero, setup.attention)
         return _kept(self._known, key, lambda: ends_course(self._builder(setup), setup, stage))
@@ -368,14 +368,6 @@ def _bubble_us(per_stage: Sequence[float], stages: Sequence[Stage], setup: Setup
     return bubble_us(every, setup.vpp)
 
 
-def _expose(course: Course, part: str, lane: str, us: float, links: Mapping[str, float]) -> None:
-    course.total_us += us
-    course.parts[part] = course.parts.get(part, 0.0) + us
-    course.exposed[lane] = course.exposed.get(lane, 0.0) + us
-    for link, share in links.items():
-        course.links[link] = course.links.get(link, 0.0) + share
-
-
-def _bottleneck(course: Course) -> str:
+def _bottleneck(course: Breakdown) -> str:
     busy = {"compute": sum(course.parts.get(part, 0.0) for part in _WORK), **course.links}
     return max(busy, key=lambda name: busy[name])

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.calls import Exchange, step_exchanges
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
-from commlayer.scheduler.mapping.layer_program import Course, Finish, Move, Part, Send, Work, run
 from commlayer.scheduler.mapping.layer_work import head_work
+from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequence
 from commlayer.scheduler.mapping.stage_parameters import layers_of
+from commlayer.scheduler.programs import Breakdown, Call, Compute, Issue, Item, Wait, run_alone
 
 __all__ = ["Edge", "Stage", "boundary_us", "ends_course", "gradient_edge", "parameter_edge", "stages_of"]
 
@@ -29,7 +29,7 @@ _SIZES = 16
 """That bounds are priced at, between one power of two bytes and the next."""
 _FINER = 0.95
 """Of a plan's time: on lanes others may be found, cut finer than all candidates, but hardly faster."""
-Template = Callable[[bool], tuple[list[Part], float]]
+Template = Callable[[bool], tuple[list[Item], float]]
 """One layer, with experts or a dense FFN: its program, and the µs of its course."""
 
 
@@ -64,22 +64,22 @@ def stages_of(builder: LayerBuilder, setup: Setup) -> tuple[Stage, ...]:
     return tuple(found.values())
 
 
-def ends_course(builder: LayerBuilder, setup: Setup, stage: Stage) -> Course:
+def ends_course(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
     """Of embedding, head and loss, and what ZeRO-2 and 3 send for them, with one micro-batch, forward and backward."""
-    parts: list[Part] = []
+    parts: list[Item] = []
     if stage.index == setup.pp - 1:
         times = head_work(builder.job, setup, builder.compute)
-        parts += [Work("head", times.forward), Work("head", times.backward)]
-    course = run(parts)
+        parts += [Compute(times.forward, "head"), Compute(times.backward, "head")]
+    course = run_alone(parts)
     sent = setup.micro_batches(builder.job)
     for exchange in step_exchanges(builder.job, setup, builder.software, stage=stage.index):
         if exchange.place in ("embedding", "head", "loss") or _is_of_every_micro_batch(exchange, setup):
             if exchange.axis == "world":
                 continue  # one number a step
-            move = builder.move(setup, exchange)
-            us = move.us * exchange.count / sent
+            call = builder.call(setup, exchange)
+            us = call.us * exchange.count / sent
             course.total_us += us
-            course.wait(move, us)
+            course.wait(call, us)
     return course
 
 
@@ -111,17 +111,17 @@ def gradient_edge(
         return _exposed(builder, setup, wanted)
     layers = stage.layers[::-1]
     sends = _spread(builder, setup, wanted, len(layers), lambda j, n: -(-(j + 1) * len(layers) // n) - 1)
-    parts: list[Part] = []
-    pending: list[Move] = []
+    parts: list[Item] = []
+    pending: list[Call] = []
     plain, others = 0.0, passing(builder, setup)
     for place, is_moe in enumerate(layers):
         layer, us = template(is_moe)
         filler = others * us
         plain += filler + us
-        parts += [*([Work("filler", filler)] if filler else []), *layer]
-        parts += [Send(move) for move in sends[place]]
+        parts += [*([Compute(filler, "filler")] if filler else []), *layer]
+        parts += [Issue(call) for call in sends[place]]
         pending += sends[place]
-    parts += [Finish(move) for move in pending]
+    parts += [Wait(call) for call in pending]
     return _edge(builder, parts, pending, plain, is_bound)
 
 
@@ -135,16 +135,16 @@ def parameter_edge(
     if not builder.software.overlaps_parameters:
         return _exposed(builder, setup, wanted)
     sends = _spread(builder, setup, wanted, len(stage.layers), lambda j, n: j * len(stage.layers) // n)
-    moves = [move for layer in sends for move in layer]
-    parts: list[Part] = [Send(move) for move in moves]
+    calls = [call for layer in sends for call in layer]
+    parts: list[Item] = [Issue(call) for call in calls]
     plain, others = 0.0, passing(builder, setup)
     for place, is_moe in enumerate(stage.layers):
         layer, us = template(is_moe)
         filler = others * us
         plain += filler + us
-        parts += [Finish(move) for move in sends[place]]
-        parts += [*layer, *([Work("filler", filler)] if filler else [])]
-    return _edge(builder, parts, moves, plain, is_bound)
+        parts += [Wait(call) for call in sends[place]]
+        parts += [*layer, *([Compute(filler, "filler")] if filler else [])]
+    return _edge(builder, parts, calls, plain, is_bound)
 
 
 def _of_place(builder: LayerBuilder, setup: Setup, stage: Stage, place: str) -> list[Exchange]:
@@ -153,22 +153,22 @@ def _of_place(builder: LayerBuilder, setup: Setup, stage: Stage, place: str) -> 
 
 
 def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange]) -> Edge:
-    course = Course()
+    course = Breakdown()
     for exchange in wanted:
-        move = builder.move(setup, exchange)
-        course.wait(move, move.us * exchange.count)
+        call = builder.call(setup, exchange)
+        course.wait(call, call.us * exchange.count)
     return Edge(sum(course.links.values()), course.links)
 
 
 def _spread(
     builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange], layers: int, place_of: Callable[[int, int], int]
-) -> list[list[Move]]:
+) -> list[list[Call]]:
     """For each layer what is sent with it: the calls of one kind in order, as evenly as layers are."""
-    found: list[list[Move]] = [[] for _ in range(layers)]
+    found: list[list[Call]] = [[] for _ in range(layers)]
     for exchange in wanted:
         whole, number = _together(exchange, layers)
         for j in range(number):
-            found[place_of(j, number)].append(builder.move(setup, whole))
+            found[place_of(j, number)].append(builder.call(setup, whole))
     return found
 
 
@@ -213,19 +213,15 @@ def passing(builder: LayerBuilder, setup: Setup) -> int:
     return setup.pp - 1 if setup.vpp > 1 and setup.micro_batches(builder.job) >= setup.pp else 0
 
 
-def _edge(builder: LayerBuilder, parts: list[Part], moves: Sequence[Move], plain: float, is_bound: bool) -> Edge:
-    if not any(move.us for move in moves):
+def _edge(builder: LayerBuilder, parts: list[Item], calls: Sequence[Call], plain: float, is_bound: bool) -> Edge:
+    if not any(call.us for call in calls):
         return Edge(0.0, {})
-    parts = [part for part in parts if isinstance(part, Work) or part.move.us]
-    if is_bound:
-        course, forecast = run(parts), None
-    else:
-        course, forecast = builder.simulated(parts)
-    us = max(0.0, course.total_us - plain)
+    program = sequence(parts)
+    times, forecast = (run_alone(program), None) if is_bound else builder.simulated(program)
+    us = max(0.0, times.total_us - plain)
     waited: dict[str, float] = {}
-    for move in moves:
-        if move.plan is not None:
-            link = move.plan.traffic.link.value
-            waited[link] = waited.get(link, 0.0) + move.us
+    for call in calls:
+        link = call.plan.traffic.link.value
+        waited[link] = waited.get(link, 0.0) + call.us
     whole = sum(waited.values())
     return Edge(us, {link: us * part / whole for link, part in waited.items()}, forecast)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.result import Traffics
 
 __all__ = ["traffics_of"]
