@@ -20,8 +20,8 @@ from commlayer.scheduler.mapping.exchange import (
     rows_of_rank,
 )
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.parameters import layer_parameters
 from commlayer.scheduler.mapping.software import Software, splits_ffn
-from commlayer.scheduler.mapping.stage_parameters import layer_parameters
 
 __all__ = ["dispatched_rows", "layer_backward", "layer_forward"]
 

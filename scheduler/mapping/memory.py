@@ -132,7 +132,7 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
         weights, gradients, optimizer = (
             sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
         )
-        activations = (stage.layers - stage.dense) * sizes.sparse + stage.dense * sizes.dense
+        activations = stage.sparse * sizes.sparse + stage.dense * sizes.dense
         activations *= in_flight(setup, stage.number, micro_batches)
         if stage.number == setup.pp - 1:
             activations += sizes.logits

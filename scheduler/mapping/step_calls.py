@@ -9,8 +9,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.exchange import SEND_RECV, Exchange, axis_size, kept, mirrored, rows_of_rank
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_calls import layer_backward, layer_forward
-from commlayer.scheduler.mapping.software import Software
-from commlayer.scheduler.mapping.stage_parameters import (
+from commlayer.scheduler.mapping.parameters import (
     bucket_bytes,
     end_parameters,
     layer_parameters,
@@ -18,6 +17,7 @@ from commlayer.scheduler.mapping.stage_parameters import (
     replicated_elements,
     stage_parameters,
 )
+from commlayer.scheduler.mapping.software import Software
 
 __all__ = ["step_exchanges", "whole_step"]
 
