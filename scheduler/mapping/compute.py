@@ -11,7 +11,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.calibrated import FACTORS
-from commlayer.scheduler.mapping.cluster import Gpu
+from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.model import ModelShape
 
 __all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_for", "efficiency_of"]

@@ -19,10 +19,9 @@ from dataclasses import replace
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import conflicts
+from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, layer_backward, layer_forward
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.exchange import SEND_RECV, Exchange
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_calls import layer_backward, layer_forward
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn

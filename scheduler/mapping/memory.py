@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
-from commlayer.scheduler.mapping.exchange import head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.job import Attention, Job, Recompute, Setup
-from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 

@@ -12,10 +12,9 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.crossing import Crossover, crossover, crossover_of_values
-from commlayer.scheduler.mapping.fit import describe_memory
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import Estimates, search
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
-from commlayer.scheduler.mapping.exchange import axis_size
+from commlayer.scheduler.mapping.calls import axis_size, dispatched_rows, layer_backward, layer_forward
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_calls import dispatched_rows, layer_backward, layer_forward
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.parameters import stage_parameters
