@@ -381,19 +381,20 @@ def test_the_profiler_shows_collectives_and_plans(emulated_cluster: ClusterFacto
 @contextmanager
 def wrong_all_to_all() -> Iterator[None]:
     """Blocks come back in the wrong order, as a wrong plan would leave them."""
-    from commlayer.backend.exchanges import Exchanges
+    from commlayer.backend.group import CommlayerGroup
 
-    right = Exchanges._all_to_all
+    right = CommlayerGroup.all_to_all_single
 
-    def wrong(self: Any, output: torch.Tensor, input: torch.Tensor, *rest: Any) -> None:
-        right(self, output, input, *rest)
+    def wrong(self: Any, output: torch.Tensor, *rest: Any) -> Any:
+        work = right(self, output, *rest)
         output.copy_(output.flip(0))
+        return work
 
-    Exchanges._all_to_all = wrong  # type: ignore[method-assign, assignment]
+    CommlayerGroup.all_to_all_single = wrong
     try:
         yield
     finally:
-        Exchanges._all_to_all = right  # type: ignore[method-assign]
+        CommlayerGroup.all_to_all_single = right
 
 
 def test_the_comparison_can_fail(emulated_cluster: ClusterFactory) -> None:

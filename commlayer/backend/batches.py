@@ -18,20 +18,22 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
+from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.base import now
-from commlayer.backend.encodings import Encodings
+from commlayer.backend.messages import Messages
+from commlayer.backend.order import Order
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import flat, land, landing, real
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.lanes import lane_of, longest_hold_us
+from commlayer.scheduler.lanes import longest_hold_us
+from commlayer.statistics import GroupCounters
 from commlayer.traces.recorder import CallRecord, recorder
 
 __all__ = ["Batch", "Batches", "Parcel"]
@@ -49,9 +51,9 @@ _PACE = 0.8
 class Batch(Work):
     """Messages under way. ``wait()``: those that come are in their tensors, and those that go may be changed."""
 
-    def __init__(self, group: Batches, what: str, outputs: list[torch.Tensor]) -> None:
+    def __init__(self, messages: Messages, what: str, outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self._group, self.what, self._outputs = group, what, outputs
+        self._messages, self.what, self._outputs = messages, what, outputs
         self.works: list[tuple[Work, str]] = []
         self.landings: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.record: CallRecord | None = None
@@ -86,17 +88,17 @@ class Batch(Work):
 
     def _wait(self, timeout: timedelta) -> None:
         if not self._done:
-            limit = timeout if timeout.total_seconds() > 0 else self._group.present_timeout
+            limit = timeout if timeout.total_seconds() > 0 else self._messages.timeout
             until = time.monotonic() + limit.total_seconds()
             if not self._posted.wait(limit.total_seconds()):
-                self._error = self._group.message_error(RuntimeError("timed out before it was sent"), self.what)
+                self._error = self._messages.error(RuntimeError("timed out before it was sent"), self.what)
             while self.works and self._error is None:
                 work, what = self.works.pop()
                 try:
                     left_s = max(until - time.monotonic(), 0.001)
-                    self._group.await_message(work, timedelta(seconds=left_s))
+                    self._messages.wait(work, timedelta(seconds=left_s))
                 except RuntimeError as error:
-                    self._error = self._group.message_error(error, what)
+                    self._error = self._messages.error(error, what)
                     self._error.__cause__ = error
             if self._error is None:
                 with torch.inference_mode():
@@ -122,12 +124,15 @@ class Batch(Work):
         return self._outputs
 
 
-class Batches(Encodings):
-    """The verb of a batch."""
+class Batches:
+    """Batches of one group. ``sender``: the order of what it sends, once there was something to queue."""
 
-    _sender: ProgressQueue | None = None
+    def __init__(self, order: Order, messages: Messages, counters: GroupCounters) -> None:
+        self._order, self._messages, self._counters = order, messages, counters
+        self._members, self._inner = order.members, order.inner
+        self.sender: ProgressQueue | None = None
 
-    def start_batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
+    def start(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
         """Send and receive, to and from members of the group; tensors of any dtype and layout, on one device.
 
         Those without elements are not sent. What is sent must not change before the wait. Raises UsageError for this rank itself
@@ -137,20 +142,22 @@ class Batches(Encodings):
         receives = [(real(x), peer) for x, peer in receives if x.numel()]
         for role, parcels in (("destination", sends), ("source", receives)):
             for _, peer in parcels:
-                self._require_other(role, peer)
+                self._members.require_other(role, peer)
         if any(not x.is_cpu for x, _ in (*sends, *receives)):
             return self._start_on_device(sends, receives)
-        if self._lane.name is None:
-            self._use_lane(lane_of(self.group_desc), is_told=False)
-        names = [f"to {self._named(peer)}" for _, peer in sends] + [f"from {self._named(p)}" for _, p in receives]
-        batch = Batch(self, f"messages {', '.join(names)}", [x for x, _ in receives])
+        if self._order.lane.name is None:
+            self._order.use_lane_of_group()
+        names = [f"to {self._members.named(peer)}" for _, peer in sends] + [
+            f"from {self._members.named(p)}" for _, p in receives
+        ]
+        batch = Batch(self._messages, f"messages {', '.join(names)}", [x for x, _ in receives])
         self._record(batch, sends)
         for x, peer in receives:
             moved = landing(x)
             batch.landings.append((x, moved))
             for nth, piece in enumerate(self._pieces(moved, peer)):
                 self._post(batch, "recv", piece, peer, nth)
-            self.counters.flat["recv"].add(x.nbytes, 0)
+            self._counters.flat["recv"].add(x.nbytes, 0)
         if sends:
             self._send(batch, [(flat(x), peer) for x, peer in sends])
         else:
@@ -161,30 +168,32 @@ class Batches(Encodings):
         recording = recorder()
         if recording is None:
             return
-        record = batch.record = new_record(self._planned, self.lane, self.group_desc, "messages")
+        record = batch.record = new_record(
+            self._inner.planned, self._order.lane_name, self._members.describe(), "messages"
+        )
         record.ranks, record.plan, record.start_ns = (
             (record.rank,),
             "messages",
             record.enqueue_ns,
         )  # like no other rank's
-        record.inter_bytes = sum(x.nbytes for x, peer in sends if peer in self._far)
+        record.inter_bytes = sum(x.nbytes for x, peer in sends if peer in self._members.far)
         record.logical_bytes = sum(x.nbytes for x, _ in sends)
         record.intra_bytes = record.logical_bytes - record.inter_bytes
         recording.add(record)
 
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
         for x, _ in sends:
-            self.counters.flat["send"].add(x.nbytes, 0)
+            self._counters.flat["send"].add(x.nbytes, 0)
         pieces = [(self._pieces(x, peer), peer) for x, peer in sends]
         is_small = all(len(each) == 1 for each, _ in pieces)
-        if self._sender is None:
-            self._sender = ProgressQueue(f"commlayer {self._name[:8]} send", self._progress.who)
-        if is_small and not self._sender.pending and lanes().is_free(self._lane.level):
+        if self.sender is None:
+            self.sender = ProgressQueue(f"commlayer {self._members.name[:8]} send", self._order.progress.who)
+        if is_small and not self.sender.pending and lanes().is_free(self._order.lane.level):
             self._post_all(batch, pieces)
             return
-        call = self._lane.enter([x for x, _ in sends]) if self._lane.is_on else None
+        call = self._order.lane.enter([x for x, _ in sends]) if self._order.lane.is_on else None
         try:
-            self._sender.submit(batch.what, None, self._post_in_order, (batch, pieces, call))
+            self.sender.submit(batch.what, None, self._post_in_order, (batch, pieces, call))
         except BaseException:
             if call is not None:
                 lanes().leave(call)
@@ -204,10 +213,12 @@ class Batches(Encodings):
                 if batch.is_given_up:
                     return
                 here = [(each[nth], peer) for each, peer in pieces if nth < len(each)]
-                alone_s = sum(piece.numel() for piece, peer in here if peer in self._far) * self._seconds_per_byte
-                if self._lane.is_on:
+                alone_s = (
+                    sum(piece.numel() for piece, peer in here if peer in self._members.far) * self._seconds_per_byte
+                )
+                if self._order.lane.is_on:
                     most_us = longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy)
-                    held_s = lanes().hold(self._lane.level, most_us, crosses=alone_s > 0)
+                    held_s = lanes().hold(self._order.lane.level, most_us, crosses=alone_s > 0)
                     if batch.record is not None:
                         batch.record.held_ns += int(held_s * 1e9)
                 for piece, peer in here:
@@ -220,16 +231,18 @@ class Batches(Encodings):
             batch.posted()
 
     def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int) -> None:
-        what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._named(peer)}"
+        what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._members.named(peer)}"
         try:
-            batch.works.append((getattr(self._gloo, verb)([piece], peer, _TAG - nth % _TAGS), what))
+            batch.works.append((getattr(self._inner.gloo, verb)([piece], peer, _TAG - nth % _TAGS), what))
         except RuntimeError as error:
-            raise self.message_error(error, what) from error
+            raise self._messages.error(error, what) from error
 
     def _pieces(self, x: torch.Tensor, peer: int) -> list[torch.Tensor]:
         """The chunks of a message: the same at both ends, which know its size, the profile and the lane."""
         data = x.view(torch.uint8)
-        chunk = self._chunk_bytes if self._lane.is_on and self._lane.level and peer in self._far else 0
+        chunk = (
+            self._chunk_bytes if self._order.lane.is_on and self._order.lane.level and peer in self._members.far else 0
+        )
         return list(data.split(chunk)) if chunk else [data]
 
     @cached_property
@@ -241,7 +254,7 @@ class Batches(Encodings):
     @cached_property
     def _chunk_bytes(self) -> int:
         """Of what goes to another node: the smallest message, a power of two, that keeps the link's efficiency; 0: whole."""
-        curve, planner = self._link_curve, self._planned.choices.planner
+        curve, planner = self._link_curve, self._inner.planned.choices.planner
         if curve is None:
             return 0
         least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
@@ -253,12 +266,12 @@ class Batches(Encodings):
     @cached_property
     def _link_curve(self) -> Curve | None:
         """Of messages between two nodes."""
-        planner: Any = self._planned.choices.planner
+        planner: Any = self._inner.planned.choices.planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
 
     def _start_on_device(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
         device = (*sends, *receives)[0][0]
-        backend: Any = self._on_device(device)
+        backend: Any = self._order.on_device(device)
         backend._start_coalescing()
         for x, peer in receives:
             backend.recv([x], peer, 0)

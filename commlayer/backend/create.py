@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug
 from commlayer.backend import world
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
+from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
@@ -126,28 +127,26 @@ def _make(
     planned.own_calls = gloo
     is_compared = settings.debug == "detail" or get_debug_level() == DebugLevel.DETAIL
     control = connect.gloo("control") if is_compared else None
+    check = None
+    if control is not None:
+        check = SignatureCheck(control, store, rank, global_ranks, name, board, planned.explain)
+    # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
+    # collectives come from two threads (theirs, and the progress thread) mixes them up.
+    direct = connect.gloo("direct") if len(global_ranks) > 1 else gloo
+    inner = InnerGroups(gloo, direct, planned, store, check)
     group = CommlayerGroup(
         name=name,
         rank=rank,
         global_ranks=global_ranks,
-        store=store,
-        gloo=gloo,
-        planned=planned,
+        inner=inner,
         is_planning=job.planner is not None or settings.plan is not None or settings.reduction == "ordered",
-        signatures=None
-        if control is None
-        else SignatureCheck(control, store, rank, global_ranks, name, board, planned.explain),
+        make=make_group,
     )
-    # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
-    # collectives come from two threads (theirs, and the progress thread) mixes them up.
-    direct = connect.gloo("direct") if len(global_ranks) > 1 else gloo
-    group.use_direct(direct)
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
-        nccl = make_nccl(store, rank, global_ranks, timeout, name, nccl_options, is_default=is_default)
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
-        group.use_nccl(nccl)
+        inner.nccl = make_nccl(store, rank, global_ranks, timeout, name, nccl_options, is_default=is_default)
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, inner.nccl.backend)
     if is_default:
         world.remember(job, group)
     return group

@@ -15,16 +15,26 @@ __all__ = ["skip_methods"]
 
 _MODULES = (
     "commlayer.backend.arithmetic",
-    "commlayer.backend.base",
+    "commlayer.backend.barriers",
+    "commlayer.backend.batches",
+    "commlayer.backend.calls",
+    "commlayer.backend.encodings",
+    "commlayer.backend.ending",
     "commlayer.backend.exchanges",
+    "commlayer.backend.failing",
+    "commlayer.backend.forms",
     "commlayer.backend.group",
+    "commlayer.backend.inner",
     "commlayer.backend.issued",
+    "commlayer.backend.members",
     "commlayer.backend.messages",
     "commlayer.backend.moves",
     "commlayer.backend.options",
+    "commlayer.backend.order",
     "commlayer.backend.reductions",
     "commlayer.backend.signature",
     "commlayer.backend.tensors",
+    "commlayer.backend.together",
     "commlayer.engine.progress",
 )
 _is_done = False

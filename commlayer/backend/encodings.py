@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-from commlayer.backend.base import now
-from commlayer.backend.messages import Messages
-from commlayer.backend.recording import fill_plan
+from commlayer.backend.calls import Calls
 from commlayer.backend.signature import described
 from commlayer.engine.encoded import EncodedGroup
 from commlayer.engine.runner import Sent
-from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire
 from commlayer.wire.codecs import Codec
@@ -26,29 +24,37 @@ from commlayer.wire.codecs import Codec
 __all__ = ["Encodings"]
 
 
-class Encodings(Messages):
+class Encodings:
     """Verbs of a plan that is known already. Contiguous tensors; each returns a Work of an asynchronous call."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls, self._order, self._inner = calls, calls.order, calls.inner
 
     @cached_property
     def _encoded(self) -> EncodedGroup:
-        return EncodedGroup(self._planned)
+        return EncodedGroup(self._inner.planned)
 
-    def encoded_plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
+    def plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
         """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
-        if self._lane.name is None:
-            self._use_lane(lane_of(self.group_desc), is_told=False)
-        plan: Plan | None = self._planned.choices.plan(
-            collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes, lane=self._lane.cut_for
+        if self._order.lane.name is None:
+            self._order.use_lane_of_group()
+        plan: Plan | None = self._inner.planned.choices.plan(
+            collective,
+            num_bytes,
+            is_float=True,
+            wires=wires,
+            element_bytes=element_bytes,
+            lane=self._order.lane.cut_for,
         )
         return plan
 
-    def start_encoded(
+    def start(
         self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int], codec: Codec
     ) -> Work:
         """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns."""
         return self._begin(plan, source, target, lambda: self._encoded.run(plan, source, target, blocks, codec))
 
-    def start_encoded_exchange(
+    def start_exchange(
         self,
         plan: Plan,
         source: torch.Tensor,
@@ -69,21 +75,19 @@ class Encodings(Messages):
         options: Any = AllreduceOptions()
         options.asyncOp = True
         collective = plan.traffic.collective
-        return self._issue(options, collective, [target], self._run_encoded, plan, source, run)
+        return self._order.issue(options, collective, [target], self._run_encoded, plan, source, run)
 
     def _run_encoded(self, plan: Plan, source: torch.Tensor, run: Callable[[], Sent]) -> None:
         collective, size = plan.traffic.collective, source.nbytes
-        if self._signatures is not None:
+        order, signatures = self._order, self._inner.signatures
+        if signatures is not None:
             # Of an all_to_all ranks have different sizes; of an all_gather each has its own part.
             is_even = collective in ("all_reduce", "reduce_scatter")
             call = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
-            self._signatures.compare(self._sequence + 1, call, self._timeout_s)
-        self._sequence += 1
+            signatures.compare(order.sequence + 1, call, self._inner.timeout.total_seconds())
+        order.sequence += 1
         started = now()
         with torch._C._profiler._RecordFunctionFast(f"commlayer:{collective} {plan.name}"):
             sent = run()
-        row = self.counters.planned[collective, plan.name]
         num_bytes = plan.traffic.logical_bytes if collective != "all_to_all_v" else size
-        row.add(num_bytes, now() - started, sent.inter, sent.intra)
-        if self._planned.record is not None:
-            fill_plan(self._planned, self._planned.record, self._sequence, plan, num_bytes, (sent.inter, sent.intra))
+        self._calls.count_plan(plan, collective, num_bytes, now() - started, (sent.inter, sent.intra))

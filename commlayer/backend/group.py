@@ -3,127 +3,214 @@
 All verbs are overridden under their old and their new names. Those that C++ calls without going through Python (gather,
 scatter, reduce, the ``_single`` forms from some functional operators) reach an inner Gloo of their own, which is registered
 as this group's backend: right, but neither planned nor counted nor in this group's order.
+
+The group itself does nothing: a verb is a row of a table (verbs.py), and state is in the parts that the group is made of.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
-from commlayer.backend.base import Destroyed, Inherited
-from commlayer.backend.batches import Batches
+from commlayer.backend import barriers, verbs, world
+from commlayer.backend.batches import Batches, Parcel
+from commlayer.backend.calls import Calls
+from commlayer.backend.encodings import Encodings
+from commlayer.backend.ending import Ending
+from commlayer.backend.forms import method
+from commlayer.backend.inner import InnerGroups
+from commlayer.backend.members import Members
+from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
-from commlayer.backend.recording import end
-from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
-from commlayer.failures.endings import bury, bury_when_idle
-from commlayer.failures.waits import bounded, keep
+from commlayer.backend.order import Order
+from commlayer.backend.together import Together
+from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.detector import FailureDetector
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.wire import Wire
+from commlayer.statistics import GroupCounters
+from commlayer.wire.codecs import Codec
 
-__all__ = ["CommlayerGroup", "Together"]
+__all__ = ["CommlayerGroup"]
 
-_NO_TIMEOUT = timedelta(0)
-
-
-class Together(Work):
-    """All works of one coalesced block."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__()
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Any:
-        return next((found for work in self._works if (found := work.exception()) is not None), None)
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Any:
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+_ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in which torch itself calls it
 
 
-class CommlayerGroup(Batches):
+class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
 
     CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.transport.nccl`).
+    ``make``: makes another group, of some members of this one.
     """
 
-    _detector: FailureDetector | None = None
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        global_ranks: Sequence[int],
+        inner: InnerGroups,
+        is_planning: bool,
+        make: Callable[..., CommlayerGroup],
+    ) -> None:
+        super().__init__(rank, len(global_ranks))
+        me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
+        planned: PlannedGroup = inner.planned
+        is_planning = is_planning and len(global_ranks) > 1
+        needs_look = is_planning or inner.signatures is not None
+        self._members = Members(
+            name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
+        )
+        self._inner, self._make = inner, make
+        self._order = Order(self._members, inner, needs_look=needs_look)
+        self.counters = self._counters_of(planned)
+        self._calls = Calls(self._order, self.counters, is_planning=is_planning)
+        self._messages = Messages(self._order, self.counters)
+        self._batches = Batches(self._order, self._messages, self.counters)
+        self._encodings = Encodings(self._calls)
+        self._ending = Ending(self._order, self._batches, self.counters)
 
-    def own_detector(self, detector: FailureDetector) -> None:
-        """This group was the first of its ranks, and ends their failure detector with itself."""
-        self._detector = detector
+    def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
+        members = self._members
+        counters = GroupCounters(members.name, members.global_ranks[members.rank], list(members.global_ranks))
+        counters.reasons, counters.describe = (lambda: planned.choices.reasons), members.describe
+        num_far = len(members.far)
+        counters.shares = num_far / members.size, (members.size - num_far - 1) / members.size
+        return counters
+
+    # Collectives
+
+    all_gather_single = method(verbs.ALL_GATHER)
+    all_gather_single_coalesced = method(verbs.ALL_GATHER_COALESCED)
+    allgather = method(verbs.ALL_GATHER_LIST)
+    allgather_coalesced = method(verbs.ALL_GATHER_ROWS)
+    broadcast = method(verbs.BROADCAST)
+    gather = method(verbs.GATHER)
+    scatter = method(verbs.SCATTER)
+    allreduce = method(verbs.ALL_REDUCE)
+    allreduce_coalesced = method(verbs.ALL_REDUCE_COALESCED)
+    reduce = method(verbs.REDUCE)
+    reduce_scatter_single = method(verbs.REDUCE_SCATTER)
+    reduce_scatter_single_coalesced = method(verbs.REDUCE_SCATTER_COALESCED)
+    reduce_scatter = method(verbs.REDUCE_SCATTER_LIST)
+    all_to_all_single = method(verbs.ALL_TO_ALL)
+    alltoall = method(verbs.ALL_TO_ALL_LISTS)
+
+    # c10d's other names
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
 
     # Synchronisation
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Return when all ranks have come, and all that was queued before has ended."""
         opts = make(BarrierOptions, opts, timeout, {})
-        if opts.device is not None and opts.device.type == "cuda" and self._nccl is not None:
-            return self._nccl.backend.barrier(opts)
-        return self._issue(opts, "barrier", [], self._barrier, opts)
-
-    def _barrier(self, opts: Any) -> None:
-        if self._needs_look:
-            self._look("barrier", None, 0, timeout=opts.timeout, plannable=False)
-        self._flat("barrier", 0, self._gloo.barrier, opts)
+        nccl = self._inner.nccl
+        if opts.device is not None and opts.device.type == "cuda" and nccl is not None:
+            return nccl.backend.barrier(opts)
+        return self._order.issue(opts, "barrier", [], barriers.barrier, self._calls, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
-        limit = timeout if is_given else timedelta(seconds=self._timeout_s)
-        # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
-        self._progress.run("monitored_barrier", self._monitored_barrier, (limit, wait_all_ranks))
-
-    def _monitored_barrier(self, limit: timedelta, wait_all_ranks: bool) -> None:
-        task = partial(self._gloo.monitored_barrier, limit, wait_all_ranks)
-        if self._size == 1:
-            task()
-            return
-        began, limit_s = time.monotonic(), limit.total_seconds()
-        try:
-            bounded(
-                task, self._planned.board, 2 * limit_s + 5.0, "monitored_barrier"
-            )  # it names ranks itself at its limit
-        except RuntimeError as error:
-            if not self._planned.board.is_broken:
-                raise
-            waited_s = time.monotonic() - began
-            raise self._planned.explain(error, "monitored_barrier", self._sequence, waited_s, limit_s) from error
+        limit = timeout if is_given else self._inner.timeout
+        arguments = self._calls, limit, wait_all_ranks
+        self._order.progress.run("monitored_barrier", barriers.monitored_barrier, arguments)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
-        if device.type == "cuda" and self._nccl is not None:
-            self._nccl.backend._start_coalescing()
+        if device.type == "cuda" and self._inner.nccl is not None:
+            self._inner.nccl.backend._start_coalescing()
         else:
-            self._coalescing = []
+            self._order.coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        if device.type == "cuda" and self._nccl is not None:
-            return self._nccl.backend._end_coalescing()
-        works, self._coalescing = self._coalescing or [], None
+        if device.type == "cuda" and self._inner.nccl is not None:
+            return self._inner.nccl.backend._end_coalescing()
+        works, self._order.coalescing = self._order.coalescing or [], None
         return Together(works)
 
-    # What torch asks of a group
+    # Messages
+
+    def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
+        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group.
+
+        Raises UsageError for this rank itself, or one that is not in the group.
+        """
+        return self._messages.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work | None:  # noqa: N803
+        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
+        return self._messages.recv(tensors, srcRank, tag)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
+        """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
+        return self._messages.recv_anysource(tensors, tag)
+
+    def start_batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
+        """Send to and receive from some members at once: see :class:`commlayer.backend.batches.Batches`."""
+        return self._batches.start(sends, receives)
+
+    # Collectives in a wire format: see commlayer.backend.encodings
+
+    def encoded_plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
+        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
+        return self._encodings.plan(collective, num_bytes, wires, element_bytes)
+
+    def start_encoded(
+        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int], codec: Codec
+    ) -> Work:
+        """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns."""
+        return self._encodings.start(plan, source, target, blocks, codec)
+
+    def start_encoded_exchange(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        codec: Codec,
+    ) -> Work:
+        """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
+        return self._encodings.start_exchange(plan, source, target, splits, codec)
+
+    def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
+        """A reduce_scatter in the memory of ``source``."""
+        return self._encodings.start_in_place(plan, source, target)
+
+    # Lanes
+
+    def use_lane(self, lane: str, *, fine: bool = True) -> None:
+        """From the next call on this group's traffic is of ``lane``, one of ep, pp, cp, dp, tp, or none (""). The same on all
+        ranks, between the same calls. ``fine``: calls that others go before are cut more finely than their own speed asks for;
+        False: they are held at the edges that they have, unless ``COMMLAYER_LANES=on`` cuts all.
+
+        Where nobody says a lane the group's description does, if it is one that is known, and calls are not cut.
+        Raises UsageError for a lane that does not exist.
+        """
+        self._order.use_lane(lane, is_told=fine)
+
+    @property
+    def lane(self) -> str:
+        """The class of traffic; "" for none."""
+        return self._order.lane_name
+
+    @property
+    def lane_is_told(self) -> bool:
+        """Whether :meth:`use_lane` has said it."""
+        return self._order.lane.is_told
+
+    # What torch, and who reads, ask of a group
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         return "commlayer"
@@ -132,9 +219,19 @@ class CommlayerGroup(Batches):
         return "commlayer"
 
     @property
+    def who(self) -> str:
+        """This rank and group, for messages."""
+        return self._members.who
+
+    @property
+    def _planned(self) -> Any:
+        """The engine's group, or Destroyed: for tests and benchmarks."""
+        return self._inner.planned
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """How many of the group's ranks each node holds."""
-        shape: tuple[int, ...] = self._planned.choices.shape
+        shape: tuple[int, ...] = self._inner.planned.choices.shape
         return shape
 
     def predicted_us(
@@ -142,21 +239,17 @@ class CommlayerGroup(Batches):
     ) -> float | None:
         """What the profile predicts for a call, µs, also in ``wire``: see :meth:`commlayer.engine.choices.Choices.predicted_us`.
         Talks to nobody."""
-        predicted: float | None = self._planned.choices.predicted_us(collective, num_bytes, shape, **wire)
+        predicted: float | None = self._inner.planned.choices.predicted_us(collective, num_bytes, shape, **wire)
         return predicted
 
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""
-        store: Store = self._store
+        store: Store = self._inner.store
         return store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of calls that bring none of their own."""
-        for gloo in (self._gloo, self._direct):
-            gloo._set_default_timeout(timeout)
-        self._planned.timeout_s = timeout.total_seconds()
-        if self._nccl is not None:
-            self._nccl.backend._set_default_timeout(timeout)
+        self._inner.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -165,7 +258,7 @@ class CommlayerGroup(Batches):
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives this rank has run in this group."""
-        return self._sequence
+        return self._order.sequence
 
     def split_group(
         self,
@@ -181,25 +274,28 @@ class CommlayerGroup(Batches):
         Collective over ``new_ranks``. torch's own ``split_group`` refuses groups without a CUDA device before it asks here;
         ``new_group`` has no such condition.
         """
-        from commlayer.backend.create import make_group  # it makes groups, so it imports this module
-
         del device_types, opts  # one group serves all devices; options are NCCL's, whose split is not used
-        if self._rank not in new_ranks:
+        members = self._members
+        if members.rank not in new_ranks:
             return None
         # No counter of calls: a rank that is in several splits has made more of them than its peers.
-        name = group_name or f"{self._name}/split:{'_'.join(map(str, new_ranks))}"
-        group = make_group(
+        name = group_name or f"{members.name}/split:{'_'.join(map(str, new_ranks))}"
+        group = self._make(
             name=name,
-            rank=new_ranks.index(self._rank),
-            global_ranks=[self._global_ranks[member] for member in new_ranks],
-            store=PrefixStore(f"{name}/", self._store),
-            timeout=timeout or timedelta(seconds=self._timeout_s),
+            rank=new_ranks.index(members.rank),
+            global_ranks=[members.global_ranks[member] for member in new_ranks],
+            store=PrefixStore(f"{name}/", self._inner.store),
+            timeout=timeout or self._inner.timeout,
         )
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
         return group
 
     # End
+
+    def own_detector(self, detector: FailureDetector) -> None:
+        """This group was the first of its ranks, and ends their failure detector with itself."""
+        self._ending.detector = detector
 
     def shutdown(self) -> None:
         """End what is queued and let go of threads and connections. What is called afterwards raises GroupError."""
@@ -211,92 +307,15 @@ class CommlayerGroup(Batches):
 
     def end(self, patience_s: float) -> None:
         """At the program's end, of a group that nobody destroyed: see :class:`commlayer.failures.endings.Ends`."""
-        if isinstance(self._gloo, Destroyed):
-            return
-        until = time.monotonic() + patience_s
-        has_ended = self._progress.drain(patience_s)
-        if self._sender is not None:
-            has_ended &= self._sender.drain(max(0.001, until - time.monotonic()))
-        if self._latest is not None:
-            has_ended &= self._latest.settle(max(0.001, until - time.monotonic()))
-        if not has_ended:
+        if not self._ending.is_over_within(patience_s):
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
                 self.abort()
 
     def _stop(self, *, drain: bool) -> None:
-        if isinstance(self._gloo, Destroyed):
-            return
-        if drain:
-            self._finish()
-            end(self._gloo, self._size, with_others=True)
-            self._planned.close()
-        elif self._break():
-            self._planned.close()
-        if self._nccl is not None:
-            (self._nccl.backend.shutdown if drain else self._nccl.backend.abort)()
-        self.counters.close()
-        self._forget_world()
-        if self._detector is not None:
-            if job_detector(self._global_ranks) is self._detector:
-                set_job_detector(None)
-            self._detector.close("it destroyed its process group" if drain else "it aborted its process group")
-        self._free_inner()
-
-    def _break(self) -> bool:
-        """Break what is under way. Whether all of it has ended then, on this rank."""
-        end(self._gloo, self._size, with_others=False)
-        self._planned.abort("aborted the group")
-        self._gloo.abort()
-        self._direct.abort()
-        has_ended = self._progress.drain(timeout_s=1.0)
-        if self._sender is not None:
-            has_ended &= self._sender.drain(timeout_s=1.0)
-        return has_ended
-
-    def _free_inner(self) -> None:
-        """Whoever still holds this object must not keep threads, connections and the store with it."""
-        dead = [] if self._direct is self._gloo else [self._gloo]
-        if self._signatures is not None:
-            dead.append(self._signatures.gloo)
-        # The C++ half of this object refers to the last one too, and is freed with the last who refers to that.
-        is_idle = not self._direct._get_sequence_number_for_group()
-        has_abandoned = self._planned.board.has_abandoned
-        late = [] if is_idle else [self._direct]
-        if is_idle:
-            dead.append(self._direct)
-        self._stand_in(Destroyed(self.who))
-        if has_abandoned:
-            for each in (*dead, *late):
-                keep(each)
-        else:
-            bury_when_idle(late)
-            bury(dead)
-
-    def _stand_in(self, destroyed: Destroyed) -> None:
-        """Let ``destroyed`` answer whatever is asked of this group from now on."""
-        self._gloo = self._direct = self._planned = self._store = destroyed
-        self._nccl = self._signatures = None
+        self._ending.stop(drain=drain)
+        world.forget(self)
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
-        if isinstance(self._gloo, Destroyed):
-            return
-        for queue in (self._progress, self._sender):
-            if queue is not None:
-                queue.disown()
-        self._latest = None
-        self._forget_world()
-        self._stand_in(Inherited(self.who))
-
-    def _finish(self) -> None:
-        """Let what is queued end."""
-        if self._latest is not None:
-            self._latest.settle()
-        for queue in (self._progress, self._sender):
-            if queue is not None:
-                queue.drain()
-
-    def _forget_world(self) -> None:
-        from commlayer.backend import world
-
+        self._ending.disown()
         world.forget(self)

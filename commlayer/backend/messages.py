@@ -14,9 +14,11 @@ from typing import NoReturn
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.reductions import Reductions
+from commlayer.backend.failing import message_error
+from commlayer.backend.order import Order
 from commlayer.backend.tensors import flat, land, landing, reals
-from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
+from commlayer.statistics import GroupCounters
 
 __all__ = ["Message", "Messages"]
 
@@ -26,9 +28,9 @@ _NO_TIMEOUT = timedelta(0)
 class Message(Work):
     """A send or recv under way. Gloo's own says nothing before it was waited for: so does this."""
 
-    def __init__(self, group: Messages, work: Work, what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    def __init__(self, messages: Messages, work: Work, what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
         super().__init__()
-        self._group, self._work, self._what = group, work, what
+        self._messages, self._work, self._what = messages, work, what
         self._tensor, self._moved = tensor, moved
         self._started = time.monotonic()
         self._error: BaseException | None = None
@@ -42,11 +44,9 @@ class Message(Work):
             return True
         try:
             # Without a timeout Gloo takes the one that the group was made with, not the one it has now.
-            self._group.await_message(
-                self._work, timeout if timeout.total_seconds() > 0 else self._group.present_timeout
-            )
+            self._messages.wait(self._work, timeout if timeout.total_seconds() > 0 else self._messages.timeout)
         except RuntimeError as error:
-            self._done, self._error = True, self._group.message_error(error, self._what)
+            self._done, self._error = True, self._messages.error(error, self._what)
             raise self._error from error
         with torch.inference_mode():
             land(self._tensor, self._moved)
@@ -82,8 +82,11 @@ class Message(Work):
         return future
 
 
-class Messages(Reductions):
-    """The point-to-point verbs."""
+class Messages:
+    """The point-to-point verbs of one group."""
+
+    def __init__(self, order: Order, counters: GroupCounters) -> None:
+        self._order, self._members, self._inner, self._counters = order, order.members, order.inner, counters
 
     def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
         """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group.
@@ -92,48 +95,51 @@ class Messages(Reductions):
         """
         tensor = self._only_one("send", tensors)
         if not tensor.is_cpu:
-            return self._on_device(tensor).send(tensors, dstRank, tag)
-        self._require_other("destination", dstRank)
+            return self._order.on_device(tensor).send(tensors, dstRank, tag)
+        self._members.require_other("destination", dstRank)
         moved = flat(tensor)
-        return self._start("send", f"send to rank {self._named(dstRank)}, tag {tag}", moved, moved, dstRank, tag)
+        return self._start(
+            "send", f"send to rank {self._members.named(dstRank)}, tag {tag}", moved, moved, dstRank, tag
+        )
 
     def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work | None:  # noqa: N803
         """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
         tensor = self._only_one("recv", tensors)
         if not tensor.is_cpu:
-            return self._on_device(tensor).recv(tensors, srcRank, tag)
-        self._require_other("source", srcRank)
-        what = f"recv from rank {self._named(srcRank)}, tag {tag}"
+            return self._order.on_device(tensor).recv(tensors, srcRank, tag)
+        self._members.require_other("source", srcRank)
+        what = f"recv from rank {self._members.named(srcRank)}, tag {tag}"
         return self._start("recv", what, tensor, landing(tensor), srcRank, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
         """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
         tensor = self._only_one("recv_anysource", tensors)
         if not tensor.is_cpu:
-            return self._on_device(tensor).recv_anysource(tensors, tag)
+            return self._order.on_device(tensor).recv_anysource(tensors, tag)
         if not tensor.numel():  # Gloo fails in words that sound like a dead peer
             self._refuse("recv from any rank takes a tensor with elements, got none: name the source")
         return self._start("recv_anysource", f"recv from any rank, tag {tag}", tensor, landing(tensor), tag)
 
     def _start(self, verb: str, what: str, tensor: torch.Tensor, moved: torch.Tensor, *to: int) -> Work | None:
         try:
-            work = getattr(self._gloo, verb)([moved], *to)
+            work = getattr(self._inner.gloo, verb)([moved], *to)
         except RuntimeError as error:  # a connection that is known to be broken is found here
-            raise self.message_error(error, what) from error
-        self.counters.flat[verb].add(tensor.nbytes, 0)
+            raise self.error(error, what) from error
+        self._counters.flat[verb].add(tensor.nbytes, 0)
         message = Message(self, work, what, tensor, moved)
-        if self._coalescing is None:
+        if self._order.coalescing is None:
             return message
-        self._coalescing.append(message)
+        self._order.coalescing.append(message)
         return None  # as NCCL: what is coalesced is waited for as a whole
 
     @property
-    def present_timeout(self) -> timedelta:
-        return self._gloo.options._timeout  # type: ignore[no-any-return]
+    def timeout(self) -> timedelta:
+        """The group's timeout, as it is now."""
+        return self._inner.timeout
 
-    def await_message(self, work: Work, timeout: timedelta) -> None:
+    def wait(self, work: Work, timeout: timedelta) -> None:
         """Return when the message has gone or come. Raises RuntimeError: Gloo's, or that the group has been broken meanwhile."""
-        board, waited_for = self._planned.board, self._planned.waited_for
+        board, waited_for = self._inner.planned.board, self._inner.planned.waited_for
         waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
         try:
             if board.is_broken or not work.wait(timeout):
@@ -141,32 +147,9 @@ class Messages(Reductions):
         finally:
             waited_for.discard(work)
 
-    def message_error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
+    def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""
-        text = str(error)
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            return CollectiveTimeoutError(
-                f"{self.who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
-                f"message: {text}"
-            )
-        culprit = self._planned.board.culprit() or "the peer died or closed its connection"
-        return PeerError(f"{self.who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")
-
-    def _require_other(self, role: str, member: int) -> None:
-        """Gloo answers a rank that is not there with a crash or a hang, and this one as if it were a dead peer."""
-        if member == self._rank:  # in torch's words: its send() and recv() say this, isend() and irecv() do not ask
-            raise UsageError(
-                f"{self.who}: Invalid {role} rank: {role} rank should not be the same as the rank of the current process: "
-                "this backend sends to other ranks only; copy the tensor instead"
-            )
-        if not 0 <= member < self._size:
-            raise UsageError(
-                f"{self.who}: Invalid {role} rank {member}: expected a rank of the group, 0 to {self._size - 1}"
-            )
-
-    def _named(self, member: int) -> int:
-        """The global rank of a member, for messages."""
-        return self._global_ranks[member] if 0 <= member < self._size else member
+        return message_error(self._members, self._inner, error, what)
 
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         found = reals(tensors)
@@ -175,4 +158,4 @@ class Messages(Reductions):
         return found[0]
 
     def _refuse(self, why: str) -> NoReturn:
-        raise TensorError(f"{self.who}: {why}")
+        raise TensorError(f"{self._members.who}: {why}")

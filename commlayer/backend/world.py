@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Planner
 from commlayer.settings import Settings
 from commlayer.transport.connect import wants_shared_memory
-
-if TYPE_CHECKING:
-    from commlayer.backend.group import CommlayerGroup
 
 __all__ = ["World", "agree", "current", "forget", "remember"]
 
@@ -61,7 +58,7 @@ class World:
         return list(nodes.values())
 
 
-_current: tuple[World, CommlayerGroup] | None = None
+_current: tuple[World, object] | None = None
 
 
 def current() -> World | None:
@@ -69,13 +66,13 @@ def current() -> World | None:
     return _current[0] if _current is not None else None
 
 
-def remember(world: World, group: CommlayerGroup) -> None:
+def remember(world: World, group: object) -> None:
     """``group`` is the default group, and ``world`` what it agreed on."""
     global _current
     _current = world, group
 
 
-def forget(group: CommlayerGroup) -> None:
+def forget(group: object) -> None:
     """The default group is gone."""
     global _current
     if _current is not None and _current[1] is group:

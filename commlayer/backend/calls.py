@@ -1,0 +1,200 @@
+"""Running a call of a group: compare its signature, find its plan, move its bytes, wait, count.
+
+The bodies of the verbs (moves.py, reductions.py, exchanges.py) say what a call is; they are given a :class:`Calls` to run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from time import perf_counter_ns as now
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ReduceOp, Work
+
+from commlayer.backend.failing import fail, timeout_of
+from commlayer.backend.inner import InnerGroups
+from commlayer.backend.issued import IssuedWork
+from commlayer.backend.members import Members
+from commlayer.backend.order import Order
+from commlayer.backend.recording import fill_flat, fill_plan
+from commlayer.backend.signature import described
+from commlayer.engine.progress import DONE
+from commlayer.failures.waits import SLICE, wait
+from commlayer.scheduler.plan import Plan
+from commlayer.statistics import GroupCounters, Row
+
+__all__ = ["Calls"]
+
+_profiling = torch._C._autograd._profiler_enabled
+_record = torch._C._profiler._RecordFunctionFast
+_EVEN, _UNKNOWN = Row.EVEN, Row.UNKNOWN
+
+
+class Calls:
+    """Runs the calls of one group, in its :class:`Order`. ``is_planning``: some may have a plan."""
+
+    __slots__ = ("counters", "inner", "is_planning", "members", "needs_look", "never_plans_exchanges", "order")
+
+    def __init__(self, order: Order, counters: GroupCounters, *, is_planning: bool) -> None:
+        self.order, self.counters, self.is_planning = order, counters, is_planning
+        self.members: Members = order.members
+        self.inner: InnerGroups = order.inner
+        self.needs_look = order.needs_look
+        self.never_plans_exchanges = False  # found out at the first all_to_all
+
+    # Deciding
+
+    def look(
+        self,
+        collective: str,
+        tensor: torch.Tensor | None,
+        num_bytes: int,
+        *,
+        op: ReduceOp.RedOpType | None = None,
+        root: int | None = None,
+        sizes: tuple[int, ...] | None = None,
+        timeout: timedelta | None = None,
+        plannable: bool = True,
+    ) -> Plan | None:
+        """The plan for a call, or None: flat. Compares signatures first, where that is asked for.
+
+        Only for calls of which ``num_bytes`` and the dtype are equal on all ranks.
+        """
+        plan = None
+        if plannable and self.is_planning and tensor is not None:
+            plan = self.inner.planned.plan(collective, num_bytes, is_float=tensor.dtype.is_floating_point)
+        if self.inner.signatures is not None:
+            from_rank = None if root is None else self.members.global_ranks[root]
+            call = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)
+            if timeout is None or timeout.total_seconds() < 0:
+                timeout = self.inner.timeout
+            self.inner.signatures.compare(self.order.sequence + 1, call, timeout.total_seconds())
+        return plan
+
+    # Calls of the inner backend
+
+    def flat(
+        self,
+        collective: str,
+        num_bytes: int,
+        call: Callable[..., Work],
+        *args: Any,
+        inter: int = _UNKNOWN,
+        intra: int = 0,
+    ) -> None:
+        """The inner backend's own call. ``args[-1]`` are its options; ``inter``, ``intra``: the bytes it sends (see Row)."""
+        order, record = self.order, self.inner.planned.record
+        if record is None:
+            order.lane.hold(num_bytes)
+        else:
+            record.held_ns += order.lane.hold(num_bytes)
+            sent = inter, intra
+            if inter == _EVEN:
+                far, near = self.counters.shares
+                sent = int(num_bytes * far), int(num_bytes * near)
+            fill_flat(self.inner.planned, record, order.sequence + 1, num_bytes, sent)
+        if _profiling():
+            with _record(f"commlayer:{collective} flat"):
+                self.wait(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
+        else:
+            self.wait(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
+
+    def wait(
+        self,
+        collective: str,
+        num_bytes: int,
+        started: int,
+        work: Work,
+        opts: Any,
+        inter: int = _UNKNOWN,
+        intra: int = 0,
+    ) -> Work:
+        """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
+        self.order.sequence += 1
+        try:
+            work.wait(SLICE)
+        except RuntimeError:
+            self._wait_longer(collective, self.order.sequence, started, work, opts)
+        row = self.counters.flat[collective]  # row.add, without the call
+        row.calls += 1
+        row.logical_bytes += num_bytes
+        row.time_ns += now() - started
+        if inter >= 0:
+            row.inter += inter
+            row.intra += intra
+        elif inter == _EVEN:
+            row.even += num_bytes
+        else:
+            row.is_known = False
+        return DONE
+
+    def _wait_longer(self, collective: str, sequence: int, started: int, work: Work, opts: Any) -> None:
+        try:
+            wait(work, self.inner.planned.board)
+        except RuntimeError as error:
+            fail(self.members, self.inner, error, collective, sequence, started, timeout_of(opts))
+
+    def under_way(
+        self,
+        collective: str,
+        num_bytes: int,
+        work: Work,
+        opts: Any,
+        outputs: Any,
+        inter: int = _UNKNOWN,
+        intra: int = 0,
+    ) -> Work:
+        """An asynchronous call that has just been issued."""
+        order = self.order
+        order.sequence += 1
+        sequence, started = order.sequence, now()
+
+        def end(error: RuntimeError | None) -> None:
+            if error is not None:
+                fail(self.members, self.inner, error, collective, sequence, started, timeout_of(opts))
+            self.counters.flat[collective].time_ns += now() - started
+            if order.latest is issued:  # it holds the call's tensors
+                order.latest = None
+
+        self.counters.flat[collective].add(num_bytes, 0, inter, intra)
+        issued = IssuedWork(order.progress, collective, outputs, work, self.inner.planned.board, end)
+        order.latest = issued
+        if order.coalescing is not None:
+            order.coalescing.append(issued)
+        return issued
+
+    # Plans
+
+    def run_plan(
+        self,
+        plan: Plan,
+        collective: str,
+        num_bytes: int,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        opts: Any,
+        *,
+        op: str = "sum",
+        root: int = 0,
+    ) -> None:
+        """Run a plan on contiguous tensors."""
+        planned = self.inner.planned
+        self.order.sequence += 1
+        started = now()
+        if _profiling():
+            with _record(f"commlayer:{collective} {plan.name}"):
+                planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+        else:
+            planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+        self.count_plan(plan, collective, num_bytes, now() - started, planned.sent_bytes(plan, root))
+
+    def count_plan(
+        self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int] = (_UNKNOWN, _UNKNOWN)
+    ) -> None:
+        """Count and record a planned call that has ended. ``sent``: bytes between nodes, and inside this one."""
+        planned = self.inner.planned
+        if planned.record is not None:
+            fill_plan(planned, planned.record, self.order.sequence, plan, num_bytes, sent)
+        self.counters.planned[collective, plan.name].add(num_bytes, spent_ns, *sent)

@@ -1,0 +1,107 @@
+"""How a group ends: in good order, broken off, with its program, or as a forked child's inheritance."""
+
+from __future__ import annotations
+
+import time
+
+from commlayer.backend.batches import Batches
+from commlayer.backend.inner import Destroyed, Inherited
+from commlayer.backend.order import Order
+from commlayer.backend.recording import end
+from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
+from commlayer.failures.endings import bury, bury_when_idle
+from commlayer.failures.waits import keep
+from commlayer.statistics import GroupCounters
+
+__all__ = ["Ending"]
+
+
+class Ending:
+    """The end of one group. ``detector``: of a group that was the first of its ranks, and ends their failure detector with it."""
+
+    def __init__(self, order: Order, batches: Batches, counters: GroupCounters) -> None:
+        self._order, self._members, self._inner = order, order.members, order.inner
+        self._batches, self._counters = batches, counters
+        self.detector: FailureDetector | None = None
+
+    def stop(self, *, drain: bool) -> None:
+        """End what is queued (``drain``), or break it, and let go of everything."""
+        inner = self._inner
+        if inner.is_ended:
+            return
+        if drain:
+            self._finish()
+            end(inner.gloo, self._members.size, with_others=True)
+            inner.planned.close()
+        elif self._break():
+            inner.planned.close()
+        if inner.nccl is not None:
+            (inner.nccl.backend.shutdown if drain else inner.nccl.backend.abort)()
+        self._counters.close()
+        if self.detector is not None:
+            if job_detector(self._members.global_ranks) is self.detector:
+                set_job_detector(None)
+            self.detector.close("it destroyed its process group" if drain else "it aborted its process group")
+        self._free_inner()
+
+    def is_over_within(self, patience_s: float) -> bool:
+        """Wait so long for what is under way; whether all of it has ended then."""
+        if self._inner.is_ended:
+            return True
+        until = time.monotonic() + patience_s
+        has_ended = self._order.progress.drain(patience_s)
+        if self._batches.sender is not None:
+            has_ended &= self._batches.sender.drain(max(0.001, until - time.monotonic()))
+        if self._order.latest is not None:
+            has_ended &= self._order.latest.settle(max(0.001, until - time.monotonic()))
+        return has_ended
+
+    def disown(self) -> None:
+        """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
+        if self._inner.is_ended:
+            return
+        for queue in (self._order.progress, self._batches.sender):
+            if queue is not None:
+                queue.disown()
+        self._order.latest = None
+        self._inner.stand_in(Inherited(self._members.who))
+
+    def _finish(self) -> None:
+        """Let what is queued end."""
+        if self._order.latest is not None:
+            self._order.latest.settle()
+        for queue in (self._order.progress, self._batches.sender):
+            if queue is not None:
+                queue.drain()
+
+    def _break(self) -> bool:
+        """Break what is under way. Whether all of it has ended then, on this rank."""
+        inner = self._inner
+        end(inner.gloo, self._members.size, with_others=False)
+        inner.planned.abort("aborted the group")
+        inner.gloo.abort()
+        inner.direct.abort()
+        has_ended = self._order.progress.drain(timeout_s=1.0)
+        if self._batches.sender is not None:
+            has_ended &= self._batches.sender.drain(timeout_s=1.0)
+        return has_ended
+
+    def _free_inner(self) -> None:
+        """Whoever still holds the group must not keep threads, connections and the store with it."""
+        inner = self._inner
+        dead = [] if inner.direct is inner.gloo else [inner.gloo]
+        if inner.signatures is not None:
+            dead.append(inner.signatures.gloo)
+        # The C++ half of the group refers to the last one too, and is freed with the last who refers to that.
+        is_idle = not inner.direct._get_sequence_number_for_group()
+        has_abandoned = inner.planned.board.has_abandoned
+        late = [] if is_idle else [inner.direct]
+        if is_idle:
+            dead.append(inner.direct)
+        inner.stand_in(Destroyed(self._members.who))
+        if has_abandoned:
+            for each in (*dead, *late):
+                keep(each)
+        else:
+            bury_when_idle(late)
+            bury(dead)

@@ -1,0 +1,85 @@
+"""What works inside a group of the backend: Gloo, NCCL, the engine's planned group; and who answers for it after the end."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from commlayer.backend.signature import SignatureCheck
+from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.forks import inherited
+from commlayer.profiles.errors import GroupError
+from commlayer.transport.nccl import Nccl
+
+__all__ = ["Destroyed", "Inherited", "InnerGroups"]
+
+
+class Destroyed:
+    """Stands in for the inner backend of a destroyed group: whatever is asked of it is the caller's mistake."""
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise GroupError(
+            f"{self._who}: {name.strip('_')} after the group was destroyed (or aborted): make another with "
+            "torch.distributed.new_group, or call destroy_process_group later"
+        )
+
+
+class Inherited(Destroyed):
+    """The same in a forked child, for the groups of its parent."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise GroupError(inherited(f"{self._who}: {name.strip('_')}"))
+
+
+class InnerGroups:
+    """The inner groups of one group, which all of its parts look up here: at the end others stand in.
+
+    ``gloo`` runs the collectives of CPU tensors, ``direct`` those that C++ calls without asking Python, ``planned`` the plans,
+    ``nccl`` all of CUDA tensors; ``store`` is the group's own.
+    """
+
+    __slots__ = ("direct", "gloo", "nccl", "planned", "signatures", "store")
+
+    def __init__(
+        self,
+        gloo: dist.ProcessGroupGloo,
+        direct: dist.ProcessGroupGloo,
+        planned: PlannedGroup,
+        store: Store,
+        signatures: SignatureCheck | None,
+    ) -> None:
+        self.gloo: Any = gloo  # a Backend, whose methods torch's annotations lack, or Destroyed; so are the next three
+        self.direct: Any = direct
+        self.planned: Any = planned
+        self.store: Any = store
+        self.signatures = signatures
+        self.nccl: Nccl | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether :meth:`stand_in` was called."""
+        return isinstance(self.gloo, Destroyed)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The timeout of calls that bring none of their own: where torch's own _set_pg_timeout puts it."""
+        return self.gloo.options._timeout  # type: ignore[no-any-return]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change :attr:`timeout`, everywhere."""
+        for gloo in (self.gloo, self.direct):
+            gloo._set_default_timeout(timeout)
+        self.planned.timeout_s = timeout.total_seconds()
+        if self.nccl is not None:
+            self.nccl.backend._set_default_timeout(timeout)
+
+    def stand_in(self, destroyed: Destroyed) -> None:
+        """Let ``destroyed`` answer whatever is asked of these groups from now on."""
+        self.gloo = self.direct = self.planned = self.store = destroyed
+        self.nccl = self.signatures = None

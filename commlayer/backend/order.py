@@ -1,0 +1,158 @@
+"""The order of a group's calls: which run now, which are queued, which are under way, and on which lane.
+
+A call of plain tensors, with nothing queued and no plans, signatures, lanes or records to look at, goes to Gloo in the verb
+itself (``is_direct``; forms.py). It takes no lock: without calls under way there is only its caller's thread, unless a program
+issues on one group from several threads that nothing orders, and then ranks do not agree on an order anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from commlayer.backend.inner import InnerGroups
+from commlayer.backend.issued import IssuedWork
+from commlayer.backend.lane import GroupLane
+from commlayer.backend.members import Members
+from commlayer.backend.recording import new_record, run_recorded, waiting
+from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.progress import DONE, ProgressQueue, QueuedWork, Task
+from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.lanes import lane_of
+from commlayer.traces.recorder import Recorder, recorder
+from commlayer.transport.nccl import Inner
+from commlayer.transport.nccl import use_lane as use_nccl_lane
+
+__all__ = ["Order"]
+
+_profiling = torch._C._autograd._profiler_enabled
+_record = torch._C._profiler._RecordFunctionFast
+
+
+class Order:
+    """One group's calls, in the order in which the program makes them, the same on all ranks.
+
+    ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the works of an open coalesced block;
+    ``sequence``: how many collectives this rank has run. ``needs_look``: calls have plans or signatures to look at.
+    """
+
+    def __init__(self, members: Members, inner: InnerGroups, *, needs_look: bool) -> None:
+        self.members, self.inner, self.needs_look = members, inner, needs_look
+        self.lane = GroupLane(inner.planned)
+        self.progress = ProgressQueue(f"commlayer {members.name[:8]}", lambda: members.who)
+        self.latest: IssuedWork | None = None
+        self.coalescing: list[Work] | None = None
+        self.sequence = 0
+        self.is_watched = False  # a lane or a recorder wants to see calls
+        self.is_direct = (
+            False  # until the lane is known, at the first call: torch describes a group after it has made it
+        )
+
+    # Issuing
+
+    def issue(self, opts: Any, label: str, outputs: Any, task: Task, *args: Any) -> Work:
+        """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
+        if self.inner.signatures is not None:
+            task, args = self.or_say_refused, (label, task, *args)
+        if self.lane.name is None:
+            self.use_lane_of_group()
+        recording = recorder()
+        if recording is not None:
+            return self._issue_recorded(recording, opts, label, outputs, task, args)
+        if self.lane.is_on:
+            return self._issue_on_lane(opts, label, outputs, task, args)
+        return self._enqueue(opts, label, outputs, task, args)
+
+    def _issue_recorded(
+        self, recording: Recorder, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]
+    ) -> Work:
+        record = new_record(self.inner.planned, self.lane_name, self.members.describe(), label)
+        recording.add(record)
+        args = self.inner.planned, record, task, *args
+        issue = self._issue_on_lane if self.lane.is_on else self._enqueue
+        if not opts.asyncOp:
+            waiting(recording, record, lambda: issue(opts, label, outputs, run_recorded, args))
+            return DONE
+        work = issue(opts, label, outputs, run_recorded, args)
+        if isinstance(work, QueuedWork):
+            work.watch = partial(waiting, recording, record)
+        return work
+
+    def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
+        call = self.lane.enter(outputs)
+        try:
+            return self._enqueue(opts, label, outputs, _leaving, (call, task, *args))
+        except BaseException:  # perhaps not queued, and so never run
+            lanes().leave(call)
+            raise
+
+    def _enqueue(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
+        latest = self.latest
+        if not opts.asyncOp:
+            if latest is not None:
+                latest.settle()
+            self.progress.run(label, task, args)
+            return DONE
+        if latest is not None:  # tasks read and write tensors outside the inner backend, too
+            self.progress.submit(label, None, latest.settle, ())
+        if _profiling():  # the progress thread is not profiled: the caller's trace shows at least who asked for what
+            with _record(f"commlayer:{label} (queued)"):
+                pass
+        work = self.progress.submit(label, outputs, task, args)
+        if self.coalescing is not None:
+            self.coalescing.append(work)
+        return work
+
+    def or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
+        """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
+        try:
+            return task(*args)
+        except UsageError as error:
+            if self.inner.signatures is not None:
+                self.inner.signatures.refuse(self.sequence + 1, label, error)
+            raise
+
+    # Lanes and devices
+
+    def use_lane(self, lane: str, *, is_told: bool) -> None:
+        """From the next call on traffic is of ``lane``. ``is_told``: the program says so. UsageError for none that exists."""
+        self.lane.use(lane, is_told=is_told)
+        if self.inner.nccl is not None:
+            use_nccl_lane(self.inner.nccl, lane)
+        # What is queued was called before: on every rank it keeps the plan that it would have had.
+        if self.progress.pending and not self.progress.is_progress_thread():
+            self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
+        else:
+            self.inner.planned.use_lane(*self.lane.cut)
+        self.is_watched = self.lane.is_on or recorder() is not None
+        self.is_direct = not self.needs_look and not self.is_watched
+
+    def use_lane_of_group(self) -> None:
+        """The lane that the group's description says: for a call before anybody has said one."""
+        self.use_lane(lane_of(self.members.describe()), is_told=False)
+
+    @property
+    def lane_name(self) -> str:
+        """The class of traffic; "" for none."""
+        return lane_of(self.members.describe()) if self.lane.name is None else self.lane.name
+
+    def on_device(self, tensor: torch.Tensor) -> Inner:
+        """The inner backend of a tensor that is not on the CPU."""
+        nccl = self.inner.nccl
+        if tensor.is_cuda and nccl is not None:
+            if self.lane.name is None:
+                self.use_lane_of_group()
+            return nccl.backend
+        has = "CPU and CUDA" if nccl is not None else "CPU (torch has no CUDA here, or no NCCL)"
+        raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")
+
+
+def _leaving(call: Issued, task: Task, *args: Any) -> None:
+    try:
+        task(*args)
+    finally:
+        lanes().leave(call)
