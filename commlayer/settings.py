@@ -26,7 +26,7 @@ _NAMES = {"as_backend": "AS"}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment asks for.
+    """The settings of a process, which the environment gives.
 
     profile: a profile's name in the catalogue, or a path to its JSON file; for the backend also ``auto`` (its default: the
     cached profile of this cluster, else a probe) and ``none`` (nothing is planned). topology: declared instead of

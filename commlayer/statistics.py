@@ -1,4 +1,5 @@
-"""What the backend's groups have moved: counted on every call, read by :func:`stats`, printed at exit by ``COMMLAYER_STATS=1``.
+"""Statistics of what the backend's groups have moved: counted on every call, read by :func:`stats`, printed at exit by
+``COMMLAYER_STATS=1``.
 
 Every rank counts for itself. A call costs a few additions here; everything else happens when somebody reads.
 """
@@ -43,7 +44,7 @@ class GroupStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """What this rank has moved. ``rank`` is None before the first group."""
+    """The statistics of this rank. ``rank`` is None before the first group."""
 
     rank: int | None
     groups: list[GroupStats]
@@ -75,7 +76,7 @@ class Row:
             self.is_known = False
 
     def wire_bytes(self, shares: tuple[float, float]) -> dict[str, int] | None:
-        """What was sent, by link class; None where only the inner backend knows."""
+        """The bytes that were sent, by link class; None where only the inner backend knows."""
         if not self.is_known:
             return None
         return {"inter": self.inter + round(self.even * shares[0]), "intra": self.intra + round(self.even * shares[1])}
@@ -138,7 +139,7 @@ _groups: list[GroupCounters] = []
 
 
 def stats() -> Stats:
-    """What this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
+    """Return what this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
 
     Plain data (:class:`Stats`), also of groups that are destroyed. Not collective: every rank has its own numbers.
     """

@@ -1,4 +1,4 @@
-"""What moves between ranks as part of autograd's graph: at once, or started here and waited for there.
+"""Transfers between ranks as part of autograd's graph: made at once, or started in one place and waited for in another.
 
 A transfer that is started is two nodes, and three where what it sends was held before::
 
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 def differentiable_once(backward: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Of an autograd function's ``backward``: UsageError where a gradient of the gradient is asked for.
+    """Make an autograd function's ``backward`` raise UsageError where a gradient of the gradient is asked for.
 
     torch's own decorator notices that only where the incoming gradient needs one itself, which that of a sum does not.
     """
@@ -83,7 +83,7 @@ Start = Callable[[torch.Tensor], Pending]
 
 
 class Held:
-    """What one ``start_`` verb is to send later. Made by :meth:`commlayer.collectives.GroupCommunicator.hold`."""
+    """A tensor that one ``start_`` verb is to send later. Made by :meth:`commlayer.collectives.GroupCommunicator.hold`."""
 
     __slots__ = ("_sent", "_way", "tensor")
 

@@ -154,7 +154,7 @@ class FoldedMesh:
 
     @property
     def expert_gradient_scale(self) -> float:
-        """What the mean over :attr:`expert_gradient_group` is multiplied with; see :class:`FoldedMapping`."""
+        """The factor for the mean over :attr:`expert_gradient_group`; see :class:`FoldedMapping`."""
         return self.mapping.expert_gradient_scale
 
     def gradient_group(self, parameter: torch.Tensor) -> dist.ProcessGroup:
@@ -162,7 +162,7 @@ class FoldedMesh:
         return self.expert_gradient_group if _is_expert(parameter) else self.dense_gradient_group
 
     def gradient_scale(self, parameter: torch.Tensor) -> float:
-        """What the mean over :meth:`gradient_group` is multiplied with: 1 for a dense parameter."""
+        """The factor for the mean over :meth:`gradient_group`: 1 for a dense parameter."""
         return self.expert_gradient_scale if _is_expert(parameter) else 1.0
 
     def describe(self, topology: Topology | None = None) -> MeshDescription:

@@ -37,7 +37,7 @@ _BUCKETS: WeakKeyDictionary[MoELanguageModel, GradientBuckets] = WeakKeyDictiona
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a model is, whatever ranks it runs on; the fields that are not explained here are the layer's.
+    """The shape of a model, which is independent of its mapping. Fields that are not explained here are those of the layer.
 
     Attributes:
         vocabulary: how many tokens there are; 256: bytes.

@@ -152,7 +152,9 @@ class ShardedOptimizer:
             work.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each rank saves its own."""
+        """Return the state of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each
+        rank saves its own.
+        """
         return {
             "main": [buffer.main.detach().clone() for buffer in self._buffers],
             "optimizer": self.optimizer.state_dict(),

@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 
 def tasks_of(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
-    """What a stage does, in order.
+    """List the tasks of a stage, in order.
 
     Raises UsageError for no such schedule.
     """

@@ -41,7 +41,7 @@ class Later(Protocol):
 
 
 Make = Callable[..., "torch.Tensor | Later"]
-"""Of no arguments, or of the source."""
+"""The type of functions that make a tensor again: of no arguments, or of the source."""
 
 
 class Promise:

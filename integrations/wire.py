@@ -75,8 +75,10 @@ def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN
 
 
 def flat_policy(wire: WireChoice, lane: str) -> WirePolicy | None:
-    """As :func:`wire_policy`, for flat buffers, which have no tokens: FP8 has a scale for each block of 128 elements there. Where
-    ``wire`` is no policy, NaN and infinity pass: gradients may hold them on purpose, for a GradScaler to see."""
+    """Return the policy that ``wire`` means for flat buffers, as :func:`wire_policy` does for rows. They have no
+    tokens: FP8 has a scale for each block of 128 elements there. Where ``wire`` is no policy, NaN and infinity pass:
+    gradients may hold them on purpose, for a GradScaler to see.
+    """
     policy = wire_policy(wire, lane, scaling=Scaling.BLOCK)
     if policy is None:
         return None
@@ -97,8 +99,9 @@ def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what
 
 
 def require_same_wire(group: dist.ProcessGroup, what: str, *ways: CompressedGroup | None) -> None:
-    """That all ranks of ``group`` were given the same policies for ``what``: else some would encode, and others not. Collective;
-    nothing for groups of another backend, which have none. Raises DisagreementError."""
+    """Check that all ranks of ``group`` were given the same policies for ``what``: else some would encode, and others
+    not. Collective; nothing for groups of another backend, which have none. Raises DisagreementError.
+    """
     if group.size() == 1 or dist.get_backend(group) != "commlayer":
         return
     mine = "; ".join("native" if way is None else str(way.policy) for way in ways)

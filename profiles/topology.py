@@ -153,7 +153,7 @@ class Topology:
         return self._place(rank)[1]
 
     def link_between(self, a: int, b: int) -> Resource:
-        """What bytes from rank ``a`` to rank ``b`` cross: INTER, INTRA, or, from a rank to itself, DEVICE."""
+        """The link class that bytes from rank ``a`` to rank ``b`` cross: INTER, INTRA, or, from a rank to itself, DEVICE."""
         if self.node_of(a) != self.node_of(b):
             return Resource.INTER
         return Resource.DEVICE if a == b else Resource.INTRA
@@ -163,7 +163,7 @@ class Topology:
         return len({self.node_of(rank) for rank in ranks})
 
     def parts_of(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Of these ranks those on each node that has any, in order of the nodes; in a node in the order given."""
+        """Divide ``ranks`` by node: those on each node that has any, in order of the nodes; in a node in the order given."""
         members: dict[int, list[int]] = {}
         for rank in ranks:
             members.setdefault(self.node_of(rank), []).append(rank)

@@ -1,4 +1,6 @@
-"""What ``commlayer doctor`` says of lanes: by what means higher traffic goes first here, and which of them are not active."""
+"""The checks of lanes in ``commlayer doctor``: by what means higher traffic goes first here, and which of them are not
+active.
+"""
 
 from __future__ import annotations
 

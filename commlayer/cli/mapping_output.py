@@ -1,4 +1,4 @@
-"""What the commands about mappings print alike: estimates as JSON, a mapping for a trainer, where a picture went."""
+"""Output that the commands about mappings share: estimates as JSON, a mapping for a trainer, where a picture went."""
 
 from __future__ import annotations
 

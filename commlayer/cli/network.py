@@ -65,7 +65,7 @@ def _speed(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class GlooChoice:
-    """What Gloo would listen on, and what to do about it; ``is_wrong`` where it could not start."""
+    """The interface that Gloo would listen on, and what to do about it; ``is_wrong`` where it could not start."""
 
     names: tuple[str, ...]
     address: str

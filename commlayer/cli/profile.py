@@ -155,7 +155,7 @@ def _source(place: Place, shape: str) -> str:
 
 
 def link_rates(place: Place) -> dict[str, str]:
-    """What the environment of a profile or a result says about emulated links; nothing about real ones."""
+    """Return what the environment of a profile or a result says about emulated links; nothing for real ones."""
     mode = emulation()
     if mode is None:
         return {}

@@ -1,4 +1,4 @@
-"""What commands print: lines, JSON, and tables that are readable on a terminal and in a pipe. rich is imported on first use.
+"""Output of commands: lines, JSON, and tables that are readable on a terminal and in a pipe. rich is imported on first use.
 
 All of it goes through here, because names, sources and hosts come from files that others have made: what a terminal would obey
 is spelt out, and nothing is markup.

@@ -1,4 +1,4 @@
-"""What a command line says is to be moved, as Traffic on a profile's cluster."""
+"""Traffic from the options of a command line, on a profile's cluster."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ def traffic_for(
 
 
 def wires_for(text: str | None, dtype: str, row_elements: int | None) -> tuple[tuple[Wire, ...], int]:
-    """What ``--wire`` allows for elements of ``dtype``, and their bytes. Raises UsageError for formats that are none, or that
-    have no fewer bytes."""
+    """Return the formats that ``--wire`` allows for elements of ``dtype``, and the bytes of an element. Raises
+    UsageError for formats that are none, or that have no fewer bytes.
+    """
     if text is None:
         return (NATIVE,), 0
     element_bytes = dtype_bytes(dtype)
@@ -122,7 +123,7 @@ def group_traffic(
 
 
 def words(traffic: Traffic) -> str:
-    """What moves, for people."""
+    """Describe the traffic for people."""
     size = format_bytes(traffic.logical_bytes)
     if traffic.collective == "all_to_all":
         return (

@@ -11,7 +11,7 @@ Mark = Literal["ok", "warn", "bad"]
 
 
 class Effect(NamedTuple):
-    """What a variable does: ``when`` are the values for which it is worth a warning, None for any value."""
+    """The effect of a variable: ``when`` are the values for which it is worth a warning, None for any value."""
 
     does: str
     when: tuple[str, ...] | None = ()

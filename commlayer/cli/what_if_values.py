@@ -15,7 +15,8 @@ _MUCH = 8.0
 def values_of(
     kind: str, values: str | None, low: float | None, high: float | None, points: int
 ) -> tuple[float | int | str, ...]:
-    """What ``values`` lists, or from ``low`` to ``high``: rates at ``points`` places, all else doubling.
+    """Return the values that ``values`` lists, or those from ``low`` to ``high``: rates at ``points`` places, all else
+    doubling.
 
     Raises UsageError for both or neither, or for what is no number where numbers are meant.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a job did, lane by lane over one time axis. Returns a matplotlib ``Figure``."""
+"""The figure of a job's traces: what its ranks did, lane by lane over one time axis."""
 
 from __future__ import annotations
 

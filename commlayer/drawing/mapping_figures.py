@@ -88,7 +88,9 @@ def mapping_name(setup: Setup) -> str:
 
 
 def named(result: SearchResult) -> dict[str, StepEstimate]:
-    """What a search found, by rank and mapping: the ranking, then the best folded or unfolded one if it is not among them."""
+    """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded or unfolded one if
+    it is not among them.
+    """
     found = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
     shown = {each.setup for each in result.ranked}
     for kind, best in (("folded", result.best_folded), ("unfolded", result.best_unfolded)):

@@ -1,4 +1,4 @@
-"""What reports are put together from: the page with its style sheet, sections, figures, and the guide of `commlayer bench`."""
+"""The parts of a report: the page with its style sheet, sections, figures, and the guide of `commlayer bench`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def definitions(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:
-    """What ``draw`` draws, or why there is no figure. ``name``: unique on the page. ``label``: what a screen reader says."""
+    """Return the figure that ``draw`` draws as an element, or a sentence why there is none. ``name``: unique on the
+    page. ``label``: what a screen reader says.
+    """
     from commlayer.drawing.style import svg_fragment
 
     try:

@@ -55,7 +55,7 @@ class _Row(NamedTuple):
 
 
 def courses(estimate: StepEstimate) -> dict[str, Forecast]:
-    """What was simulated, by name. Raises UsageError where the estimate has no course to show."""
+    """Return the simulated courses of an estimate, by name. Raises UsageError where the estimate has no course to show."""
     found = {"forward": estimate.forward, "backward": estimate.backward}
     kept = {name: forecast for name, forecast in found.items() if forecast is not None}
     if not kept:

@@ -1,4 +1,4 @@
-"""What became of the ranks of one run, and the errors that tell it."""
+"""Outcomes of the ranks of one run, and the errors that report them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class RankFailure:
     signal: int | None
     """The signal that ended the rank, None if it exited."""
     exception: BaseException | None
-    """What the rank's function raised; None if nothing, or if it cannot be pickled (the traceback is there anyway)."""
+    """The exception that the rank's function raised; None if nothing, or if it cannot be pickled (the traceback is
+    there anyway).
+    """
     traceback: str
     """The rank's own traceback as text, or what is known instead of one."""
     reason: str
@@ -39,12 +41,12 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What became of one rank: a value or a failure."""
+    """The outcome of one rank: a value or a failure."""
 
     rank: int
     node: int
     value: Any
-    """What the function returned; None if the rank failed."""
+    """The value that the function returned; None if the rank failed."""
     failure: RankFailure | None
 
     @property

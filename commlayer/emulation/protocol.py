@@ -1,4 +1,4 @@
-"""What the parent, the ranks and the fabric process say to each other: one JSON object a message."""
+"""The protocol between the parent, the ranks and the fabric process: one JSON object a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MESSAGE_BYTES = 65_536
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What the wires shall be. Rates in bytes per second (None: unshaped); delay one way, between nodes."""
+    """The wanted properties of the wires. Rates in bytes per second (None: unshaped); delay one way, between nodes."""
 
     inter: int | None
     intra: int | None

@@ -1,4 +1,4 @@
-"""What the checks of a communicator share: its claims, sizes, and tensors that every rank can compute by itself."""
+"""Shared parts of the checks of a communicator: its claims, sizes, and tensors that every rank can compute by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW = 5
 
 @dataclass(frozen=True)
 class Claims:
-    """What a communicator says it can do; see `check_communicator`."""
+    """The capabilities that a communicator claims; see `check_communicator`."""
 
     dtypes: tuple[torch.dtype, ...]
     reduce_dtypes: tuple[torch.dtype, ...]

@@ -1,4 +1,4 @@
-"""What `check_communicator` checks, each check under its name.
+"""The checks that `check_communicator` makes, each under its name.
 
 Expected results are computed locally, from seeds that all ranks know, so that no check relies on the communicator that it
 judges. A check makes all its calls before it compares anything: a rank that sees a wrong result must not leave the others

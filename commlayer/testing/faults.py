@@ -52,17 +52,17 @@ class Fault:
 
 
 def fail_at(rank: int, call: int | str) -> Fault:
-    """That call of that rank raises `InjectedFault`; its peers are left waiting, as for a rank that died."""
+    """Make that call of that rank raise `InjectedFault`; its peers are left waiting, as for a rank that died."""
     return Fault("fail", rank, call)
 
 
 def delay_at(rank: int, call: int | str, seconds: float) -> Fault:
-    """That rank comes ``seconds`` late to that call."""
+    """Make that rank come ``seconds`` late to that call."""
     return Fault("delay", rank, call, seconds)
 
 
 def wrong_bytes_at(rank: int, call: int | str) -> Fault:
-    """One bit of what that rank gets from that call is flipped, in the last element; nothing is raised.
+    """Flip one bit of what that rank gets from that call, in the last element; nothing is raised.
 
     Has no effect, and does not count as fired, where the rank gets nothing (no elements, `send`, `barrier`).
     """

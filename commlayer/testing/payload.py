@@ -45,7 +45,7 @@ def fractions(shape: tuple[int, ...], dtype: torch.dtype, *key: int) -> torch.Te
 
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """What a reduction of `integers` must give."""
+    """Return what a reduction of `integers` must give."""
     stack = torch.stack([part.to(torch.int64) for part in parts])
     if op == "sum":
         total = stack.sum(0)

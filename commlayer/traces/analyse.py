@@ -1,4 +1,4 @@
-"""What the traces of a job's ranks say together: time by lane, who comes late, what was predicted. No files, no printing."""
+"""Analysis of the traces of a job's ranks: time by lane, who comes late, what was predicted. No files, no printing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Selected:
 
     @property
     def span_ns(self) -> int:
-        """From the first call issued to the last one's end, or the end of the program's waiting."""
+        """The time from the first call issued to the last one's end, or to the end of the program's waiting."""
         ends = [max([call.end_ns, call.enqueue_ns, *(end for _, end in call.waited)]) for call in self.calls]
         return max(ends) - min(call.enqueue_ns for call in self.calls) if ends else 0
 
@@ -231,7 +231,9 @@ class PlanErrors:
 
 
 def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
-    """By collective and plan, of the calls that had a prediction and have ended; times are medians."""
+    """Compare predicted and measured times by collective and plan, of the calls that had a prediction and have ended;
+    medians.
+    """
     alone: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     held: Counter[tuple[str, str]] = Counter()

@@ -28,7 +28,7 @@ __all__ = ["ClockReading", "Stamps", "clock_identity", "clock_offset_ns", "excha
 
 _ROUNDS = 16
 Stamps = tuple[int, int, int, int]
-"""Of one all-gather, ns: rank 0's clock before and after, this rank's before and after."""
+"""The clock stamps of one all_gather, in ns: rank 0's before and after, this rank's before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,9 @@ def exchange_clocks(
 
 
 def to_job_ns(readings: Sequence[ClockReading]) -> Callable[[int], int]:
-    """Of a rank's readings: turns its stamps into ns since the job's origin. Between two readings, and beyond the last, the
-    clock is taken to drift evenly. Without readings stamps stay as they are."""
+    """Return a function that turns a rank's stamps into ns since the job's origin, by its readings. Between two
+    readings, and beyond the last, the clock is taken to drift evenly. Without readings stamps stay as they are.
+    """
     if not readings:
         return lambda ns: ns
     first, last = readings[0], readings[-1]

@@ -58,7 +58,7 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error_ns(self) -> int:
-        """By how much its times may be wrong against rank 0's; −1: not known."""
+        """The bound by which its times may be wrong against rank 0's; −1: not known."""
         return max((reading.error_ns for reading in self.readings), default=-1)
 
 

@@ -1,4 +1,4 @@
-"""What one rank did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and written when the job ends.
+"""The recorder of one rank: what it did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and written when the job ends.
 
 A recorder costs a call a few allocations; everything else happens when it is closed. All times are of
 ``time.perf_counter_ns``, the rank's own clock; the file says how it relates to that of rank 0: :mod:`commlayer.traces.clock`.

@@ -1,4 +1,4 @@
-"""What ranks must have alike before tokens move, and how they find out: it travels with the counts.
+"""Agreement of the ranks before tokens move: what must be equal on all of them is compared with the exchange of counts.
 
 Shapes: T tokens of this rank, K choices of each, E experts.
 """
@@ -35,14 +35,16 @@ HEAD = (
     "needs a gradient",
     "refusal",
 )
-"""What goes before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would hang in the rows."""
+"""The fields that go before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would
+hang in the rows.
+"""
 _AGREED = slice(HEAD.index("choices"), HEAD.index("needs a gradient"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """What this rank brings to the exchange of counts.
+    """The part of one rank in the exchange of counts.
 
     ``like``: its tokens [T, H], where they are known. ``way``: a number for how the dispatcher is set up. ``needs_gradient``:
     whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at.

@@ -1,4 +1,4 @@
-"""What keeps experts evenly used: auxiliary losses, the bias of loss-free balancing, and how a loss joins the backward pass.
+"""Load balance of experts: auxiliary losses, the bias of loss-free balancing, and how a loss joins the backward pass.
 
 Shapes: T tokens, K choices per token, E experts, D devices.
 """
@@ -38,8 +38,9 @@ def usage(
     *,
     is_refused: bool = False,
 ) -> Usage:
-    """Of ``logits`` and ``probabilities`` [T, E] and the choices per expert ``chosen`` [E]; over the tokens of all ranks of
-    ``over`` (one all_reduce), so that it does not depend on how tokens are spread.
+    """Count how much each expert is used, by ``logits`` and ``probabilities`` [T, E] and the choices per expert
+    ``chosen`` [E]; over the tokens of all ranks of ``over`` (one all_reduce), so that it does not depend on how tokens
+    are spread.
 
     Raises DisagreementError on every rank where one comes with ``is_refused``: its tokens are none.
     """

@@ -22,7 +22,8 @@ __all__ = ["Choices", "Gathering", "Limits", "capacity", "gather_choices", "keep
 
 
 class Gathering(Protocol):
-    """What the router asks of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one. All ranks call alike.
+    """The collectives that the router needs of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one.
+    All ranks call alike.
 
     Tensors come without gradients; the router asks for nothing in the backward pass.
     """
@@ -44,8 +45,10 @@ class Gathering(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """What is decided upon: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept; ``positions`` [T] of
-    the tokens in their sequence, None: the order in which they lie here. Where priorities are equal the earlier is kept."""
+    """The choices that capacity is applied to: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept;
+    ``positions`` [T] of the tokens in their sequence, None: the order in which they lie here. Where priorities are
+    equal the earlier is kept.
+    """
 
     indices: torch.Tensor
     priority: torch.Tensor
@@ -62,7 +65,7 @@ class Limits:
     device_factor: float | None
 
     def capacities(self, num_choices: int) -> tuple[int | None, int | None]:
-        """Of an expert, and of a device, for T·K choices."""
+        """Return the capacity of an expert and that of a device, for T·K choices."""
         expert, device = self.expert_factor, self.device_factor
         return (
             None if expert is None else capacity(expert, num_choices, self.num_experts),
@@ -90,7 +93,7 @@ def capacity(factor: float, num_choices: int, num_bins: int) -> int:
 
 
 def keep_within(bins: torch.Tensor, choices: Choices, num_bins: int, capacity: int) -> torch.Tensor:
-    """Of the choices with one bin, the ``capacity`` of highest priority: [T, K] of bool.
+    """Mark, in every bin, the ``capacity`` choices of highest priority: [T, K] of bool.
 
     ``bins`` [T, K]: 0 ≤ bin < ``num_bins``, or −1: out of the contest, not kept. Sorts are stable, so that the decision
     depends on nothing but the choices: highest priority first, then earliest token, then the token's earlier choice.

@@ -1,4 +1,4 @@
-"""What one exchange of counts finds out: the way of every token, kept for combine, backward and recompute.
+"""The handle of a dispatch: the way of every token, found by one exchange of counts, for combine, backward and recompute.
 
 Shapes: T tokens of this rank, K choices of each, E experts, R rows that this rank's experts receive.
 """

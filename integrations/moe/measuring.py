@@ -1,4 +1,4 @@
-"""What the work on one rank takes, measured at the first call: the experts, and rows that are moved in memory.
+"""Measurements of the work on one rank at the first call: the experts, and rows that are moved in memory.
 
 All ranks measure at the same time, as they will work, so that what they share (cores, memory) is shared here too.
 """
@@ -31,8 +31,10 @@ _PARTS = (8, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """What decides how rows are moved, and what a row takes: ``top_k`` choices of ``num_experts``, of which each of ``ranks``
-    has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes back through all."""
+    """The parameters on which the time of moving a row depends: ``top_k`` choices of ``num_experts``, of which each of
+    ``ranks`` has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes
+    back through all.
+    """
 
     ranks: int
     top_k: int
@@ -53,8 +55,9 @@ class MoveTimes:
 
 
 class Measurements:
-    """What all ranks of a grid have measured alike. Each method is collective where something is to be measured: all ranks ask
-    with the same numbers, and so find alike whether it is."""
+    """The measurements on which all ranks of a grid agree. Each method is collective where something is to be measured:
+    all ranks ask with the same numbers, and so find alike whether it is.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -118,7 +121,7 @@ def _measured_tokens(tokens: int, like: torch.Tensor) -> int:
 
 
 def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, float]:
-    """What a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
+    """Time what a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
     choices are spread evenly: µs for a row that is exchanged, and for a token that is gathered; medians.
 
     Buffers are made as the call makes them: pages of new memory may cost more than what is written there.

@@ -35,7 +35,7 @@ _MOST_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """What was chosen for one call, and why.
+    """The choice that was made for one call, and its reason.
 
     ``slices``: eighths of the tokens in each chunk. ``kinds_us``: what each kind is predicted to take, out and back, and where
     there is a gradient its way too; ``slices_us``: what each is, with the experts, forward and backward. Empty where there was
@@ -60,7 +60,7 @@ class DispatchDecision:
 
     @property
     def predicted_us(self) -> float | None:
-        """Of the exchanges and the experts, forward and backward."""
+        """The predicted time of exchanges and experts, forward and backward."""
         return self.slices_us.get(self.slices)
 
 
@@ -232,7 +232,7 @@ class DispatchPlanner:
 
 
 def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
-    """What a user may fix, as the eighths of the tokens in each chunk. Raises UsageError."""
+    """Read a user's ``chunks`` as the eighths of the tokens in each chunk. Raises UsageError."""
     if type(chunks) is int and chunks in (1, 2, 4, FINEST):  # True is no number of chunks
         return even_rows(FINEST, chunks)
     if isinstance(chunks, Sequence) and not isinstance(chunks, str):

@@ -1,4 +1,4 @@
-"""What a router has decided: where tokens go, and the checks of what another router decided.
+"""The decisions of a router, which experts each token goes to, and checks of those that another router made.
 
 Shapes: T tokens, E experts, K choices per token.
 """
@@ -46,7 +46,8 @@ class Routing:
 
     @classmethod
     def of(cls, indices: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
-        """What another router decided: ``indices`` [T, K], −1 where a choice is dropped, and floating ``weights`` [T, K].
+        """Make a routing of what another router decided: ``indices`` [T, K], −1 where a choice is dropped, and floating
+        ``weights`` [T, K].
 
         Raises:
             TensorError: shapes or types that do not fit, indices out of range, a token that chooses an expert twice, weights

@@ -1,4 +1,4 @@
-"""What a router may be told: how tokens choose experts, what balances them, what is dropped."""
+"""The configuration of a router: how tokens choose experts, what balances them, what is dropped."""
 
 from __future__ import annotations
 

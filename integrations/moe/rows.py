@@ -90,7 +90,7 @@ class Permutation:
 
 
 def regroup(lengths: torch.Tensor, order: Sequence[int]) -> Permutation | None:
-    """What brings segments of rows into another order; None where they are in it already.
+    """Return the permutation that brings segments of rows into another order; None where they are in it already.
 
     ``lengths`` int64, on the host: rows of each segment, in the order in which they lie (the last dimension fastest).
     ``order``: the dimensions in the order in which they are to lie.
@@ -240,8 +240,9 @@ def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Ten
 def spread_rows(
     gradient: torch.Tensor, y: torch.Tensor | None, weights: torch.Tensor | None, rows: RowMap, *, of_rows: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of the weighted sum: each row's gradient, ``w[t, k] · gradient[t]`` [N, H], and each weight's, ``gradient[t] · y[row]``
-    [T, K], for which ``y`` is there; None where not asked for. A block of rows at a time."""
+    """Compute the gradients of the weighted sum: each row's, ``w[t, k] · gradient[t]`` [N, H], and each weight's,
+    ``gradient[t] · y[row]`` [T, K], for which ``y`` is there; None where not asked for. A block of rows at a time.
+    """
     num_rows = rows.token_of_row.shape[0]
     if weights is None or gradient.shape[0] == 0:
         taken = _take(gradient, rows) if of_rows else None

@@ -1,4 +1,4 @@
-"""From tokens to scores to choices: pure functions of tensors, whose rows do not depend on each other.
+"""Scores of tokens, and the choices that follow from them: pure functions of tensors, whose rows do not depend on each other.
 
 Shapes: T tokens, H hidden, E experts, K choices per token, G groups of experts.
 """

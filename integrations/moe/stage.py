@@ -78,8 +78,9 @@ class Stage:
 
 
 def returned(computed: object, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What experts made of rows [R, H], in the tokens' dtype: all ranks go back in one, whatever autocast or an expert without
-    rows has made of it here. Raises TensorError for another shape."""
+    """Return the experts' output for rows [R, H] in the tokens' dtype: all ranks send back in one dtype, whatever
+    autocast or an expert without rows has made of it here. Raises TensorError for another shape.
+    """
     if not isinstance(computed, torch.Tensor) or computed.shape != tuple(shape):
         got = list(computed.shape) if isinstance(computed, torch.Tensor) else repr(computed)
         raise TensorError(

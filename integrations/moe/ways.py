@@ -21,7 +21,7 @@ _NATIVE = WirePolicy()
 
 @dataclass(frozen=True, slots=True)
 class DispatchWire:
-    """What the rows of a dispatcher may go in: to the experts and back, and their gradients in the backward pass.
+    """The wire formats that rows of a dispatcher may take: to the experts and back, and their gradients in the backward pass.
 
     ``dispatch_gradient`` is of the rows that ``dispatch`` sent, and travels as the combine does; ``combine_gradient`` the other
     way round.
@@ -44,8 +44,9 @@ class DispatchWire:
 
 
 def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
-    """What a user gives: a name such as ``fp8_e4m3`` is for the dispatch, and the combine may then go in BF16; None takes the
-    setting ``COMMLAYER_WIRE`` of lane ep, and without it all is native. Raises UsageError."""
+    """Read what a user gives for ``wire``: a name such as ``fp8_e4m3`` is for the dispatch, and the combine may then go
+    in BF16; None takes the setting ``COMMLAYER_WIRE`` of lane ep, and without it all is native. Raises UsageError.
+    """
     if isinstance(wire, DispatchWire):
         return wire
     if wire is None:

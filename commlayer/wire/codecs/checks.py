@@ -1,4 +1,4 @@
-"""What a codec's callers can get wrong, and how they are told."""
+"""Checks of the arguments of a codec, and the errors that they raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to one element, inside kernels: the rule of :mod:`commlayer.wire.codecs.fp8` in integer arithmetic.
+"""The encoding of one element inside kernels: the rule of :mod:`commlayer.wire.codecs.fp8` in integer arithmetic.
 
 No cast to FP8 is used: GPUs before compute capability 8.9 have none, and neither has Triton's interpreter one that rounds
 rightly. ``kind`` is 4 for E4M3 and 5 for E5M2: the bits of the exponent. 8 is BF16, which has no scales.

@@ -21,8 +21,9 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 class RowKernels:
-    """What :class:`commlayer.wire.codecs.Codec` does for tensors on a GPU; arguments are checked there. Nothing waits on the
-    host."""
+    """The kernels behind :class:`commlayer.wire.codecs.Codec`, for tensors on a GPU; arguments are checked there.
+    Nothing waits on the host.
+    """
 
     @staticmethod
     def encode(rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None) -> None:
