@@ -1,4 +1,4 @@
-"""Settings: each has an environment variable ``COMMLAYER_<NAME>`` and a field here. Nothing is read at import.
+"""The settings, each of which has an environment variable ``COMMLAYER_<NAME>`` and a field here. Nothing is read at import.
 
 An unknown ``COMMLAYER_`` variable is an error: a misspelt setting that is silently ignored costs its user a day.
 """
@@ -74,7 +74,7 @@ class Settings:
         self.wires()
 
     def wires(self) -> dict[str, tuple[WireFormat, ...]]:
-        """The formats that ``wire`` allows each lane that it names. Raises SettingsError for what names none."""
+        """Return the formats that ``wire`` allows each lane that it names. Raises SettingsError for what names none."""
         found: dict[str, tuple[WireFormat, ...]] = {}
         for entry in (self.wire or "").split(","):
             lane, sign, text = (word.strip() for word in entry.partition("="))
@@ -93,7 +93,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read ``COMMLAYER_*``. Raises SettingsError for an unknown variable or a malformed value."""
+        """Read the variables ``COMMLAYER_*``. Raises SettingsError for an unknown variable or a malformed value."""
         environment = os.environ if environment is None else environment
         known = {_variable(field.name).removeprefix(_PREFIX): field.name for field in fields(cls)}
         values: dict[str, str | float] = {}

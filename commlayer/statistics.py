@@ -17,7 +17,7 @@ __all__ = ["CallStats", "GroupCounters", "GroupStats", "Row", "Stats", "print_at
 
 
 class CallStats(TypedDict):
-    """One collective, moved by one plan, in one group.
+    """The statistics of one collective, moved by one plan, in one group.
 
     ``plan``: a plan's name, ``flat`` for the inner backend's own call. ``logical_bytes``: what the callers moved, by
     nccl-tests' sizes: the gathered total of an all_gather, the whole input of a reduce_scatter, the input of an all_to_all,
@@ -34,7 +34,7 @@ class CallStats(TypedDict):
 
 
 class GroupStats(TypedDict):
-    """One process group. ``ranks`` are global. ``unplanned``: how often which reason kept a call flat."""
+    """The statistics of one process group. ``ranks`` are global. ``unplanned``: how often which reason kept a call flat."""
 
     group: str
     description: str
@@ -56,14 +56,14 @@ class Row:
 
     __slots__ = ("calls", "even", "inter", "intra", "is_known", "logical_bytes", "time_ns")
     UNKNOWN, EVEN = -1, -2
-    """In place of the bytes between nodes: not known; by shares."""
+    """The values in place of the bytes between nodes: not known; by shares."""
 
     def __init__(self) -> None:
         self.calls = self.logical_bytes = self.time_ns = self.inter = self.intra = self.even = 0
         self.is_known = True
 
     def add(self, num_bytes: int, time_ns: int, inter: int = UNKNOWN, intra: int = 0) -> None:
-        """One call, which sent so many bytes over each link class."""
+        """Count one call, which sent so many bytes over each link class."""
         self.calls += 1
         self.logical_bytes += num_bytes
         self.time_ns += time_ns
@@ -104,7 +104,7 @@ class GroupCounters:
         return sorted(flat + planned, key=lambda row: row[:2])
 
     def close(self) -> None:
-        """The group is gone: keep its numbers, but nothing of it."""
+        """Note that the group is gone: keep its numbers, but nothing of it."""
         reasons, description = dict(self.reasons()), self.describe()
         self.reasons, self.describe = (lambda: reasons), (lambda: description)
 

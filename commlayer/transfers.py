@@ -64,7 +64,7 @@ class Pending:
         return self._result
 
     def wait(self) -> torch.Tensor:
-        """The call's output, bounded by the group's timeout. May be called again."""
+        """Return the call's output; the wait is bounded by the group's timeout. May be called again."""
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
@@ -92,11 +92,13 @@ class Held:
         self._sent = [False] if sent is None else sent
 
     def with_tensor(self, tensor: torch.Tensor) -> Held:
-        """The same, with something made of the tensor that passes its gradient on untouched, such as a probe."""
+        """Return the same transfer, with something made of the tensor that passes its gradient on untouched, such as a
+        probe.
+        """
         return Held(tensor, self._way, self._sent)
 
     def send(self, begin: Callable[[torch.Tensor, _Way | None], Pending]) -> Pending:
-        """``begin`` with the tensor. UsageError at a second time; what is refused has not been sent."""
+        """Send the tensor by ``begin``. UsageError at a second time; what is refused has not been sent."""
         if self._sent[0]:
             raise UsageError("what was held has been sent already: hold it again for another call")
         pending = begin(self.tensor, self._way)
@@ -105,7 +107,7 @@ class Held:
 
 
 def hold(x: torch.Tensor) -> Held:
-    """``x``, for one :func:`started`: the backward pass waits for its gradient here."""
+    """Hold ``x`` for one :func:`started`: the backward pass waits for its gradient here."""
     if not needs_gradient(x):
         return Held(x, None)
     way = _Way()
@@ -113,12 +115,12 @@ def hold(x: torch.Tensor) -> Held:
 
 
 def moved(x: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:
-    """``forward(x)``, a linear map between ranks, whose gradient takes the way ``backward``. Differentiable twice."""
+    """Return ``forward(x)``, a linear map between ranks, whose gradient takes the way ``backward``. Differentiable twice."""
     return cast("torch.Tensor", cast("Any", _Moved).apply(x, forward, backward))
 
 
 def started(x: torch.Tensor | Held, forward: Start, backward: Start) -> Pending:
-    """``forward(x)`` under way; the gradient by ``backward``. UsageError for what was held and has been sent."""
+    """Start ``forward(x)``, whose gradient goes by ``backward``. UsageError for what was held and has been sent."""
 
     def begin(x: torch.Tensor, held: _Way | None) -> Pending:
         if not needs_gradient(x):

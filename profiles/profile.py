@@ -235,7 +235,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return {("all_to_all", "inter", nodes), ("copy", "device", 1)} | gather
 
     def slowdown(self, resource: Resource, other: Resource) -> float:
-        """How many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
+        """Return how many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
         return self._slowdowns.get((resource, other), 1.0)
 
     @cached_property

@@ -17,7 +17,7 @@ __all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "wires_for", "wo
 _ROW_ELEMENTS = 1024
 """Of rows that share scales, where --hidden says nothing."""
 GROUPS = ("world", "node", "rail")
-"""All ranks, those of a node, one on each node."""
+"""The groups that may call: all ranks, those of a node, one on each node."""
 
 
 def size_of(
@@ -43,7 +43,7 @@ def size_of(
 def traffic_for(
     profile: Profile, nbytes: int, tp: int | None = None, ep: int | None = None, link: str | None = None
 ) -> Traffic:
-    """The traffic, by default between all nodes, with tokens replicated over each whole node.
+    """Make the traffic, by default between all nodes, with tokens replicated over each whole node.
 
     Raises:
         UsageError: groups that do not fit on the profile's cluster.
@@ -99,7 +99,7 @@ def group_traffic(
     others: Mapping[str, object],
     wires: tuple[tuple[Wire, ...], int] = ((NATIVE,), 0),
 ) -> Traffic:
-    """The traffic of a collective of the backend. ``others``: options that are for the all_to_all only. ``wires``: see
+    """Make the traffic of a collective of the backend. ``others``: options that are for the all_to_all only. ``wires``: see
     :func:`wires_for`.
 
     Raises:

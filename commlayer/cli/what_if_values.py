@@ -7,7 +7,7 @@ from commlayer.profiles.errors import UsageError
 __all__ = ["WORDS", "values_of"]
 
 WORDS = ("gpu", "precision")
-"""Kinds whose values are words."""
+"""The kinds whose values are words."""
 _REAL = ("inter_gbps", "intra_gbps", "inter_factor", "intra_factor")
 _MUCH = 8.0
 

@@ -73,7 +73,7 @@ class Line(NamedTuple):
 
 
 def mapping_name(setup: Setup) -> str:
-    """``setup`` in two short lines: the degrees that are not 1, then what else is not as usual."""
+    """Name ``setup`` in two short lines: the degrees that are not 1, then what else is not as usual."""
     degrees = {
         "TP": setup.tp,
         "CP": setup.cp,
@@ -101,7 +101,7 @@ def named(result: SearchResult) -> dict[str, StepEstimate]:
 
 @styled
 def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
-    """A bar for each mapping by its name, of its step's parts; behind it the step's time and MFU.
+    """Draw a bar for each mapping by its name, of its step's parts; behind it the step's time and MFU.
 
     Raises:
         UsageError: no mapping to draw.
@@ -117,7 +117,7 @@ def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> 
 
 @styled
 def memory_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
-    """A bar for each mapping by its name, of what fills the fullest GPU, against what a GPU has for the job.
+    """Draw a bar for each mapping by its name, of what fills the fullest GPU, against what a GPU has for the job.
 
     Raises:
         UsageError: no mapping to draw.
@@ -142,7 +142,7 @@ def curves_figure(
     percent: bool = False,
     words: Sequence[str] = (),
 ) -> Figure:
-    """One result over one value, a curve for each alternative.
+    """Draw one result over one value, a curve for each alternative.
 
     Args:
         crossings: values at which two curves meet, and what to write there.

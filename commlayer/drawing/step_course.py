@@ -120,7 +120,7 @@ def step_trace(estimate: StepEstimate) -> dict[str, Any]:
 
 @styled
 def course_figure(estimate: StepEstimate, title: str = "") -> Figure:
-    """The pipeline, forward, backward, one above the other, each over its own time.
+    """Draw the pipeline, forward and backward, one above the other, each over its own time.
 
     Of a pass: what the program computes (and waits for, dark), then a row for each lane. Full colour: a step of one of its calls
     occupies a link; pale: a call is under way, but held, or between its steps.

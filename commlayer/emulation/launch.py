@@ -51,12 +51,12 @@ class RankProcess:
 
     @property
     def reported(self) -> bool:
-        """Whether the rank has nothing more to say: its message is here, or it has ended."""
+        """Tell whether the rank has nothing more to say: its message is here, or it has ended."""
         return self.ended or self._frame is not None
 
     @property
     def failed(self) -> bool:
-        """Whether it is known already that the rank failed."""
+        """Tell whether it is known already that the rank failed."""
         if self._frame is not None and self._frame[0] != FRAME_RESULT:
             return True
         return self.ended and not self._fine()
@@ -92,7 +92,7 @@ class RankProcess:
             self.channel.shutdown(socket.SHUT_RDWR)
 
     def kill(self, because: str) -> None:
-        """SIGKILL the rank's whole process group."""
+        """Kill the rank's whole process group."""
         if not self.ended:
             if not self.reported and self.killed_because is None:
                 self.killed_because = because

@@ -15,7 +15,7 @@ __all__ = ["RankFailure", "RankOutcome", "RanksFailedError", "RanksTimedOutError
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
     node: int
@@ -35,7 +35,7 @@ class RankFailure:
     """True if the cluster killed the rank, because another had failed or the time was up."""
 
     def describe(self) -> str:
-        """The failure with rank, node and traceback, several lines."""
+        """Describe the failure with rank, node and traceback, several lines."""
         return _describe([self])
 
 
@@ -56,7 +56,7 @@ class RankOutcome:
 
 
 class RanksFailedError(RankFailedError):
-    """Ranks of an emulated cluster failed; ``failures`` in the order of time, the first one is the cause.
+    """The error of a run in which ranks failed; ``failures`` in the order of time, the first one is the cause.
 
     Attributes:
         failures: one `RankFailure` for each failed rank, the first to fail first.
@@ -70,11 +70,11 @@ class RanksFailedError(RankFailedError):
 
 
 class RanksTimedOutError(RanksFailedError, TimeoutError):
-    """Ranks were still running when the time was up; all were killed."""
+    """The error of a run whose ranks were still running when the time was up; all were killed."""
 
 
 def signal_name(number: int) -> str:
-    """``9 (SIGKILL)``."""
+    """Name a signal, such as ``9 (SIGKILL)``."""
     try:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:
@@ -95,7 +95,7 @@ def _describe(failures: Sequence[RankFailure]) -> str:
 
 
 def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure]) -> RanksFailedError:
-    """The error of a run in which ranks failed; chained to the first rank's own exception."""
+    """Make the error of a run in which ranks failed; chained to the first rank's own exception."""
     head = f"{len(failures)} of {len(outcomes)} ranks failed, first rank {failures[0].rank}"
     message = f"{head}:\n{_describe(failures)}"
     error = RanksFailedError(message, failures, [outcome.value for outcome in outcomes])
@@ -106,7 +106,7 @@ def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure
 def timed_out_error(
     outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure], running: Sequence[int], timeout_s: float
 ) -> RanksTimedOutError:
-    """The error of a run that was not done in time; names the ranks that were running and where they hung."""
+    """Make the error of a run that was not done in time; it names the ranks that were running and where they hung."""
     names = ", ".join(str(rank) for rank in running)
     head = (
         f"{len(running)} of {len(outcomes)} ranks still ran after {timeout_s:g} s and were killed: rank {names} "

@@ -13,7 +13,7 @@ CONTROL_ADDRESS = "\0commlayer-emulation"
 """Abstract Unix address, in every node's own namespace, where the fabric listens for requests."""
 
 MESSAGE_BYTES = 65_536
-"""No message is larger."""
+"""The size of the largest message."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LinkSpec:
     intra: int | None
     delay_us: float
     delay_by: str
-    """``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
+    """The means of delay: ``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
 
 
 def error_reply(error: Exception) -> dict[str, Any]:

@@ -23,19 +23,21 @@ class Rights:
     """The rights that the kernel grants this process."""
 
     netns: bool
-    """Nodes can be network namespaces."""
+    """Whether nodes can be network namespaces."""
     shaping: bool
-    """Links can have a rate (sch_tbf)."""
+    """Whether links can have a rate (sch_tbf)."""
     delay: str
-    """``netem`` (the kernel's), ``relay`` (a userspace process between the cables) or ``none``."""
+    """The means of delay: ``netem`` (the kernel's), ``relay`` (a userspace process between the cables) or ``none``."""
     reason: str
     """The right that is missing and what to do about it; empty if none is."""
     user_namespace: bool = False
-    """The rights come from a user namespace of our own, not from the process itself."""
+    """Whether the rights come from a user namespace of our own, not from the process itself."""
 
 
 def rights() -> Rights:
-    """Find out, once per process, by trying: a forked child makes a namespace and a veth pair with a token bucket."""
+    """Find out which rights there are, once per process, by trying: a forked child makes a namespace and a veth pair
+    with a token bucket.
+    """
     return _probe()
 
 

@@ -35,14 +35,14 @@ class Claims:
 
 
 class Pieces:
-    """A rank of the communicator under test."""
+    """One rank of the communicator under test, and its test data."""
 
     def __init__(self, verbs: Verbs, claims: Claims) -> None:
         self.verbs, self.claims = verbs, claims
         self.rank, self.n, self.device = verbs.rank, verbs.size, claims.device
 
     def block(self, rows: int, dtype: torch.dtype, *key: int) -> torch.Tensor:
-        """[rows, WIDTH], the same wherever it is made with the same key."""
+        """Make a block [rows, WIDTH], the same wherever it is made with the same key."""
         return bits((rows, WIDTH), dtype, *key).to(self.device)
 
     def join(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -22,7 +22,7 @@ __all__ = ["checks"]
 
 
 def checks(verbs: Verbs, claims: Claims) -> Iterator[Check]:
-    """All checks, in the same order on all ranks."""
+    """List all checks, in the same order on all ranks."""
     group = _Checks(verbs, claims)
     yield from group.moves()
     yield from group.reductions()

@@ -44,7 +44,7 @@ class FailedCheck:
 
 
 class ConformanceError(CommlayerError, AssertionError):
-    """A communicator does not keep the contract of `Verbs`.
+    """The error of a communicator that does not keep the contract of `Verbs`.
 
     Attributes:
         failures: the checks that failed on this rank, in their order.

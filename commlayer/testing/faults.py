@@ -30,7 +30,7 @@ _VERBS = (
 
 
 class InjectedFault(ClusterError):
-    """Raised by a `fail_at`: the rank's call fails before anything was moved."""
+    """The error that a `fail_at` raises: the rank's call fails before anything was moved."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ def wrong_bytes_at(rank: int, call: int | str) -> Fault:
 
 
 class FaultyVerbs:
-    """``inner`` with faults; without any it is ``inner``. See `Verbs` for what each method does.
+    """A communicator with faults: ``inner``, unless a fault strikes. See `Verbs` for what each method does.
 
     Every rank may be given all faults: each strikes on its own rank only. `InjectedFault` is the only new error.
     """
@@ -82,7 +82,7 @@ class FaultyVerbs:
                 raise UsageError(f"{fault}: expected a rank from 0 to {inner.size - 1}")
 
     def assert_fired(self) -> None:
-        """Raises AssertionError where a fault of this rank never struck."""
+        """Raise AssertionError where a fault of this rank never struck."""
         silent = [str(fault) for fault in self._faults if fault.rank == self.rank and not fault.num_fired]
         if silent:
             raise AssertionError(

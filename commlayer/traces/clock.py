@@ -47,7 +47,7 @@ class ClockReading:
 
 
 def clock_offset_ns(samples: Sequence[Stamps]) -> tuple[int, int]:
-    """The offset that makes this clock rank 0's, and the bound of its error, ns. Raises ValueError without samples."""
+    """Compute the offset that makes this clock rank 0's, and the bound of its error, ns. Raises ValueError without samples."""
     if not samples:
         raise ValueError("expected the stamps of one all-gather at least, got none")
     least = max(before_0 - after for before_0, _, _, after in samples)
@@ -110,7 +110,9 @@ def to_job_ns(readings: Sequence[ClockReading]) -> Callable[[int], int]:
 
 
 def clock_identity() -> int:
-    """Equal for all processes of this machine that read one clock, below 2^63; where that cannot be known, unique."""
+    """Return a number that is equal for all processes of this machine that read one clock, below 2^63; where that
+    cannot be known, unique.
+    """
     try:
         if "CLOCK_MONOTONIC" not in time.get_clock_info("perf_counter").implementation:
             return secrets.randbits(63)

@@ -1,4 +1,5 @@
-"""Watches what a wire format does to the values, and leaves it where the error exceeds its budget.
+"""The governor of wire formats, which watches what a format does to the values, and leaves it where the error exceeds
+its budget.
 
 One call in ``sample_every``, on average, measures the relative error ‖decoded − x‖ / ‖x‖ of its own tensor on each rank; the
 largest over ranks decides, so that all ranks leave a format at the same call. Rejected: each rank by itself, which would be a

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
 
 FINEST = 8
-"""Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
+"""The number of slices in which tokens are counted, so that their chunks may be chosen when all counts are known."""
 HEAD = (
     "place in EP",
     "place in ETP",
@@ -58,7 +58,9 @@ class Offer:
     error: Exception | None = None
 
     def message(self, grid: Grid) -> torch.Tensor:
-        """int64: the head, then rows for each slice of the tokens and expert. On the host. Raises TensorError."""
+        """Return what goes to the other ranks, int64: the head, then rows for each slice of the tokens and expert. On
+        the host. Raises TensorError.
+        """
         if self.error is not None:
             empty = torch.zeros(len(HEAD) + FINEST * grid.num_experts, dtype=torch.int64)
             empty[HEAD.index("refusal")] = 1
@@ -99,7 +101,8 @@ _agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakre
 
 
 def agree_on_experts(grid: Grid) -> None:
-    """Once for a group: counts of another number of experts are a message of another length, of which a rank may die.
+    """Check, once for a group, that its ranks have as many experts: counts of another number of experts are a message
+    of another length, of which a rank may die.
 
     Collective at the first call with a number. Not seen: a later layer with a number that is new on some ranks only. Raises
     DisagreementError.
@@ -118,7 +121,7 @@ def agree_on_experts(grid: Grid) -> None:
 
 
 def number_of(parts: Sequence[int]) -> int:
-    """One number for what all ranks must have alike."""
+    """Return one number that stands for what all ranks must have alike."""
     number = 1
     for part in parts:
         number = number * (FINEST + 1) + part

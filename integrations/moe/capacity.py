@@ -1,4 +1,4 @@
-"""Which choices are kept where experts, or devices, take a limited number.
+"""Capacity: which choices are kept where experts, or devices, take a limited number.
 
 Capacity counts choices, as MoE Parallel Folding's text has it; its equation 4 is for one choice per token.
 
@@ -35,11 +35,11 @@ class Gathering(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ."""
+        """Return the ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' ``x``, floating or integer."""
+        """Return the sum of the ranks' ``x``, floating or integer."""
         ...
 
 
@@ -57,7 +57,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much experts and devices take, as multiples of an even share; None: all. Devices have consecutive experts."""
+    """The capacity of experts and devices, as multiples of an even share; None: all. Devices have consecutive experts."""
 
     num_experts: int
     expert_factor: float | None
@@ -85,7 +85,7 @@ class Limits:
 
 
 def capacity(factor: float, num_choices: int, num_bins: int) -> int:
-    """``ceil(factor · T·K / bins)``, at least 1 unless there are no tokens.
+    """The capacity of a bin, ``ceil(factor · T·K / bins)``, at least 1 unless there are no tokens.
 
     ``factor`` counts as the decimal that was written: 0.07 · 100 is 7, not 7.000000000000001, whose ceiling is 8.
     """

@@ -64,8 +64,9 @@ class Measurements:
         self._experts: dict[tuple[Any, ...], ExpertTimes] = {}
 
     def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:
-        """For ``tokens`` of all ranks such as ``like``; shared by all layers on the same group, and measured anew for calls of
-        more than twice as many tokens. Raises as :meth:`experts`."""
+        """Return the times of moving rows, for ``tokens`` of all ranks such as ``like``; shared by all layers on the
+        same group, and measured anew for calls of more than twice as many tokens. Raises as :meth:`experts`.
+        """
         owner: object = self._grid.all.group or self._grid.all
         shared = _moves_of_group.setdefault(owner, {})
         key, wanted = (shape, *_kind_of(like)), _measured_tokens(tokens, like)
@@ -75,7 +76,7 @@ class Measurements:
         return shared[key]
 
     def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
-        """For up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
+        """Return the times of experts, for up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
 
         Raises what measuring raises on this rank; DisagreementError where it failed on another.
         """
@@ -178,7 +179,7 @@ def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> tor
 
 
 def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:
-    """µs of a forward pass of ``experts`` on each number of rows, spread evenly over them; the median of five."""
+    """Time a forward pass, in µs, of ``experts`` on each number of rows, spread evenly over them; the median of five."""
     times = []
     # Dropout in the experts must draw, in a recomputation of the forward pass, what it drew there.
     with torch.no_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):

@@ -1,4 +1,4 @@
-"""How the tokens of a call go to their experts: by all_to_all or all_gather, and in how many chunks.
+"""The plan of a dispatch: whether tokens go to their experts by all_to_all or all_gather, and in how many chunks.
 
 Decided on every rank alike, from the exchanged counts, the profile's curves and the experts' own times, which are measured at
 the first call and agreed.
@@ -54,7 +54,7 @@ class DispatchDecision:
 
     @property
     def name(self) -> str:
-        """Such as ``all_to_all × 4 (1:3:3:1)``."""
+        """The decision's name, such as ``all_to_all × 4 (1:3:3:1)``."""
         shares = "" if len(set(self.slices)) == 1 else f" ({':'.join(map(str, self.slices))})"
         return f"{self.kind} × {self.chunks}{shares}"
 
@@ -252,7 +252,9 @@ def _rounded(count: int) -> int:
 
 
 def is_sharded(experts: Experts | None) -> bool:
-    """Whether FSDP2 shards them: then a call of them is a collective over EDP, whose ranks see other counts than these."""
+    """Tell whether FSDP2 shards the experts: then a call of them is a collective over EDP, whose ranks see other counts
+    than these.
+    """
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 
 

@@ -17,7 +17,7 @@ __all__ = ["Routing", "count_choices", "refuse_any", "who"]
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where tokens go.
+    """The routing of tokens: the experts that they go to, with weights.
 
     ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped. ``weights`` [T, K] float32
     (float64 for float64 tokens): differentiable; 0 where it was dropped. ``counts`` [E] int64: kept choices per expert;
@@ -41,7 +41,7 @@ class Routing:
 
     @property
     def dropped(self) -> int:
-        """How many choices were dropped. (Waits for the device.)"""
+        """The number of choices that were dropped. (Waits for the device.)"""
         return int((self.indices < 0).sum())
 
     @classmethod
@@ -96,7 +96,7 @@ def who() -> str:
 
 
 def count_choices(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Choices per expert [E]; dropped ones (−1) are left out."""
+    """Count choices per expert [E]; dropped ones (−1) are left out."""
     flat = indices.flatten().long()
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat + 1, torch.ones_like(flat))
     return counts[1:].contiguous()

@@ -14,7 +14,7 @@ __all__ = ["RouterConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose experts.
+    """The configuration of a :class:`~commlayer.integrations.moe.router.Router`.
 
     Args:
         num_experts: E, of the whole layer.

@@ -50,7 +50,7 @@ class Stage:
         return self.dispatcher.token_dispatch(self.dispatcher.dispatch_preprocess(x, self.chunk), self.chunk)
 
     def compute(self, experts: Experts, part_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-        """``part_of`` gives the chunk's tokens of all of ``x``: for when they are sent again."""
+        """Run the experts on the chunk. ``part_of`` gives the chunk's tokens of all of ``x``: for when they are sent again."""
         dispatcher, chunk = self.dispatcher, self.chunk
         arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
         self._going = []
@@ -100,7 +100,7 @@ class _Arriving:
 
 
 def cut(sizes: list[int], j: int, x: torch.Tensor) -> torch.Tensor:
-    """Chunk j of all tokens [T, H] or [S, B, H]."""
+    """Cut chunk j out of all tokens [T, H] or [S, B, H]."""
     part: torch.Tensor = x.flatten(0, -2).split(sizes)[j]
     return part
 

@@ -62,12 +62,14 @@ def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
 
 
 def number_of_wire(wire: DispatchWire) -> int:
-    """A number below 2¹⁸ that differs where ranks allow different things, but for chance."""
+    """Return a number below 2¹⁸ that differs where ranks allow different things, but for chance."""
     return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
 
 
 class Ways:
-    """``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are gathered."""
+    """The communicators of a dispatcher: ``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are
+    gathered.
+    """
 
     def __init__(self, ep: GroupCommunicator, both: GroupCommunicator, wire: DispatchWire) -> None:
         self.wire = wire
