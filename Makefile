@@ -64,9 +64,9 @@ lint: $(READY)  ## style, format, types, import contracts, documentation
 	$(RUN) -m pytest -q tests/test_documentation.py
 	$(MAKE) --no-print-directory docs
 
-# The variable silences a notice about the theme's successor.
+# The variable silences a notice about the theme's successor. Not --quiet: that hides warnings from --strict too.
 docs: $(READY)  ## the documentation as a site, in site/; a link to nothing is an error
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 docs-serve: $(READY)  ## the same on http://127.0.0.1:8000, built anew when a page changes
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve $(ARGS)

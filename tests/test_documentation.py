@@ -6,7 +6,10 @@ The site's own links and its navigation are checked where it is built (`make doc
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,6 +86,64 @@ def test_the_readme_has_the_two_commands_before_the_results() -> None:
     places = [text.index(heading) for heading in order]
     assert places == sorted(places)
     assert re.findall(r"^make [^#\n]*[^# \n]", text, re.MULTILINE) == ["make demo", "make lint test"]
+
+
+# The site: MkDocs itself on a small repository with this one's settings and hooks.
+
+SITE = {
+    "docs/README.md": "# Home\n\n[a](guide.md#a-part) [b](../results/README.md#a--b) [c](../LICENSE)\n",
+    "docs/guide.md": "# Guide\n\n## A part\n\n- one\n  - inside\n",
+    "results/README.md": "# Results\n\n## A — b\n\n[back](../docs/guide.md) [d](more.md)\n",
+    "results/more.md": "# More\n",
+    "LICENSE": "text\n",
+    "docs/reference/commlayer.md": "# commlayer\n\n::: commlayer\n",
+    "docs/reference/integrations.md": "# integrations\n",
+    "docs/reference/scheduler.md": "# scheduler\n",
+    "docs/reference/profiles.md": "# profiles\n",
+    "commlayer/__init__.py": '"""All."""\n__all__ = ["known"]\ndef known(): "Do :func:`this`."\n',
+    "commlayer/integrations/__init__.py": "__all__ = []\n",
+    "commlayer/scheduler/__init__.py": "__all__ = []\n",
+    "commlayer/profiles/__init__.py": "__all__ = []\n",
+}
+
+
+def build(folder: Path, changes: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Build the site of ``SITE`` with ``changes`` in ``folder``, as ``make docs`` does."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[0]
+    hooks = {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("site_*.py")}
+    for name, text in {**SITE, **hooks, "mkdocs.yml": settings, **changes}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    command = re.search(r"-m (mkdocs build .*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert command
+    return subprocess.run(
+        [sys.executable, "-m", *command[1].split()],
+        cwd=folder,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_sound_site_is_built(tmp_path: Path) -> None:
+    built = build(tmp_path, {})
+    assert built.returncode == 0, built.stderr
+    assert 'href="results/index.html#a--b"' in (tmp_path / "site/index.html").read_text(encoding="utf-8")
+    assert 'href="../guide.html"' in (tmp_path / "site/results/index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site/results/more.html").exists()
+    assert (tmp_path / "site/LICENSE").read_text(encoding="utf-8") == SITE["LICENSE"]
+    assert (tmp_path / "site/guide.html").read_text(encoding="utf-8").count("<ul>\n<li>inside</li>") == 1
+    assert "<p>Do <code>this</code>.</p>" in (tmp_path / "site/reference/commlayer.html").read_text(encoding="utf-8")
+
+
+def test_a_broken_site_is_refused(tmp_path: Path) -> None:
+    guide = "[a](nothing.md) [b](README.md#nothing) [c](../results/none.md) [d](../results/README.md#none)\n"
+    built = build(tmp_path, {"docs/guide.md": guide, "commlayer/__init__.py": '"""All."""\n__all__ = ["unknown"]\n'})
+    assert built.returncode == 1
+    for broken in ("nothing.md", "README.md#nothing", "results/none.md", "results/README.md#none"):
+        assert f"'{broken}'" in built.stderr
+    assert "commlayer.unknown, which is public" in built.stderr
 
 
 # Docstrings. Each begins with what the thing is (a noun phrase) or does (a verb): "The size that …", "Return …". Words that
