@@ -29,6 +29,7 @@ _PUBLIC = {
 }
 """The packages whose public names have a reference page, by the page."""
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?(?=\))")
+_BY_TWO = re.compile(r"^  - ", re.MULTILINE)
 _NESTED = re.compile(r"^(  +)(?=- )", re.MULTILINE)
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 
@@ -59,7 +60,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.relpath(_target(source, link["path"], files), posixpath.dirname(source) or ".")
         return path + (link["anchor"] or "")
 
-    return _outside_code(markdown, lambda text: _NESTED.sub(r"\1\1", _LINK.sub(on_site, text)))
+    markdown = _outside_code(markdown, lambda text: _LINK.sub(on_site, text))
+    if _BY_TWO.search(markdown):
+        markdown = _outside_code(markdown, lambda text: _NESTED.sub(r"\1\1", text))
+    return markdown
 
 
 def _named(nav: object) -> list[str]:
