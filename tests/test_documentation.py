@@ -100,7 +100,8 @@ SITE = {
     "docs/reference/integrations.md": "# integrations\n",
     "docs/reference/scheduler.md": "# scheduler\n",
     "docs/reference/profiles.md": "# profiles\n",
-    "commlayer/__init__.py": '"""All."""\n__all__ = ["known"]\ndef known(): "Do :func:`this`."\n',
+    "commlayer/__init__.py": '"""All."""\n__all__ = ["known"]\n'
+    'def known(a, b):\n    """Do :func:`this`.\n\n    Args:\n        a, b: numbers.\n    """\n',
     "commlayer/integrations/__init__.py": "__all__ = []\n",
     "commlayer/scheduler/__init__.py": "__all__ = []\n",
     "commlayer/profiles/__init__.py": "__all__ = []\n",
@@ -134,7 +135,9 @@ def test_a_sound_site_is_built(tmp_path: Path) -> None:
     assert (tmp_path / "site/LICENSE").read_text(encoding="utf-8") == SITE["LICENSE"]
     for page in ("guide", "results/more"):
         assert "<ul>\n<li>inside</li>" in (tmp_path / f"site/{page}.html").read_text(encoding="utf-8")
-    assert "<p>Do <code>this</code>.</p>" in (tmp_path / "site/reference/commlayer.html").read_text(encoding="utf-8")
+    reference = (tmp_path / "site/reference/commlayer.html").read_text(encoding="utf-8")
+    assert "<p>Do <code>this</code>.</p>" in reference
+    assert re.findall(r"<p>(see b\.|numbers\.)</p>", reference) == ["see b.", "numbers."]
 
 
 def test_a_broken_site_is_refused(tmp_path: Path) -> None:
