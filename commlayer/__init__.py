@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from commlayer.agree.topology import discover_topology as discover_topology
     from commlayer.communicator import Communicator as Communicator
     from commlayer.compressed import CompressedGroup as CompressedGroup
-    from commlayer.engine.work import Work as Work
     from commlayer.profiles.catalog import resolve as load_profile
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from commlayer.scheduler.wire import WirePolicy as WirePolicy
     from commlayer.statistics import reset_stats as reset_stats
     from commlayer.statistics import stats as stats
+    from commlayer.transfers import Pending as Pending
 
 __version__: str
 
@@ -31,12 +31,12 @@ _HOME = {
     "CommlayerError": "commlayer.profiles.errors:CommlayerError",
     "Communicator": "commlayer.communicator:Communicator",
     "CompressedGroup": "commlayer.compressed:CompressedGroup",
+    "Pending": "commlayer.transfers:Pending",
     "Policy": "commlayer.scheduler.choose:Policy",
     "Profile": "commlayer.profiles.profile:Profile",
     "Scaling": "commlayer.scheduler.wire:Scaling",
     "WireFormat": "commlayer.scheduler.wire:WireFormat",
     "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
-    "Work": "commlayer.engine.work:Work",
     "__version__": "commlayer.version:__version__",
     "discover_topology": "commlayer.agree.topology:discover_topology",
     "load_profile": "commlayer.profiles.catalog:resolve",
@@ -48,12 +48,12 @@ __all__ = [
     "CommlayerError",
     "Communicator",
     "CompressedGroup",
+    "Pending",
     "Policy",
     "Profile",
     "Scaling",
     "WireFormat",
     "WirePolicy",
-    "Work",
     "__version__",
     "discover_topology",
     "load_profile",

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -21,10 +20,11 @@ from torch.utils.dlpack import from_dlpack
 from commlayer.agree.messages import Reason
 from commlayer.agree.signature import Signature, check_signatures, signature
 from commlayer.agree.topology import Grid, Member, describe_self, form_grid, grid_key, versions
-from commlayer.engine.executor import Executor
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
-from commlayer.engine.work import Join, OrderedQueue, Work
+from commlayer.engine.progress import ProgressQueue, StreamWork
+from commlayer.engine.runner import GridRunner
+from commlayer.engine.tracing import traced_on_grid
 from commlayer.failures.board import Failure, FailureBoard, Wait, own_client
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.failures.endings import end_with_program
@@ -49,6 +49,7 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
+from commlayer.transfers import Pending
 from commlayer.transport.connect import connect, device_type
 
 __all__ = ["Communicator", "State"]
@@ -56,8 +57,8 @@ __all__ = ["Communicator", "State"]
 _Groups = tuple[dist.ProcessGroup, dist.ProcessGroup | None]
 _MAX_PLANS = 1024
 """Sizes whose plan is kept at hand."""
-Futures = list[Future[Join]]
-"""Where an asynchronous call leaves its future: what :class:`Work` waits for."""
+Works = list[dist.Work]
+"""Where an asynchronous call leaves its work: what a :class:`~commlayer.transfers.Pending` waits for."""
 
 
 class SupportsDLPack(Protocol):
@@ -124,8 +125,8 @@ class Communicator:
         self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
         self._board = self._watch(members)
         transport = connect(self.grid, self._device_type, self._board, _get_default_store(), self._timeout_s)
-        self._executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
-        self._queue = OrderedQueue("commlayer")
+        self._runner = GridRunner(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
+        self._queue = ProgressQueue("commlayer", self._who)
         self._calls = 0
         self._failure: BaseException | None = None
         self.state = State.OPEN
@@ -151,18 +152,18 @@ class Communicator:
     @overload
     def all_to_all(
         self, x: SupportsDLPack, *, replicated: bool = ..., async_op: Literal[True], plan: Plan | None = ...
-    ) -> Work[torch.Tensor]: ...
+    ) -> Pending: ...
 
     def all_to_all(
         self, x: SupportsDLPack, *, replicated: bool = True, async_op: bool = False, plan: Plan | None = None
-    ) -> torch.Tensor | Work[torch.Tensor]:
+    ) -> torch.Tensor | Pending:
         """Block k of ``x`` goes to rank k of the ep group; the result holds block by block what the ranks sent here.
 
         ``x`` is [e·n, …]: its first dimension divides by the group size e. Any dtype, any layout; its bytes are moved, so
         the result is bit-equal to ``torch.distributed.all_to_all_single(out, x, group=ep_group)``, NaN payloads included.
         ``replicated``: every rank of the tp group holds the same ``x``, and the gradient of the result will be the same on
         them too (as behind Megatron's f/g pair); declare False otherwise, and the call is flat. ``async_op`` returns a
-        Work whose ``wait()`` gives the result; do not change ``x`` before. ``plan`` overrides the choice (benchmarks).
+        Pending whose ``wait()`` gives the result; do not change ``x`` before. ``plan`` overrides the choice (benchmarks).
 
         ``x`` is a tensor, or any array with ``__dlpack__`` (CuPy's, NumPy's, …): its memory is read where it is, without a
         copy, and the result is a torch.Tensor on the same device (``cupy.from_dlpack`` takes it back).
@@ -178,9 +179,9 @@ class Communicator:
             if not needs_grad:  # autograd's bookkeeping costs more than a small message
                 return self._exchange(x, replicated, plan, None, "forward")
             return _move(x, self, replicated, plan, None, "forward")
-        futures: Futures = []
-        output = _move(x, self, replicated, plan, futures, "forward")
-        return Work(futures[0], output)
+        works: Works = []
+        output = _move(x, self, replicated, plan, works, "forward")
+        return Pending(output, works[0])
 
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
         """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives, reason. Talks to nobody."""
@@ -195,7 +196,9 @@ class Communicator:
         source = as_bytes(x)
         self._check_plan(chosen, source.numel(), replicated=True)
         target, timelines = torch.empty_like(source), list[Timeline]()
-        self._queue.run(self._guarded, lambda: timelines.append(self._executor.trace(chosen, source, target)))
+        self._queue.run(
+            "trace", self._guarded, (lambda: timelines.append(traced_on_grid(self._runner, chosen, source, target)),)
+        )
         return timelines[0]
 
     @property
@@ -210,23 +213,27 @@ class Communicator:
         """
         if self.state in (State.CLOSED, State.INHERITED):
             return
-        self._queue.close()
+        self._queue.drain()
         was_open, self.state = self.state is State.OPEN, State.CLOSED
         if was_open and dist.is_initialized():
-            self._executor.transport.close()
+            self._runner.transport.close()
         self._board.close()
         if self._own_detector is not None:
             self._own_detector.close("it closed its Communicator")
 
     def end(self, patience_s: float) -> None:
         """At the program's end, where nobody closed this: see :class:`commlayer.failures.endings.Ends`."""
-        if not self._queue.close(patience_s):
+        if not self._queue.drain(patience_s):
             with contextlib.suppress(Exception):  # the program is over: nobody is left to be told
-                self._executor.transport.abort("ended its program while a call was under way")
+                self._runner.transport.abort("ended its program while a call was under way")
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
+        self._queue.disown()
         self.state = State.INHERITED
+
+    def _who(self) -> str:
+        return f"rank {dist.get_rank()}, Communicator of ranks {list(self.grid.ep_ranks)}"
 
     def __enter__(self) -> Communicator:
         return self
@@ -237,7 +244,7 @@ class Communicator:
         self.close()
 
     def _exchange(
-        self, x: torch.Tensor, replicated: bool, plan: Plan | None, futures: Futures | None, direction: str
+        self, x: torch.Tensor, replicated: bool, plan: Plan | None, works: Works | None, direction: str
     ) -> torch.Tensor:
         if self.state is not State.OPEN:
             raise self._unusable()
@@ -252,15 +259,15 @@ class Communicator:
         if self._debug_groups is not None:
             self._compare(self._debug_groups, signature(self._calls, direction, plan.name, x, source), replicated)
         self.plans_run[plan.name] += 1
-        execute = self._executor.run if source.numel() else _nothing
+        execute = self._runner.run if source.numel() else _nothing
         if self._is_on_lane:
-            self._exchange_on_lane(futures, execute, plan, source, target)
-        elif futures is None:
-            self._queue.run(self._guarded, execute, plan, source, target)
+            self._exchange_on_lane(works, execute, plan, source, target)
+        elif works is None:
+            self._queue.run("all_to_all", self._guarded, (execute, plan, source, target))
         elif self._device_type == "cpu":
-            futures.append(self._queue.submit(self._guarded, execute, plan, source, target))
+            works.append(self._queue.submit("all_to_all", None, self._guarded, (execute, plan, source, target)))
         else:  # on CUDA issuing is enqueueing on streams, so it is asynchronous as it is
-            self._queue.run(self._guarded, self._issue, plan, source, target, futures)
+            self._queue.run("all_to_all", self._guarded, (self._issue, plan, source, target, works))
         return output
 
     def _compare(self, groups: _Groups, mine: Signature, replicated: bool) -> None:
@@ -281,7 +288,7 @@ class Communicator:
 
     def _exchange_on_lane(
         self,
-        futures: Futures | None,
+        works: Works | None,
         execute: Callable[..., object],
         plan: Plan,
         source: torch.Tensor,
@@ -289,13 +296,12 @@ class Communicator:
     ) -> None:
         expected_s = source.numel() / self._bytes_per_s
         call = lanes().enter(self._level, expected_s, crosses=self.grid.link is Resource.INTER)
+        task = call, expected_s, self._guarded, execute, plan, source, target
         try:
-            if futures is None:
-                self._queue.run(self._held, call, expected_s, self._guarded, execute, plan, source, target)
+            if works is None:
+                self._queue.run("all_to_all", self._held, task)
             else:
-                futures.append(
-                    self._queue.submit(self._held, call, expected_s, self._guarded, execute, plan, source, target)
-                )
+                works.append(self._queue.submit("all_to_all", None, self._held, task))
         except BaseException:  # perhaps not queued, and so never run
             lanes().leave(call)
             raise
@@ -309,10 +315,8 @@ class Communicator:
         finally:
             lanes().leave(call)
 
-    def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, futures: Futures) -> None:
-        future: Future[Join] = Future()
-        future.set_result(self._executor.issue(plan, source, target) if source.numel() else None)
-        futures.append(future)
+    def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, works: Works) -> None:
+        works.append(StreamWork(self._runner.issue(plan, source, target) if source.numel() else None))
 
     def _planned(self, num_bytes: int, replicated: bool) -> Plan:
         """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
@@ -340,7 +344,7 @@ class Communicator:
         self._failure = error
         self.state = State.BROKEN
         is_known = isinstance(error, ClusterError)
-        self._executor.transport.abort(None if is_known else f"left with {type(error).__name__}: {error}")
+        self._runner.transport.abort(None if is_known else f"left with {type(error).__name__}: {error}")
 
     def _check_plan(self, plan: Plan, num_bytes: int, replicated: bool) -> None:
         expected = self._traffic(num_bytes, replicated)
@@ -394,11 +398,11 @@ class _AllToAll(torch.autograd.Function):
         communicator: Communicator,
         replicated: bool,
         plan: Plan | None,
-        futures: Futures | None,
+        works: Works | None,
         direction: str,
     ) -> torch.Tensor:
         ctx.call = communicator, replicated, plan  # type: ignore[attr-defined]
-        return communicator._exchange(x, replicated, plan, futures, direction)
+        return communicator._exchange(x, replicated, plan, works, direction)
 
     @staticmethod
     def backward(

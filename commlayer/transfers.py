@@ -44,7 +44,11 @@ def differentiable_once(backward: Callable[..., _Result]) -> Callable[..., _Resu
 
 
 class Pending:
-    """A result under way. ``wait()`` returns it when it may be used, or raises what the call raised."""
+    """The result of a call under way. ``wait()`` returns it when it may be used, or raises what the call raised.
+
+    On the CPU that is when the call has ended. On CUDA the host does not wait: what the current stream does from now on comes
+    after the call.
+    """
 
     __slots__ = ("_finish", "_result", "_sent", "_work")
 
@@ -67,10 +71,20 @@ class Pending:
         """Return the call's output; the wait is bounded by the group's timeout. May be called again."""
         if self._work is not None:
             self._work.wait()
-            self._work = self._sent = None
+            self._sent = None
+            if not self._result.is_cuda:  # there each stream that waits is made to
+                self._work = None
         if self._finish is not None:
             self._result, self._finish = self._finish(self._result), None
         return self._result
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, well or not (on CUDA: whether it has been issued)."""
+        return self._work is None or self._work.is_completed()
+
+    def exception(self) -> BaseException | None:
+        """What the call raised, or None while it runs and when it went well."""
+        return None if self._work is None or not self._work.is_completed() else self._work.exception()
 
     def on_gradient(self, call: Callable[[], None]) -> None:
         """Call ``call`` in the backward pass, when the gradient of this result has been sent on its way and before it is

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.compressed import CompressedGroup
-from commlayer.engine.work import Join, OrderedQueue
+from commlayer.engine.progress import ProgressQueue, QueuedWork
 from commlayer.integrations.wire import flat_rows
 from commlayer.profiles.errors import UsageError
 
@@ -128,7 +127,9 @@ class Line:
         # a deadlock where another rank has no gradient of this bucket, and starts it in finish(). So they, and all that keeps
         # one order with them, start on a thread of the line.
         is_queued = any(bucket.compressed is not None for bucket in self.buckets)
-        self._queue = OrderedQueue("commlayer gradients") if is_queued else None
+        self._queue = (
+            ProgressQueue("commlayer gradients", lambda: f"rank {dist.get_rank()}, gradients") if is_queued else None
+        )
 
     def start_full(self) -> None:
         while len(self._started) < len(self.buckets) and self._next.is_free and all(self._next.is_there):
@@ -165,7 +166,7 @@ class Line:
 
     def close(self) -> None:
         if self._queue is not None:
-            self._queue.close(timeout_s=0)
+            self._queue.drain(0)
 
     @property
     def _next(self) -> Bucket:
@@ -188,7 +189,7 @@ class Line:
                 with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
                     started.work = bucket.all_reduce(flat)
 
-            started.issued = self._queue.submit(start)
+            started.issued = self._queue.submit("all_reduce", None, start, ())
         self._started.append(started)
 
 
@@ -197,11 +198,11 @@ class _Started:
     """An all_reduce under way; or, until ``issued``, on its way to its group."""
 
     work: dist.Work | None = None
-    issued: Future[Join] | None = None
+    issued: QueuedWork | None = None
 
     def wait(self) -> None:
         if self.issued is not None:
-            self.issued.result()
+            self.issued.wait()
         if self.work is not None:
             self.work.wait()
 

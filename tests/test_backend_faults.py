@@ -23,7 +23,7 @@ from commlayer.emulation import request_shape, rights
 from commlayer.engine import planned
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.transport.contract import GlooCall
+from commlayer.transport.gloo import GlooCall
 
 pytestmark = pytest.mark.cluster
 

@@ -412,7 +412,7 @@ def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: Clu
         communicator.all_to_all(x)
         dist.barrier()
         if dist.get_rank() == 5:
-            transport = communicator._executor.transport
+            transport = communicator._runner.transport
             original = transport.start
 
             def start_and_die(*arguments: Any) -> Any:
@@ -420,7 +420,7 @@ def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: Clu
                 os.kill(os.getpid(), signal.SIGKILL)
 
             transport.start = start_and_die  # type: ignore[method-assign, assignment]  # a fault
-            communicator._executor._prepared.clear()
+            communicator._runner._prepared.clear()
             if size == 512:  # one call of the backend
                 transport.whole = lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         begin = time.monotonic()
@@ -590,8 +590,8 @@ def test_a_rank_that_raises_tells_the_others_why(emulated_cluster: ClusterFactor
                 if dist.get_rank() == 1:
                     if where == "in the body":
                         raise ValueError("boom")
-                    communicator._executor._stage = fail  # type: ignore[method-assign, assignment]
-                    communicator._executor._start = fail  # type: ignore[method-assign, assignment]
+                    communicator._runner.stage = fail  # type: ignore[method-assign, assignment]
+                    communicator._runner.start = fail  # type: ignore[method-assign, assignment]
                 communicator.all_to_all(x)
 
         def fail(*_: object) -> None:
@@ -670,8 +670,8 @@ def test_a_failed_trace_breaks_the_communicator(emulated_cluster: ClusterFactory
 def test_a_pending_call_does_not_keep_a_dead_program_alive() -> None:
     code = """
 import time
-from commlayer.engine.work import OrderedQueue
-OrderedQueue("test").submit(time.sleep, 60)
+from commlayer.engine.progress import ProgressQueue
+ProgressQueue("test", str).submit("sleep", None, time.sleep, (60,))
 raise SystemExit(7)
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 7

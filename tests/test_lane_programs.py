@@ -21,7 +21,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.engine.lanes import lanes
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.transport.contract import GlooCall
+from commlayer.transport.gloo import GlooCall
 
 pytestmark = pytest.mark.cluster
 

@@ -49,7 +49,7 @@ def test_the_import_contracts_hold() -> None:
         ("scheduler/price.py", "from commlayer.engine import executor", "the scheduler imports profiles only"),
         ("scheduler/moves.py", "import numpy", "the scheduler imports profiles only"),
         ("scheduler/plan.py", "import commlayer.integrations", "the scheduler imports profiles only"),
-        ("commlayer/engine/executor.py", "import commlayer.integrations", "the runtime does not know its integrations"),
+        ("commlayer/engine/runner.py", "import commlayer.integrations", "the runtime does not know its integrations"),
         (
             "commlayer/drawing/style.py",
             "from commlayer.transport import contract",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.agree.topology import discover_topology
-from commlayer.engine.executor import Executor
+from commlayer.engine.runner import GridRunner
 from commlayer.measure import profiler
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
@@ -347,7 +347,7 @@ def moved_by_hand(size: int) -> tuple[list[bool], int, int]:
         plans = [make(size, 2, Resource.INTER) for make in (exchange_probe, one_call_probe)]
         calls = [prober.is_one_call(plan) for plan in plans]
         sound = prober.check(plans[0])
-        prober.executor.run = lambda *_: None  # type: ignore[method-assign]
+        prober.grid_runner.run = lambda *_: None  # type: ignore[method-assign]
         return calls, sound, prober.check(plans[0])
 
 
@@ -362,7 +362,7 @@ def test_small_exchanges_by_messages_are_checked(emulated_cluster: ClusterFactor
 
 def measured_on_a_broken_link() -> str:
     topology = join()
-    Executor.run = lambda *_: None  # type: ignore[method-assign]
+    GridRunner.run = lambda *_: None  # type: ignore[method-assign]
     try:
         measure_cluster(options(), name="p", kind="emulated", source="a test", topology=topology)
     except ClusterError as error:
@@ -383,17 +383,17 @@ def failing_probe() -> tuple[str, float, set[str]]:
     """Rank 0 fails between two calls, the others wait for it in the second."""
     topology = join()
     probers = [Prober(topology, 20.0) for _ in range(2)]  # kept: to drop one would tear what its peers still connect
-    keys = {prober.executor.transport.board.key for prober in probers}  # type: ignore[attr-defined]
+    keys = {prober.grid_runner.transport.board.key for prober in probers}  # type: ignore[attr-defined]
     plan = exchange_probe(4096, 2, Resource.INTER)
     try:
         with Prober(topology, 20.0) as prober:
             buffers = prober._buffers(plan)
-            prober.executor.run(plan, *buffers)
+            prober.grid_runner.run(plan, *buffers)
             dist.barrier()
             began = time.monotonic()
             if dist.get_rank() == 0:
                 raise ZeroDivisionError("mine")
-            prober.executor.run(plan, *buffers)
+            prober.grid_runner.run(plan, *buffers)
     except (ZeroDivisionError, CommlayerError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began, keys
     return "no error", 0.0, keys

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from commlayer.engine.executor import drive
 from commlayer.engine.planned import PlannedGroup
+from commlayer.engine.runner import drive
 from commlayer.failures.board import Failure, FailureBoard, Wait
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
-from commlayer.transport.contract import Channel, GlooTransport, SizeMismatch
+from commlayer.transport.contract import Channel, SizeMismatch
+from commlayer.transport.gloo import GlooTransport
 
 
 def rank_of(nodes: list[list[int]], rank: int, plan: str) -> PlannedGroup:

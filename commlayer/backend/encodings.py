@@ -16,7 +16,8 @@ from commlayer.backend.base import now
 from commlayer.backend.messages import Messages
 from commlayer.backend.recording import fill_plan
 from commlayer.backend.signature import described
-from commlayer.engine.encoded import EncodedGroup, Sent
+from commlayer.engine.encoded import EncodedGroup
+from commlayer.engine.runner import Sent
 from commlayer.scheduler.lanes import lane_of
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.wire import Wire

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reductions import reducer
+from commlayer.engine.runner import Prepared, Sent, drive, require_tags
 from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
 from commlayer.scheduler.group_moves import Group
@@ -24,29 +24,10 @@ from commlayer.wire.codecs import Codec
 if TYPE_CHECKING:
     from commlayer.engine.planned import PlannedGroup
 
-__all__ = ["EncodedGroup", "Sent"]
+__all__ = ["EncodedGroup"]
 
-_MAX_KEPT = 256
 _SUM_ELEMENTS = 16384
 """Elements that an in-place call rounds, or sums, at a time: 64 KiB of FP32, which stay in a core's own cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Bytes that this rank sent in a call: between nodes, and inside its own."""
-
-    inter: int
-    intra: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What a plan means on this rank. The plan is kept, so that its id stays its own."""
-
-    plan: Plan
-    steps: tuple[Moves, ...]
-    sizes: dict[Buffer, int]
-    sent: Sent
 
 
 class _RowCoder:
@@ -87,7 +68,6 @@ class EncodedGroup:
 
     def __init__(self, planned: PlannedGroup) -> None:
         self._planned = planned
-        self._prepared: dict[tuple[int, tuple[int, ...]], _Prepared] = {}
 
     @torch.inference_mode()  # see PlannedGroup.run
     def run(
@@ -108,14 +88,14 @@ class EncodedGroup:
         planned = self._planned
         with _telling(planned, source, codec.wire.row_elements):
             transport = planned.connect_messages()
-            prepared = self._prepared.get((id(plan), tuple(blocks))) or self._prepare(plan, tuple(blocks))
-            buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target)}
-            for buffer, size in prepared.sizes.items():
-                buffers[buffer] = planned.stage(size, buffer)
-            sums = reducer(source.dtype, "sum")
+            owned = tuple(blocks)
+            prepared = planned.runner.prepared(plan, owned, lambda plan: self._prepare(plan, owned))
             limit = timeout_s or planned.timeout_s
-            call = transport.start(plan, prepared.steps, buffers, limit, sums, _RowCoder(codec))
-            planned.drive(plan, prepared.steps, call, limit)
+            data = as_bytes(source), as_bytes(target)
+            call = planned.runner.start(
+                transport, prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec)
+            )
+            planned.drive(prepared, call, limit)
             return prepared.sent
 
     @torch.inference_mode()
@@ -137,16 +117,13 @@ class EncodedGroup:
         with _telling(planned, source, codec.wire.row_elements):
             transport = planned.connect_messages()
             steps, encoded, arrived = exchange_moves(plan, self._group(()), *splits)
-            buffers = {
-                Buffer.INPUT: as_bytes(source),
-                Buffer.OUTPUT: as_bytes(target),
-                Buffer.ENCODED: planned.stage(encoded, Buffer.ENCODED),
-                Buffer.ARRIVED: planned.stage(arrived, Buffer.ARRIVED),
-            }
+            require_tags(plan, len(steps))
+            prepared = Prepared(plan, steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived}, self._sent(steps))
             limit = timeout_s or planned.timeout_s
-            call = transport.start(plan, steps, buffers, limit, None, _RowCoder(codec))
-            planned.drive(plan, steps, call, limit)
-            return self._sent(steps)
+            data = as_bytes(source), as_bytes(target)
+            call = planned.runner.start(transport, prepared, *data, limit, None, _RowCoder(codec))
+            planned.drive(prepared, call, limit)
+            return prepared.sent
 
     @torch.inference_mode()
     def reduce_scatter_in_place(
@@ -175,11 +152,10 @@ class EncodedGroup:
             sends = tuple(Message(k, tag, Region(Buffer.ENCODED, k * size, (k + 1) * size)) for k in ring)
             steps = (Moves(), Moves(sends, tuple(Message(k, tag, places[k]) for k in ring)), Moves())
             buffers = {Buffer.ENCODED: rounded, Buffer.ARRIVED: arrived}
-            call = transport.start(plan, steps, buffers, timeout_s or planned.timeout_s)
-            if (gate := planned.gate(plan, timeout_s or planned.timeout_s)) is not None:
-                gate(1)
-            call.post(1)
-            call.require(1, 2)
+            limit = timeout_s or planned.timeout_s
+            require_tags(plan, len(steps))
+            call = transport.start(plan, steps, buffers, limit)
+            drive(plan, call, planned.gate(plan, limit))
             call.finish()
             parts = [
                 (
@@ -194,40 +170,41 @@ class EncodedGroup:
     def _group(self, blocks: tuple[int, ...]) -> Group:
         return Group(self._planned.nodes, self._planned.rank, blocks)
 
-    def _prepare(self, plan: Plan, blocks: tuple[int, ...]) -> _Prepared:
-        if len(self._prepared) >= _MAX_KEPT:
-            self._prepared.clear()
+    def _prepare(self, plan: Plan, blocks: tuple[int, ...]) -> Prepared:
         steps, staging, encoded, arrived = encoded_moves(plan, self._group(blocks))
         sizes = {Buffer.STAGING: staging, Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived}
-        prepared = _Prepared(plan, steps, sizes, self._sent(steps))
-        self._prepared[id(plan), blocks] = prepared
-        return prepared
+        return Prepared(plan, steps, sizes, self._sent(steps))
 
     def _sent(self, steps: Sequence[Moves]) -> Sent:
-        near = next(members for members in self._planned.nodes if self._planned.rank in members)
-        messages = [message for step in steps for message in step.sends]
-        intra = sum(message.region.size for message in messages if message.peer in near)
-        return Sent(sum(message.region.size for message in messages) - intra, intra)
+        return Sent.by(steps, self._planned.near)
 
 
 @contextlib.contextmanager
 def _telling(planned: PlannedGroup, source: torch.Tensor, width: int = 1) -> Iterator[None]:
-    """As the group's own; and what a codec refuses here was found in the middle of a call, by one rank perhaps."""
-    with planned.telling():
-        try:
-            yield
-        except NonFiniteError as error:  # it has seen a piece
-            wrong = ~source.view(-1, width).isfinite()
-            where = f"rank {planned.global_ranks[planned.rank]}, group {planned.name}"
-            if not wrong.any():
-                raise NonFiniteError(f"{where}, in a sum of this node: {error}") from error
-            raise NonFiniteError(
-                f"{where}: {int(wrong.sum())} of {source.numel()} elements of the tensor are NaN or infinite, the first in row "
-                f"{int(wrong.any(1).nonzero()[0])} of {width} elements, and FP8 was told to raise: look for where they come "
-                "from, or allow them with WirePolicy(non_finite='pass'). Nothing more can be sent here: restart the job"
-            ) from error
-        except UsageError as error:
-            raise InternalError(f"{type(error).__name__} in the middle of a call: {error}") from error
+    """Whatever breaks the call is told to the others; what a codec refuses was found in the middle of it, by one rank perhaps."""
+    try:
+        yield
+    except NonFiniteError as error:  # it has seen a piece
+        planned.tell(explained := _non_finite(planned, source, width, error))
+        raise explained from error
+    except UsageError as error:
+        planned.tell(internal := InternalError(f"{type(error).__name__} in the middle of a call: {error}"))
+        raise internal from error
+    except BaseException as error:
+        planned.tell(error)
+        raise
+
+
+def _non_finite(planned: PlannedGroup, source: torch.Tensor, width: int, error: NonFiniteError) -> NonFiniteError:
+    wrong = ~source.view(-1, width).isfinite()
+    where = f"rank {planned.global_ranks[planned.rank]}, group {planned.name}"
+    if not wrong.any():
+        return NonFiniteError(f"{where}, in a sum of this node: {error}")
+    return NonFiniteError(
+        f"{where}: {int(wrong.sum())} of {source.numel()} elements of the tensor are NaN or infinite, the first in row "
+        f"{int(wrong.any(1).nonzero()[0])} of {width} elements, and FP8 was told to raise: look for where they come "
+        "from, or allow them with WirePolicy(non_finite='pass'). Nothing more can be sent here: restart the job"
+    )
 
 
 def _round_into_half(source: torch.Tensor, rounded: torch.Tensor, *, is_first: bool) -> None:

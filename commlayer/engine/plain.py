@@ -42,4 +42,6 @@ def as_row(x: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The memory of ``x`` as 1-D uint8 [bytes]; a view where ``x`` is plain. Every dtype passes, FP8 and NaN payloads too."""
-    return as_row(plain(x)).view(torch.uint8)
+    if x.layout is not _STRIDED or not x.is_contiguous() or x.is_conj() or x.is_neg() or x.requires_grad:
+        x = plain(x)
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # as_row, without a call

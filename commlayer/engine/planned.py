@@ -7,10 +7,8 @@ together: most groups of a trainer never need them.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
@@ -20,10 +18,10 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 
 from commlayer.agree.maximum import AgreedMaximum
 from commlayer.engine.choices import Choices
-from commlayer.engine.executor import drive
 from commlayer.engine.lanes import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reductions import reducer
+from commlayer.engine.runner import Prepared, Runner, Sent, drive, require_tags
 from commlayer.engine.tracing import Recorded, recorded
 from commlayer.failures.board import Connecting, Failure, FailureBoard, Wait, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
@@ -35,14 +33,14 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
 from commlayer.scheduler.lanes import level_of
-from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.traces.recorder import CallRecord
 from commlayer.transport.connect import sharing_memory
-from commlayer.transport.contract import Call, Channel, GlooTransport, break_connections
+from commlayer.transport.contract import Call, Channel, break_connections
+from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.shared_memory.group import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
@@ -58,18 +56,6 @@ goes on all the same when the higher lane has ended."""
 
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What a plan means on this rank. The plan is kept, so that its id stays its own."""
-
-    plan: Plan
-    steps: tuple[Moves, ...]
-    staging_bytes: int
-    inter_bytes: int
-    intra_bytes: int
-    """What it sends between nodes, and inside its own."""
 
 
 class PlannedGroup:
@@ -109,8 +95,7 @@ class PlannedGroup:
         self.board.on_break(self._wake)
         self._transport: GlooTransport | None = None
         self._agreed: AgreedMaximum | None = None
-        self._prepared: dict[tuple[int, int], _Prepared] = {}
-        self._memory: dict[Buffer, torch.Tensor] = {}
+        self.runner = Runner()
         self.level = 0
         self.record: CallRecord | None = None  # of the call under way, where calls are recorded
         self.seen: tuple[Recorded, list[int]] | None = None  # when its steps ran, and what each has sent, bytes
@@ -178,7 +163,6 @@ class PlannedGroup:
             raise self.explain(error, "all_to_all_v", self._agreed.calls, waited_s, patience_s) from error
         return None if not largest else self.plan("all_to_all_v", 1 << (largest - 1).bit_length())
 
-    @torch.inference_mode()  # an asynchronous call runs on another thread than the mode that its tensors were made in
     def run(
         self,
         plan: Plan,
@@ -195,28 +179,30 @@ class PlannedGroup:
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
         Raises PeerError, CollectiveTimeoutError (naming rank, group, collective, plan, step, chunk, peers).
         """
-        with self.telling():
-            self._run(plan, source, target, op, root, timeout_s or self.timeout_s)
+        limit_s = timeout_s or self.timeout_s
+        # An asynchronous call runs on another thread than the mode that its tensors were made in. Torch's own context
+        # manager around this one is ten calls of Python, which show in a small message's time.
+        with torch._C._InferenceMode(True):
+            try:
+                prepared = self._of(plan, root)
+                transport = self._transport or self.connect_messages()
+                output = as_bytes(target)
+                data = output if source is target else as_bytes(source)
+                call = self.runner.start(transport, prepared, data, output, limit_s, reducer(source.dtype, op))
+                self.drive(prepared, call, limit_s)
+            except BaseException as error:
+                self.tell(error)
+                raise
 
-    def _run(
-        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, op: str, root: int, timeout_s: float
-    ) -> None:
-        prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
-        transport = self.connect_messages()
-        buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target)}
-        if prepared.staging_bytes:
-            buffers[Buffer.STAGING] = self.stage(prepared.staging_bytes)
-        call = transport.start(plan, prepared.steps, buffers, timeout_s, reducer(source.dtype, op))
-        self.drive(plan, prepared.steps, call, timeout_s)
-
-    def drive(self, plan: Plan, steps: Sequence[Moves], call: Call, timeout_s: float) -> None:
+    def drive(self, prepared: Prepared, call: Call, timeout_s: float) -> None:
         """Run a call that has been started to its end, held where others go first, and seen where calls are recorded."""
-        gate = self.gate(plan, timeout_s)
+        plan = prepared.plan
+        gate = self.gate(plan, timeout_s) if self.level else None
         if self.record is None:
             drive(plan, call, gate)
             call.finish()
         else:
-            sent = [sum(message.region.size for message in moves.sends) for moves in steps]
+            sent = [sum(message.region.size for message in moves.sends) for moves in prepared.steps]
             self.seen = recorded(plan, call, gate), sent
 
     def predicted(self, plan: Plan) -> Timeline | None:
@@ -242,8 +228,11 @@ class PlannedGroup:
 
         Contiguous tensors. Raises as :meth:`run`.
         """
-        with self.telling():
+        try:
             self._run_all_to_all(plan, source, target, source_bytes, target_bytes, timeout_s or self.timeout_s)
+        except BaseException as error:
+            self.tell(error)
+            raise
 
     def _run_all_to_all(
         self,
@@ -255,50 +244,43 @@ class PlannedGroup:
         timeout_s: float,
     ) -> None:
         transport = self.connect_messages()
+        require_tags(plan, len(plan.steps))
         two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
-        staging = self.stage(two_level.staging_bytes)
+        staging = self.runner.stage(two_level.staging_bytes, Buffer.STAGING, source.device)
         own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
         staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
         buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
         call = transport.start(plan, two_level.before(), buffers, timeout_s)
+
+        def reveal(index: int) -> None:
+            """The counts are there, so what the ranks of this node send on, and where, is known."""
+            if index == 1:
+                arrived = two_level.counts_region
+                theirs = staging[arrived.start : arrived.stop].view(torch.int64).view_as(own).tolist()
+                theirs[two_level.i] = own[two_level.i].tolist()
+                sorted_, passed, transit = two_level.after(theirs)
+                buffers[Buffer.TRANSIT] = torch.empty(transit, dtype=torch.uint8)
+                call.revise(1, sorted_, buffers)
+                call.revise(2, passed, buffers)
+
         if (gate := self.gate(plan, timeout_s)) is not None:
             gate(1)
-        call.post(0)
-        call.require(0, 1)
-        arrived = two_level.counts_region
-        theirs = staging[arrived.start : arrived.stop].view(torch.int64).view_as(own).tolist()
-        theirs[two_level.i] = own[two_level.i].tolist()
-        sorted_, passed, transit = two_level.after(theirs)
-        buffers[Buffer.TRANSIT] = torch.empty(transit, dtype=torch.uint8)
-        for index, moves in ((1, sorted_), (2, passed)):
-            call.revise(index, moves, buffers)
-        for index, needed in ((1, None), (2, 1), (3, 2)):
-            if needed is not None:
-                call.require(needed, index)
-            call.post(index)
+        drive(plan, call, reveal=reveal)
         call.finish()
 
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def tell(self, error: BaseException) -> None:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
-        try:
-            yield
-        except UsageError:
-            raise  # found before a byte moved, and on all ranks alike
-        except ClusterError:
-            self.abort()
-            raise
-        except BaseException as error:
-            self.abort(f"left with {type(error).__name__}: {error}")
-            raise
+        if isinstance(error, UsageError):
+            return  # found before a byte moved, and on all ranks alike
+        self.abort(None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}")
 
     def sent_bytes(self, plan: Plan, root: int = 0) -> tuple[int, int]:
         """What this rank sends in one run of ``plan``, bytes: between nodes, and inside its own.
 
         Not of an all_to_all_v, where the splits say it.
         """
-        prepared = self._prepared.get((id(plan), root)) or self._prepare(plan, root)
-        return prepared.inter_bytes, prepared.intra_bytes
+        sent = self._of(plan, root).sent
+        return sent.inter, sent.intra
 
     def explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
@@ -375,24 +357,21 @@ class PlannedGroup:
         self._transport, self._agreed, self.own_calls = None, None, None
         return groups
 
-    def _prepare(self, plan: Plan, root: int) -> _Prepared:
-        if len(self._prepared) >= _MAX_KEPT:
-            self._prepared.clear()
-        size = plan.traffic.logical_bytes
-        group = Group(self.nodes, self.rank, even_blocks(size, len(self.global_ranks)))
-        if plan.traffic.collective in ("all_gather", "reduce_scatter"):
-            group = Group(self.nodes, self.rank, (size // len(self.global_ranks),) * len(self.global_ranks))
-        steps, staging = group_moves(plan, group, root)
-        near = next(members for members in self.nodes if self.rank in members)
-        inter = intra = 0
-        for message in (message for step in steps for message in step.sends):
-            if message.peer in near:
-                intra += message.region.size
-            else:
-                inter += message.region.size
-        prepared = _Prepared(plan, steps, staging, inter, intra)
-        self._prepared[id(plan), root] = prepared
-        return prepared
+    def _of(self, plan: Plan, root: int) -> Prepared:
+        return self.runner.prepared(plan, root, lambda plan: self._prepare(plan, root))
+
+    def _prepare(self, plan: Plan, root: int) -> Prepared:
+        size, n = plan.traffic.logical_bytes, len(self.global_ranks)
+        blocks = (
+            (size // n,) * n if plan.traffic.collective in ("all_gather", "reduce_scatter") else even_blocks(size, n)
+        )
+        steps, staging = group_moves(plan, Group(self.nodes, self.rank, blocks), root)
+        return Prepared(plan, steps, {Buffer.STAGING: staging} if staging else {}, Sent.by(steps, self.near))
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """The members on this rank's node."""
+        return next(members for members in self.nodes if self.rank in members)
 
     def connect_messages(self) -> GlooTransport:
         """The transport of the plans; made at the first call of this, which is collective."""
@@ -422,13 +401,3 @@ class PlannedGroup:
             return sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings) if is_sharing else group
 
         return self.bounded(make, purpose, timeout_s)
-
-    def stage(self, needed: int, buffer: Buffer = Buffer.STAGING) -> torch.Tensor:
-        """Memory for a call, kept between calls: allocating (and first touching) it costs as much as a copy."""
-        kept = self._memory.get(buffer)
-        if kept is None or kept.numel() < needed:
-            with torch.inference_mode(
-                False
-            ):  # a tensor made in that mode can be written in it only, and this one is kept
-                kept = self._memory[buffer] = torch.empty(needed, dtype=torch.uint8)
-        return kept[:needed]

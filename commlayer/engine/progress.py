@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Work
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
-__all__ = ["DONE", "ProgressQueue", "QueuedWork", "Task", "too_long"]
+__all__ = ["DONE", "ProgressQueue", "QueuedWork", "StreamWork", "Task", "too_long"]
 
 Task = Callable[..., object]
 Outputs = Any
@@ -163,6 +163,23 @@ class _Done(Work):
 
 
 DONE = _Done()
+
+
+class StreamWork(_Done):
+    """A call whose steps have been enqueued on CUDA streams. ``join`` makes the current stream wait for them."""
+
+    def __init__(self, join: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._join = join
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return at once: what the current stream does from now on comes after the call."""
+        if self._join is not None:
+            self._join()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
 
 
 class ProgressQueue:

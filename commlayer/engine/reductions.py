@@ -40,7 +40,7 @@ def reducer(dtype: torch.dtype, op: str) -> Reducer:
         if len(sources) == 1:
             into.copy_(sources[0].view(dtype))
             return
-        first, second, *rest = (source.view(dtype) for source in sources)
+        first, second, *rest = [source.view(dtype) for source in sources]
         if dtype in _HALF and op in ("sum", "product"):
             total = pairwise(first.float(), second)
             for block in rest:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
+from commlayer.engine.runner import GridRunner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.transport.contract import Call
 
-__all__ = ["Recorded", "RecordedCall", "StepTimes", "recorded", "recorded_whole", "traced", "traced_whole"]
+__all__ = ["Recorded", "RecordedCall", "StepTimes", "recorded", "recorded_whole", "traced", "traced_on_grid"]
 
 
 class StepTimes(NamedTuple):
@@ -134,18 +136,14 @@ class RecordedCall:
 
 
 def _driven(plan: Plan, call: Call, gate: Callable[[int], int] | None) -> RecordedCall:
-    # The executor's loop, which this module cannot import: the executor imports it.
     with RecordedCall(plan, call, gate) as timed:
-        for index, step in enumerate(plan.steps):
-            for earlier in step.after:
-                timed.require(earlier, index)
-            timed.post(index)
+        drive(plan, timed)
         timed.finish()
     return timed
 
 
 def recorded(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -> Recorded:
-    """Drive ``call`` to its end, as :func:`commlayer.engine.executor.drive` and ``finish()`` would; return when its steps ran.
+    """Drive ``call`` to its end, as :func:`commlayer.engine.runner.drive` and ``finish()`` would; return when its steps ran.
 
     ``gate`` is called on this thread before each step is posted. The call's transport must wait on the host. Costs a thread
     for each resource. Raises what the call or the gate raises.
@@ -176,7 +174,13 @@ def traced(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -> 
     return Timeline(plan, tuple(spans))
 
 
-def traced_whole(plan: Plan, run: Callable[[], None]) -> Timeline:
-    """The timeline of a plan of one step that the backend does in one call."""
-    ((begin_ns, _, end_ns),) = recorded_whole(run).steps
+def traced_on_grid(runner: GridRunner, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Timeline:
+    """Run ``plan`` as ``runner.run`` does, and return its measured timeline, as seen by this rank.
+
+    Costs a thread per resource and a wake-up per step, so it is for pictures and audits, not for timing.
+    """
+    whole = runner.meaning(plan).whole
+    if whole is None:
+        return traced(plan, runner.begin(plan, source, target))
+    ((begin_ns, _, end_ns),) = recorded_whole(partial(whole, source, target)).steps
     return Timeline(plan, ((0.0, (end_ns - begin_ns) / 1e3),))

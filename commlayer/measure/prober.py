@@ -11,7 +11,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.topology import Grid
-from commlayer.engine.executor import Executor
+from commlayer.engine.runner import GridRunner
+from commlayer.engine.tracing import traced_on_grid
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
@@ -45,7 +46,7 @@ class Prober:
         self._is_owner = shared is None
         board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
         transport = connect(self.grid, self.device, board, store, timeout_s)
-        self.executor = Executor(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
+        self.grid_runner = GridRunner(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
         self._timeout_s = timeout_s
 
     def __enter__(self) -> Prober:
@@ -58,14 +59,14 @@ class Prober:
             self.close()
         else:
             why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
-            self.executor.transport.abort(why)  # wakes up the ranks that wait for this one
+            self.grid_runner.transport.abort(why)  # wakes up the ranks that wait for this one
 
     def runner(self, plan: Plan) -> Callable[[], float]:
         """A callable that runs ``plan`` once and returns the agreed time, µs."""
         source, target = self._buffers(plan)
 
         def run() -> float:
-            return self.timed(lambda: self.executor.run(plan, source, target))
+            return self.timed(lambda: self.grid_runner.run(plan, source, target))
 
         return run
 
@@ -88,7 +89,7 @@ class Prober:
         seen: dict[Resource, list[float]] = {step.resource: [] for step in plan.steps}
         for _ in range(rounds + 1):
             self.ranks.barrier()
-            timeline = self.executor.trace(plan, source, target)
+            timeline = traced_on_grid(self.grid_runner, plan, source, target)
             for resource, values in seen.items():
                 spans = zip(plan.steps, timeline.spans, strict=True)
                 values.append(self.agree(max(end for step, (_, end) in spans if step.resource is resource)))
@@ -107,7 +108,7 @@ class Prober:
                 if message.region.buffer is Buffer.OUTPUT:
                     here = slice(message.region.start, message.region.stop)
                     target[here] = expected[here]
-        self.executor.run(plan, source, target)
+        self.grid_runner.run(plan, source, target)
         wrong = 0
         for move in steps:
             for region in [m.region for m in move.receives] + [copy.target for copy in move.copies]:
@@ -117,11 +118,11 @@ class Prober:
 
     def is_one_call(self, plan: Plan) -> bool:
         """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""
-        return self.agree(float(self.executor.transport.whole(plan, self._timeout_s) is None)) == 0.0
+        return self.agree(float(self.grid_runner.transport.whole(plan, self._timeout_s) is None)) == 0.0
 
     def close(self) -> None:
         """Let go of connections. Collective."""
-        self.executor.transport.close()
+        self.grid_runner.transport.close()
         if self._is_owner:
             self.detector.close("it has measured what it wanted")
 

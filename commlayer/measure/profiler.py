@@ -29,7 +29,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.probes import copy_probe, exchange_probe, gather_probe, one_call_probe, side_by_side
 from commlayer.transport.connect import device_type
-from commlayer.transport.contract import ONE_CALL_BYTES
+from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
 __all__ = ["SweepOptions", "environment", "measure_cluster", "num_points"]

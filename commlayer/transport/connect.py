@@ -21,7 +21,8 @@ from commlayer.profiles.errors import ClusterError, GroupError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
-from commlayer.transport.contract import Channel, GlooTransport, Transport
+from commlayer.transport.contract import Channel, Transport
+from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.shared_memory.group import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Moves, Region
 from commlayer.scheduler.plan import Op, Plan
-from commlayer.transport.contract import Buffers, Call, Channel, Whole
+from commlayer.transport.contract import Buffers, Call, Channel, Coder, Reducer, Whole
 from commlayer.transport.nccl import is_high_priority
 
 __all__ = ["NcclTransport", "stream_priorities"]
@@ -56,7 +57,17 @@ class NcclTransport:
             for resource, priority in stream_priorities(lane).items()
         }
 
-    def start(self, plan: Plan, steps: Sequence[Moves], buffers: Buffers, timeout_s: float) -> Call:
+    def start(
+        self,
+        plan: Plan,
+        steps: Sequence[Moves],
+        buffers: Buffers,
+        timeout_s: float,
+        reduce: Reducer | None = None,
+        coder: Coder | None = None,
+    ) -> Call:
+        if reduce is not None or coder is not None:
+            raise InternalError(f"{plan.name}: sums and wire formats of plans run on the CPU only")
         del timeout_s  # NCCL's watchdog has the group's own timeout; there is no host wait here to bound
         return _NcclCall(self, plan, steps, buffers)
 

@@ -46,12 +46,26 @@ from commlayer.transport.contract import SizeMismatch, break_connections
 from commlayer.transport.shared_memory.connect import Neighbourhood, meet
 from commlayer.transport.shared_memory.line import Kind, Line
 from commlayer.transport.shared_memory.segment import Slab
-from commlayer.transport.shared_memory.work import AHEAD_BYTES, Arrival, OtherWork, Peer, Receive, Send, Waitable
+from commlayer.transport.shared_memory.work import (
+    AHEAD_BYTES,
+    SENT,
+    Arrival,
+    OtherWork,
+    Peer,
+    Receive,
+    Send,
+    Waitable,
+)
 
-__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
+__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Parcel", "SharedMemoryGroup", "Waitable"]
 
 INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: one write and one read, and nothing to give back."""
+Parcel = tuple[torch.Tensor, int, int]
+"""A message to be posted: its tensor, 1-D uint8 contiguous, the other member of the group, and its tag."""
+_BYTE = torch.uint8
+_INLINE, _SLAB, _READ = int(Kind.INLINE), int(Kind.SLAB), int(Kind.READ)
+"""An enumeration's members are compared, and packed, in Python."""
 _NO_PATIENCE_S = 0.001
 """As in transport.break_connections."""
 
@@ -68,10 +82,12 @@ class SharedMemoryGroup:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float) -> None:
         self.group, self.rank = group, rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._others = [member for node in nodes for member in node if member != rank]
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._is_polling = False
+        self._num_waiting = 0  # for the thread that polls
         self._is_closed = False
         self._peers: dict[int, Peer] = {}
         self._matched: deque[tuple[Receive, Arrival]] = deque()
@@ -99,47 +115,88 @@ class SharedMemoryGroup:
 
         Raises RuntimeError where the connection is closed, TensorError for another kind of tensor.
         """
-        neighbour = self._peers.get(peer)
-        if neighbour is None:
-            return self._other(self.group.send, tensors, peer, tag)
-        tensor = _checked(tensors[0])
-        size = tensor.numel()
-        with self._changed:
-            self._require_open(neighbour)
-            if size <= INLINE_BYTES:
-                neighbour.say(Kind.INLINE, tag, size, 0, tensor.numpy().data)
-                return Send(self, neighbour, None)
-            block = self._slab.find(tensor)
-            if block is None:
-                if self._slab.would_grow(size):
-                    self._await_news(0)  # perhaps much has been read since we last looked
-                try:
-                    block = self._slab.place(tensor)
-                except OSError as error:
-                    raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
-            block.readers.append(peer)
-            neighbour.say(Kind.SLAB, tag, size, block.start)
-            return Send(self, neighbour, block)
+        works: list[Waitable] = []
+        self.send_all([(tensors[0], peer, tag)], works)
+        return works[0]
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
         """Expect a message of exactly ``tensors[0]``'s size, 1-D uint8 contiguous, from member ``peer``. Raises as send.
 
         Messages of one peer and tag come in the order in which they were sent.
         """
-        neighbour = self._peers.get(peer)
-        if neighbour is None:
-            return self._other(self.group.recv, tensors, peer, tag)
-        work = Receive(self, neighbour, _checked(tensors[0]), tag)
-        with self._changed:
-            arrivals = neighbour.arrived.get(tag)
-            if arrivals:
-                self._matched.append((work, arrivals.popleft()))  # copied when somebody waits: posting is to be cheap
-                if not arrivals:
-                    del neighbour.arrived[tag]
-            else:
-                self._require_open(neighbour)
-                neighbour.posted.setdefault(tag, deque()).append(work)
-        return work
+        works: list[Waitable] = []
+        self.receive_all([(tensors[0], peer, tag)], works)
+        return works[0]
+
+    def send_all(self, parcels: Sequence[Parcel], works: list[Waitable]) -> None:
+        """:meth:`send` for each of ``parcels``, whose works are appended; lines to one peer go together.
+
+        Where it raises, the parcel behind those whose works there are is to blame.
+        """
+        short: dict[Peer, list[int]] = {}  # the works of what is in lines that are still to be flushed
+        with self._lock:
+            try:
+                for tensor, rank, tag in parcels:
+                    peer = self._peers.get(rank)
+                    if peer is None:
+                        works.append(self._other(self.group.send, tensor, rank, tag))
+                        continue
+                    if tensor.dtype is not _BYTE or tensor.dim() != 1 or not tensor.is_contiguous():
+                        raise _wrong_kind(tensor)
+                    if peer.ended is not None:
+                        raise self._ended(peer)
+                    peer.unsaid_bytes, size = 0, tensor.numel()
+                    if size > INLINE_BYTES:
+                        works.append(self._send_block(tensor, peer, tag))
+                        continue
+                    peer.line.keep(_INLINE, tag, size, 0, tensor.numpy().data)
+                    short.setdefault(peer, []).append(len(works))
+                    works.append(SENT)
+            finally:
+                for peer, places in short.items():
+                    if not peer.line.is_full:
+                        peer.line.flush()
+                    if peer.line.is_full:
+                        for place in places:
+                            works[place] = Send(self, peer, None)
+
+    def _send_block(self, tensor: torch.Tensor, peer: Peer, tag: int) -> Send:
+        """At once, so that the peer copies it out while the next one is copied in. Raises RuntimeError."""
+        block, size = self._slab.find(tensor), tensor.numel()
+        if block is None:
+            if self._slab.would_grow(size):
+                self._await_news(0)  # perhaps much has been read since we last looked
+            try:
+                block = self._slab.place(tensor)
+            except OSError as error:
+                raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
+        block.readers.append(peer.rank)
+        peer.line.put(_SLAB, tag, size, block.start)
+        return Send(self, peer, block)
+
+    def receive_all(self, parcels: Sequence[Parcel], works: list[Waitable]) -> None:
+        """:meth:`recv` for each of ``parcels``, whose works are appended. Raises as :meth:`send_all`."""
+        with self._lock:
+            for tensor, rank, tag in parcels:
+                peer = self._peers.get(rank)
+                if peer is None:
+                    works.append(self._other(self.group.recv, tensor, rank, tag))
+                    continue
+                if tensor.dtype is not _BYTE or tensor.dim() != 1 or not tensor.is_contiguous():
+                    raise _wrong_kind(tensor)
+                work = Receive(self, peer, tensor, tag)
+                arrivals = peer.arrived.get(tag)
+                if arrivals:
+                    self._matched.append(
+                        (work, arrivals.popleft())
+                    )  # copied when somebody waits: posting is to be cheap
+                    if not arrivals:
+                        del peer.arrived[tag]
+                else:
+                    if peer.ended is not None:
+                        raise self._ended(peer)
+                    peer.posted.setdefault(tag, deque()).append(work)
+                works.append(work)
 
     def alltoall_base(self, *arguments: Any) -> dist.Work:
         """Gloo's own."""
@@ -151,25 +208,41 @@ class SharedMemoryGroup:
         self.serve()
         return self.group.barrier()
 
-    def wait_for(self, work: Receive | Send, peer: Peer, timeout: timedelta | None) -> None:
+    def wait_for(self, work: Send, timeout: timedelta | None) -> None:
         """Return when ``work`` is completed, serving all neighbours meanwhile. See Waitable."""
-        timeout_s = timeout.total_seconds() if timeout else self._timeout_s
+        timeout_s = timeout.total_seconds() if timeout else self.timeout_s
         until = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             self._serve()
             while not work.is_completed():
-                if peer.ended is not None:
-                    self.failed(timeout_s)
-                    raise RuntimeError(peer.ended)
-                left = until - time.monotonic()
-                if left <= 0:
-                    self.failed(0)
-                    verb = "recv" if isinstance(work, Receive) else "send"
-                    raise RuntimeError(
-                        f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
-                        f"the group, peer member {peer.rank}, shared memory)"
-                    )
-                self._await_news(left)
+                self._serve_until(until, work.peer, "send", timeout_s)
+
+    def wait_all(self, works: Sequence[Receive], timeout_s: float) -> None:
+        """Return when all ``works`` are completed, serving all neighbours meanwhile. Raises as Waitable.wait does."""
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            self._slab.sent.clear()
+            if self._matched:
+                self._serve()
+            for work in works:
+                while not work.is_done:
+                    self._serve_until(until, work.peer, "recv", timeout_s)
+                if work.error is not None:
+                    raise work.error
+
+    def _serve_until(self, until: float, peer: Peer, verb: str, timeout_s: float) -> None:
+        """Serve until there is news, for a message with ``peer``. Raises RuntimeError where none can come, or time is over."""
+        if peer.ended is not None:
+            self.failed(timeout_s)
+            raise RuntimeError(peer.ended)
+        left = until - time.monotonic()
+        if left <= 0:
+            self.failed(0)
+            raise RuntimeError(
+                f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
+                f"the group, peer member {peer.rank}, shared memory)"
+            )
+        self._await_news(left)
 
     def failed(self, timeout_s: float) -> None:
         """A wait that was to last ``timeout_s`` has failed; 0: after all that time.
@@ -183,13 +256,13 @@ class SharedMemoryGroup:
     def serve(self) -> None:
         """Take in what has arrived already, and answer it."""
         if self._peers:
-            with self._changed:
+            with self._lock:
                 self._serve()
                 self._await_news(0)
 
     def break_connections(self) -> None:
         """Close all connections, of ``group`` too, so that whoever waits for this rank wakes up."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
@@ -201,12 +274,12 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """Let go of sockets and memory. Not collective: sends that were waited for still arrive. Nobody may be waiting."""
-        with self._changed:
+        with self._lock:
             if not self._peers or self._poll.closed:
                 return
             self._is_closed = True
             self._matched.clear()
-            self._slab.forget()
+            self._slab.sent.clear()
             for peer in self._peers.values():
                 peer.ended = peer.ended or "Connection closed: this rank has closed the group"
                 peer.line.socket.close()
@@ -217,31 +290,31 @@ class SharedMemoryGroup:
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`. The parent's connections stay, and end with
         the parent."""
-        self._changed, self._is_polling = threading.Condition(), False
+        self._lock = threading.RLock()
+        self._changed, self._is_polling, self._num_waiting = threading.Condition(self._lock), False, 0
         self.close()  # this process's copies; nothing is said to anybody
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # not all of it was made
             self.close()
 
-    def _require_open(self, peer: Peer) -> None:
+    def _ended(self, peer: Peer) -> RuntimeError:
         """Posting to a peer that is gone breaks everything: whoever does so is leaving, or will when this is raised."""
-        if peer.ended is not None:
-            self.break_connections()
-            raise RuntimeError(peer.ended)
+        self.break_connections()
+        return RuntimeError(peer.ended)
 
     def _other(
         self,
         verb: Callable[[list[torch.Tensor], int, int], dist.Work],
-        tensors: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
         peer: int,
         tag: int,
     ) -> Waitable:
         if not self._peers:
-            return verb(list(tensors), peer, tag)
+            return verb([tensor], peer, tag)
         try:
-            return OtherWork(self, verb(list(tensors), peer, tag))
-        except RuntimeError:  # as in _require_open
+            return OtherWork(self, verb([tensor], peer, tag))
+        except RuntimeError:  # as in _ended
             self.break_connections()
             raise
 
@@ -249,14 +322,16 @@ class SharedMemoryGroup:
         """Serve whoever has written; wait until somebody has, or the time is over (one thread for all that wait)."""
         if self._is_polling:
             if timeout_s > 0:
+                self._num_waiting += 1
                 self._changed.wait(timeout_s)
+                self._num_waiting -= 1
             return
         self._is_polling = True
-        self._changed.release()
+        self._lock.release()
         try:
             events = self._poll.poll(timeout_s)
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             self._is_polling = False
         for fd, event in events:
             peer = self._by_fd[fd]
@@ -264,13 +339,15 @@ class SharedMemoryGroup:
                 peer.line.flush()
             if event & ~select.EPOLLOUT:
                 self._read(peer)
-        self._changed.notify_all()
+        if self._num_waiting:
+            self._changed.notify_all()
 
     def _serve(self) -> None:
         if self._peers:
-            self._slab.forget()
+            self._slab.sent.clear()
         while self._matched:
-            self._deliver(*self._matched.popleft())
+            work, (size, place) = self._matched.popleft()
+            self._deliver(work, size, place)
 
     def _read(self, peer: Peer) -> None:
         lines = peer.line.read()
@@ -278,47 +355,44 @@ class SharedMemoryGroup:
             peer.ended = peer.ended or f"Connection closed by peer (member {peer.rank} of the group, shared memory)"
             return
         for kind, tag, size, place in lines:
-            if kind == Kind.READ:
+            if kind == _READ:
                 assert isinstance(place, int)  # only a message can have a payload
                 self._slab.was_read(place, peer.rank)
-            else:
-                self._arrived(peer, tag, Arrival(size, place))
+                continue
+            expected = peer.posted.get(tag)
+            if expected:
+                self._deliver(expected.popleft(), size, place)
+                if not expected:
+                    del peer.posted[tag]
+            else:  # its bytes, for it is not to keep all that came with it
+                peer.arrived.setdefault(tag, deque()).append((size, place if isinstance(place, int) else bytes(place)))
 
-    def _arrived(self, peer: Peer, tag: int, arrival: Arrival) -> None:
-        expected = peer.posted.get(tag)
-        if expected:
-            self._deliver(expected.popleft(), arrival)
-            if not expected:
-                del peer.posted[tag]
-            return
-        if not isinstance(arrival.place, int):
-            arrival.place = bytes(arrival.place)  # do not keep all that came with it
-        peer.arrived.setdefault(tag, deque()).append(arrival)
-
-    def _deliver(self, work: Receive, arrival: Arrival) -> None:
-        peer, tensor, place = work.peer, work.tensor, arrival.place
-        if arrival.size != tensor.numel():
-            work.error = SizeMismatch(tensor.numel(), arrival.size, peer.rank)
+    def _deliver(self, work: Receive, size: int, place: bytes | memoryview | int) -> None:
+        """``place``: the payload, or where it lies in the sender's slab."""
+        peer, tensor = work.peer, work.tensor
+        if size != tensor.numel():
+            work.error = SizeMismatch(tensor.numel(), size, peer.rank)
         elif isinstance(place, int):
             try:
-                tensor.copy_(self._segment.bytes_of(peer.slab, place, arrival.size))
+                tensor.copy_(self._segment.bytes_of(peer.slab, place, size))
             except OSError as error:
-                work.error = RuntimeError(f"cannot map the shared memory of a message of {arrival.size} bytes: {error}")
+                work.error = RuntimeError(f"cannot map the shared memory of a message of {size} bytes: {error}")
         else:
             tensor.numpy().data[:] = place
         work.is_done = True
         if isinstance(place, int):
             # Told with our next message, where that is soon enough: else it would wake up a peer that has nothing to do.
             # All peers together leave less unsaid than what makes the sender wait.
-            peer.unsaid_bytes += arrival.size
-            is_urgent = peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES
-            (peer.say if is_urgent else peer.line.keep)(Kind.READ, 0, 0, place)
+            peer.unsaid_bytes += size
+            if peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES:
+                peer.unsaid_bytes = 0
+                peer.line.put(_READ, 0, 0, place)
+            else:
+                peer.line.keep(_READ, 0, 0, place)
 
 
-def _checked(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise TensorError(
-            f"expected a contiguous 1-D tensor of uint8, got {tensor.dtype} of shape {list(tensor.shape)}: send its bytes, "
-            "x.contiguous().view(-1).view(torch.uint8)"
-        )
-    return tensor
+def _wrong_kind(tensor: torch.Tensor) -> TensorError:
+    return TensorError(
+        f"expected a contiguous 1-D tensor of uint8, got {tensor.dtype} of shape {list(tensor.shape)}: send its bytes, "
+        "x.contiguous().view(-1).view(torch.uint8)"
+    )

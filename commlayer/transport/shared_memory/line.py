@@ -10,7 +10,6 @@ import contextlib
 import select
 import socket
 import struct
-from collections.abc import Iterator
 from enum import IntEnum
 
 __all__ = ["Kind", "Line", "News"]
@@ -34,6 +33,10 @@ class Kind(IntEnum):
     """The message at this place of the *receiver's* slab has been read."""
 
 
+_INLINE = int(Kind.INLINE)  # an enumeration's member is compared in Python
+_SEND_FLAGS = int(socket.MSG_NOSIGNAL)
+
+
 class Line:
     """One end of the connection. ``queued`` counts all bytes ever put, ``flushed`` those that are on their way."""
 
@@ -41,69 +44,67 @@ class Line:
         self.socket, self._poll = connection, poll
         self._inbox = b""
         self._outbox = bytearray()
-        self._is_full = False  # the socket, when last tried
+        self.is_full = False
+        """Whether the socket took no more when last tried."""
         self.queued = self.flushed = 0
         poll.register(connection, select.EPOLLIN)
 
-    def put(self, kind: Kind, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
+    def put(self, kind: int, tag: int, size: int, place: int) -> None:
         """Send what was kept and a line, or as much of it as the socket takes; the rest when it can."""
         self.keep(kind, tag, size, place)
-        if payload is not None:
-            self.queued += len(payload)
-            self._outbox += payload
-        if not self._is_full:
+        if not self.is_full:
             self.flush()
 
-    def keep(self, kind: Kind, tag: int, size: int, place: int) -> None:
-        """A line that may wait for the next that is put: it need not wake up anybody."""
+    def keep(self, kind: int, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
+        """A line that waits for :meth:`flush`, or for the next that is put: it need not wake up anybody by itself."""
         self.queued += _HEAD.size
         self._outbox += _HEAD.pack(kind, tag, size, place)
+        if payload is not None:
+            self.queued += size
+            self._outbox += payload
 
     def flush(self) -> None:
         """Send what was kept. Also to be called when the socket that was full has room."""
-        del self._outbox[: self._write(self._outbox)]
+        try:
+            taken = self.socket.send(self._outbox, _SEND_FLAGS)
+        except BlockingIOError:
+            taken = 0
+        except OSError:
+            taken = len(self._outbox)  # nobody will read it; reading tells what happened, after the peer's last words
+        self.flushed += taken
+        del self._outbox[:taken]
         is_full = bool(self._outbox)
-        if is_full is not self._is_full:
-            self._is_full = is_full
+        if is_full is not self.is_full:
+            self.is_full = is_full
             self._poll.modify(self.socket, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
 
-    def _write(self, data: bytearray) -> int:
-        """How many bytes the socket took."""
-        try:
-            taken = self.socket.send(data, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            taken = len(data)  # nobody will read it; reading tells what happened, after the peer's last words
-        self.flushed += taken
-        return taken
-
-    def read(self) -> Iterator[News] | None:
-        """What the peer has written; None when it has closed the connection, after all that it wrote.
-
-        A payload may be used until the next line is asked for.
-        """
+    def read(self) -> list[News] | None:
+        """What the peer has written; None when it has closed the connection, after all that it wrote."""
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
-            return iter(())
+            return []
         except OSError:
             data = b""
         if not data:
             self._poll.unregister(self.socket)
             return None
-        return self._parsed(self._inbox + data if self._inbox else data)
-
-    def _parsed(self, data: bytes) -> Iterator[News]:
-        at, end = 0, len(data)
+        if self._inbox:
+            data = self._inbox + data
+        found: list[News] = []
+        at, end, inbox = 0, len(data), memoryview(data)
         while end - at >= _HEAD.size:
             kind, tag, size, place = _HEAD.unpack_from(data, at)
-            stop = at + _HEAD.size + (size if kind == Kind.INLINE else 0)
-            if stop > end:
-                break
-            yield kind, tag, size, memoryview(data)[stop - size : stop] if kind == Kind.INLINE else place
+            stop = at + _HEAD.size
+            if kind == _INLINE:
+                stop += size
+                if stop > end:
+                    break
+                place = inbox[stop - size : stop]
+            found.append((kind, tag, size, place))
             at = stop
         self._inbox = data[at:]
+        return found
 
     def shutdown(self) -> None:
         """End the connection in both directions; the peer and whoever polls here wake up."""

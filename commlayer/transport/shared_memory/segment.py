@@ -123,18 +123,14 @@ class Slab:
         self.high_water = 0
         """Bytes of memory that the slab takes."""
         self.unread_bytes = 0
-        # Tensors that were sent since the last wait, by address and size. They cannot have changed: nobody can know yet
-        # that they may be. Kept alive, so that another tensor cannot have got their address.
-        self._sent: dict[tuple[int, int], tuple[Block, torch.Tensor]] = {}
+        self.sent: dict[tuple[int, int], tuple[Block, torch.Tensor]] = {}
+        """Tensors that were sent since the last wait, by address and size; cleared by it. They cannot have changed: nobody can
+        know yet that they may be. Kept alive, so that another tensor cannot have got their address."""
 
     def find(self, tensor: torch.Tensor) -> Block | None:
         """The block that holds ``tensor``'s bytes already, because it was sent to somebody else just now."""
-        found = self._sent.get((tensor.data_ptr(), tensor.numel()))
+        found = self.sent.get((tensor.data_ptr(), tensor.numel()))
         return found[0] if found is not None and found[0].readers else None  # read by all: overwritten, perhaps
-
-    def forget(self) -> None:
-        """From now on the tensors that were sent may change."""
-        self._sent.clear()
 
     def would_grow(self, size: int) -> bool:
         """Whether ``size`` more bytes might not fit into the memory that the slab takes."""
@@ -148,7 +144,7 @@ class Slab:
         self._segment.bytes_of(self._index, start, size).copy_(tensor)
         self.high_water = max(self.high_water, start + rounded)
         block = self._blocks[start] = Block(start, rounded)
-        self._sent[tensor.data_ptr(), size] = block, tensor
+        self.sent[tensor.data_ptr(), size] = block, tensor
         self.unread_bytes += rounded
         return block
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from commlayer.transport.shared_memory.line import Kind, Line
+from commlayer.transport.shared_memory.line import Line
 from commlayer.transport.shared_memory.segment import Block
 
 if TYPE_CHECKING:
     from commlayer.transport.shared_memory.group import SharedMemoryGroup
 
-__all__ = ["AHEAD_BYTES", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Waitable"]
+__all__ = ["AHEAD_BYTES", "SENT", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Waitable"]
 
 AHEAD_BYTES = 16 << 20
 """What a rank may have sent without any receiver having read it before its sends wait."""
@@ -32,12 +32,8 @@ class Waitable(Protocol):
         """
 
 
-@dataclass(eq=False, slots=True)
-class Arrival:
-    """A message of ``size`` bytes: its payload, or where it lies in the sender's slab."""
-
-    size: int
-    place: bytes | memoryview | int
+Arrival = tuple[int, bytes | int]
+"""A message that nobody expects yet: its size [bytes], and its payload, or where it lies in the sender's slab."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,11 +48,6 @@ class Peer:
     ended: str | None = None
     unsaid_bytes: int = 0
     """What we have read of its slab without having told it."""
-
-    def say(self, kind: Kind, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
-        """Send a line, and whatever was left unsaid."""
-        self.unsaid_bytes = 0
-        self.line.put(kind, tag, size, place, payload)
 
 
 class Receive:
@@ -73,9 +64,7 @@ class Receive:
         return self.is_done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_for(self, self.peer, timeout)
-        if self.error is not None:
-            raise self.error
+        self._group.wait_all((self,), timeout.total_seconds() if timeout else self._group.timeout_s)
         return True
 
 
@@ -95,8 +84,22 @@ class Send:
         return self._block is None or self._group.unread_bytes <= AHEAD_BYTES
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_for(self, self.peer, timeout)
+        self._group.wait_for(self, timeout)
         return True
+
+
+class _Sent:
+    """A message of which nothing is left to be waited for."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+SENT = _Sent()
+"""What a send returns that took its tensor, and whose line is on its way."""
 
 
 class OtherWork:
