@@ -83,7 +83,7 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def exception(self) -> BaseException | None:
-        """What the call raised, or None while it runs and when it went well."""
+        """The error that the call raised, or None while it runs and when it went well."""
         return None if self._work is None or not self._work.is_completed() else self._work.exception()
 
     def on_gradient(self, call: Callable[[], None]) -> None:
