@@ -1,6 +1,6 @@
 """The three papers, predicted: every published row beside ours, what must hold, and docs/papers.md.
 
-``make papers`` predicts with the frozen factors of ``scheduler/mapping/calibrated.json``, writes docs/papers.md, its
+``make papers`` predicts with the frozen factors of ``scheduler/mapping/calibrated.py``, writes docs/papers.md, its
 pictures and a dated JSON file, and fails where a check does. ``make papers ARGS=--calibrate`` fits the factors anew
 first: to the four MCore rows of table 3 of MoE Parallel Folding, and to nothing else. Some two minutes on one core.
 """
@@ -15,13 +15,14 @@ from pathlib import Path
 
 from papers_data import CALIBRATION, TABLE_3
 from papers_document import document
-from papers_folding import as_json, calibrate, checks, fp8_rows, freeze, frozen, predict_all, searched
+from papers_folding import as_json, calibrate, checks, fp8_rows, freeze, predict_all, searched
 from papers_megascale import checks as megascale_checks
 from papers_megascale import dispatch_kinds, gains, synchronisation
 from papers_monta import checks as monta_checks
 from papers_pictures import monta_figure, scaling_curves, scaling_figure, scatter_figure
 
 from commlayer.drawing.style import save_figure
+from commlayer.scheduler.mapping.calibrated import FACTORS
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = Path(__file__).parent / "results"
@@ -32,9 +33,9 @@ def main() -> None:
     parser.add_argument("--calibrate", action="store_true", help="fit the four factors and freeze them first")
     parser.add_argument("--no-pictures", action="store_true", help="leave the pictures as they are (matplotlib)")
     options = parser.parse_args()
+    factors = {row.model: calibrate(row) for row in CALIBRATION} if options.calibrate else FACTORS
     if options.calibrate:
-        freeze({row.model: calibrate(row) for row in CALIBRATION})
-    factors = frozen()
+        freeze(factors)
     found = predict_all(factors)
     fp8 = fp8_rows(factors)
     places = [searched(row, factors) for row in TABLE_3 if row.method in ("MCore", "folded")]

@@ -91,7 +91,7 @@ _FOLDING = """
 Cluster `{cluster}` (docs/clusters.md), software `megatron`: flat NCCL collectives, gradients and weights beside the
 computation. For each model one factor on the GPU's rates of matrix products and attention is fitted by bisection, such
 that the estimate of its **unfolded MCore row of table 3** has the published MFU, and frozen in
-`scheduler/mapping/calibrated.json`. No other row is fitted.
+`scheduler/mapping/calibrated.py`. No other row is fitted.
 """
 
 _NOT_BLIND = """

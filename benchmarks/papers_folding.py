@@ -3,13 +3,12 @@ nothing else.
 
 What is fitted: a factor on the declared rates of matrix products and attention, such that the estimate of the row's
 mapping has the published MFU. Four rows, four models, four numbers; they are frozen in
-``scheduler/mapping/calibrated.json``. Links, memory, kernels' launches and everything else are as declared for the
+``scheduler/mapping/calibrated.py``. Links, memory, kernels' launches and everything else are as declared for the
 cluster, from other sources (docs/clusters.md).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -50,7 +49,6 @@ __all__ = [
     "checks",
     "fp8_rows",
     "freeze",
-    "frozen",
     "job_of",
     "predict",
     "predict_all",
@@ -60,7 +58,17 @@ __all__ = [
 ]
 
 CLUSTER = "h100-eos"
-CALIBRATED = Path(__file__).parents[1] / "scheduler" / "mapping" / "calibrated.json"
+CALIBRATED = Path(__file__).parents[1] / "scheduler" / "mapping" / "calibrated.py"
+_FROZEN = '''"""Factors on a GPU's declared rates of products and attention, by model: with them estimates have a published MFU.
+
+Written by `make papers ARGS=--calibrate` on {date}, for {cluster}. The rows: MoE Parallel Folding (arXiv:2504.14960), table 3,
+MCore without folding.
+"""
+
+FACTORS = {{
+{rows}
+}}
+'''
 TOLERANCE = 0.15
 
 _FSDP = replace(MEGATRON, name="fsdp", overlaps_gradients=False, overlaps_parameters=False)
@@ -136,23 +144,12 @@ def calibrate(row: Row) -> float:
 
 
 def freeze(factors: Mapping[str, float]) -> None:
-    """Write calibrated.json, which estimates of these models take by default."""
-    content = {
-        "source": "MoE Parallel Folding (arXiv:2504.14960), table 3, its four rows of MCore without folding",
-        "meaning": "factor on the GPU's declared rates of matrix products and attention (mapping/compute.py)",
-        "cluster": CLUSTER,
-        "command": "make papers ARGS=--calibrate",
-        "date": date.today().isoformat(),
-        "rows": {row.model: {"mapping": str(setup_of(row)), "gpus": row.gpus, "mfu": row.mfu} for row in CALIBRATION},
-        "factors": dict(factors),
-    }
-    CALIBRATED.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def frozen() -> dict[str, float]:
-    """The factors in calibrated.json, by model."""
-    found = json.loads(CALIBRATED.read_text(encoding="utf-8"))["factors"]
-    return {str(model): float(factor) for model, factor in found.items()}
+    """Write calibrated.py, whose factors estimates of these models take by default."""
+    rows = "\n".join(
+        f'    "{row.model}": {factors[row.model]},  # MFU {row.mfu} on {row.gpus} GPUs: {setup_of(row)}'
+        for row in CALIBRATION
+    )
+    CALIBRATED.write_text(_FROZEN.format(date=date.today(), cluster=CLUSTER, rows=rows), encoding="utf-8")
 
 
 def predict_all(factors: Mapping[str, float], rows: Iterable[Row] = (*TABLE_3, *TABLE_4, *TABLE_5)) -> list[Prediction]:

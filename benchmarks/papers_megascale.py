@@ -2,7 +2,7 @@
 gathered.
 
 Nothing is fitted here. Compute runs at the median of the four factors that were fitted to another paper's rows
-(calibrated.json).
+(calibrated.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from functools import cache
 from statistics import median
 
 from papers_data import MEGASCALE_GAIN, MEGASCALE_MODELS, SYNCHRONISATION, Check
-from papers_folding import frozen
 
 from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import Policy, Strategy, Traffic, choose
 from commlayer.scheduler.choose import Decision
 from commlayer.scheduler.mapping import catalog, clusters
+from commlayer.scheduler.mapping.calibrated import FACTORS
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Dispatch, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
@@ -84,7 +84,7 @@ def _estimator(model: ModelShape) -> Estimator:
 
 @cache
 def _efficiency() -> float:
-    return median(frozen().values())
+    return median(FACTORS.values())
 
 
 def _fits(model: ModelShape) -> bool:

@@ -7,8 +7,8 @@ attention's output, PP's with those of QKV and with CP's; and asks for prioritie
 exchange of experts keeps its speed. That is the order of :data:`commlayer.scheduler.lanes.LANES`. This module says what
 it is worth, and what it costs the others.
 
-The model, of one representative rank: all ranks run the same program, and the profile's curves were measured with all
-of them at it.
+The model, of one representative rank: all ranks run the same program (:mod:`commlayer.scheduler.programs`), and the profile's
+curves were measured with all of them at it.
 
 - A program computes, issues calls and waits for calls, one after the other. The calls of one group run first in, first
   out.
@@ -21,7 +21,7 @@ of them at it.
   pre-empted, so a higher lane finds so many chunks in its way at most. While a call is held nothing behind that step in
   its plan is posted either, as in the executor, whose one loop is where it is held.
 
-Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.engine.lanes`, by
+Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.clock.lanes`, by
 which a higher call that waits for a late rank stops holding others.
 
 Rejected: priority as a share of the link (weights). No link here obeys one, and the runtime can only delay what it has
@@ -30,71 +30,20 @@ not sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.conflict_engine import Course, Engine
-from commlayer.scheduler.lanes import LanePolicy, level_of
-from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, level_of, longest_hold_us
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.step_model import Load, loads_of
+from commlayer.scheduler.programs import Call, Compute, Issue, Item, Wait
+from commlayer.scheduler.step_model import Load, loads_of, speeds
 
 __all__ = ["Call", "CallTimes", "Compute", "Forecast", "Issue", "Item", "Wait", "simulate", "slowdown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One collective call. ``name`` is its own in a program.
-
-    ``lane``: "" is no lane, and waits for nobody. ``group``: whose calls run first in, first out; "" is one group for
-    each lane. ``durations_us``: what each step takes alone, µs, instead of what the profile says. ``profile``: of its
-    group, where that is another than the program's: groups that lie differently on the nodes may be of one size.
-
-    Raises UsageError for a lane that does not exist.
-    """
-
-    name: str
-    plan: Plan
-    lane: str = ""
-    group: str = ""
-    durations_us: tuple[float, ...] | None = None
-    profile: Profile | None = None
-
-    def __post_init__(self) -> None:
-        level_of(self.lane)
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """The program computes for ``us`` µs (alone: what is posted meanwhile, and busy links, may lengthen it)."""
-
-    us: float
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.us < float("inf"):
-            raise UsageError(f"Compute.us: expected a time of at least 0 µs, got {self.us}")
-
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """The program issues ``call``, and goes on at once."""
-
-    call: Call
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The program waits until ``call``, which it has issued, has ended."""
-
-    call: Call
-
-
-Item = Compute | Issue | Wait
-"""A program is a sequence of these. A synchronous call is an Issue and its Wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,32 +124,29 @@ def simulate(
     if not 0 <= posting_us < float("inf"):
         raise UsageError(f"posting_us: expected a cost of at least 0 µs, got {posting_us}")
     loads = _loads(program, profile, by_connection=by_connection)
-    engine = Engine(profile if interference else None, policy, posting_us)
-    courses: dict[str, Course] = {}
+    clock = _Clock(profile if interference else None, policy, posting_us)
+    issued: dict[str, _CallState] = {}
     computed, waited = [], []
     for item in program:
-        began = engine.now
+        began = clock.now
         if isinstance(item, Compute):
-            engine.compute(item.us)
-            computed.append((item.name, began, engine.now))
+            clock.compute(item.us)
+            computed.append((item.name, began, clock.now))
         elif isinstance(item, Issue):
-            call = item.call
-            group = call.group or f"lane {call.lane}"
-            courses[call.name] = engine.issue(call.plan, loads[call.name], level_of(call.lane), group)
+            issued[item.call.name] = clock.issue(item.call, loads[item.call.name])
         else:
-            engine.wait(courses[item.call.name])
-            waited.append((item.call.name, began, engine.now))
-    for course in courses.values():
-        engine.wait(course)
-    issued = [item.call for item in program if isinstance(item, Issue)]
-    exposed = dict.fromkeys(courses, 0.0)
+            clock.wait(issued[item.call.name])
+            waited.append((item.call.name, began, clock.now))
+    for each in issued.values():
+        clock.wait(each)
+    exposed = dict.fromkeys(issued, 0.0)
     for name, start, end in waited:
         exposed[name] += end - start
     peak_us: dict[Resource, float] = {}
-    for load in (load for call in issued for load in loads[call.name]):
+    for load in (load for name in issued for load in loads[name]):
         peak_us[load.resource] = peak_us.get(load.resource, 0.0) + load.peak_us
-    times = {call.name: _times(call, courses[call.name], exposed[call.name]) for call in issued}
-    return Forecast(times, engine.now, tuple(computed), tuple(waited), dict(engine.busy_us), peak_us)
+    times = {name: each.times(exposed[name]) for name, each in issued.items()}
+    return Forecast(times, clock.now, tuple(computed), tuple(waited), dict(clock.busy_us), peak_us)
 
 
 def slowdown(
@@ -242,6 +188,250 @@ def _loads(program: Sequence[Item], profile: Profile, *, by_connection: bool) ->
     return found
 
 
-def _times(call: Call, course: Course, exposed_us: float) -> CallTimes:
-    spans = tuple(zip(course.start, course.end, strict=True))
-    return CallTimes(call, course.issued, course.began, course.ended, course.held_us, exposed_us, spans)
+_NEVER = math.inf
+_ROUNDING = 1e-12
+"""A step with less than this part of it left has ended: two that end together must not differ by a rounding."""
+_COMPUTING = Load(Resource.COMPUTE, 0.0)
+
+
+@dataclass(slots=True)
+class _Line:
+    """The steps of one call on one resource, in plan order: ``posted`` of them were posted, ``done`` have ended."""
+
+    steps: list[int]
+    posted: int = 0
+    done: int = 0
+
+    def head(self) -> int:
+        """The next step to post."""
+        return self.steps[min(self.posted, len(self.steps) - 1)]
+
+
+@dataclass(slots=True)
+class _CallState:
+    """A call that was issued. ``start`` and ``end`` of each step, µs; ``began``: when its group came to it."""
+
+    call: Call
+    loads: Sequence[Load]
+    level: int
+    issued: float
+    lines: dict[Resource, _Line]
+    start: list[float]
+    end: list[float]
+    unfinished: int
+    began: float = _NEVER
+    ended: float = _NEVER
+    held_us: float = 0.0
+    held: int = -1  # the step at whose edge it is held
+    held_since: float = 0.0
+    due: float = 0.0  # when that goes at the latest
+    cleared: int = -1  # the latest step that was held, and goes now
+    kinds: list[int] = field(default_factory=list)  # of each exchange, by number; -1 for what is none
+    in_flight: dict[int, int] = field(default_factory=dict)
+
+    def times(self, exposed_us: float) -> CallTimes:
+        """As they are told, once it has ended."""
+        spans = tuple(zip(self.start, self.end, strict=True))
+        return CallTimes(self.call, self.issued, self.began, self.ended, self.held_us, exposed_us, spans)
+
+
+@dataclass(slots=True)
+class _Running:
+    """What occupies a resource: a step of a call, or the program's computation (``state`` None)."""
+
+    state: _CallState | None
+    index: int
+    load: Load
+    left_us: float  # of its time alone
+
+
+class _Clock:
+    """What happens next, by the rules above. Time goes on only in ``compute`` and ``wait``.
+
+    ``profile`` None: resources do not slow each other down.
+    """
+
+    def __init__(self, profile: Profile | None, policy: LanePolicy | None, posting_us: float) -> None:
+        self.now = 0.0
+        self.busy_us: dict[Resource, float] = {}
+        self._profile, self._policy, self._posting_us = profile, policy, posting_us
+        self._groups: dict[str, deque[_CallState]] = {}
+        self._running: list[_Running] = []
+        self._issued = [0] * (max(LANES.values()) + 1)
+        self._crossing = [0] * len(self._issued)  # of those, the calls that go between nodes
+        self._next_due = [0.0] * len(self._issued)
+        self._debt = (0.0, 0.0)  # an instant, and what was posted then costs whoever computes from then on
+        self._stretches: dict[tuple[Resource, frozenset[Resource]], float] = {}
+
+    def issue(self, call: Call, loads: Sequence[Load]) -> _CallState:
+        """Queue a call in its group, and post what may be posted now."""
+        plan, level = call.plan, level_of(call.lane)
+        lines: dict[Resource, _Line] = {}
+        kinds: dict[object, int] = {}
+        numbers = []
+        for index, (step, load) in enumerate(zip(plan.steps, loads, strict=True)):
+            lines.setdefault(step.resource, _Line([])).steps.append(index)
+            kind = step.op, step.resource, step.source, step.target
+            numbers.append(kinds.setdefault(kind, len(kinds)) if load.is_exchange else -1)
+        size = len(plan.steps)
+        state = _CallState(call, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, kinds=numbers)
+        self._issued[level] += 1
+        self._crossing[level] += plan.traffic.link is Resource.INTER
+        self._groups.setdefault(call.group or f"lane {call.lane}", deque()).append(state)
+        self._settle()
+        return state
+
+    def compute(self, us: float) -> None:
+        """The program computes, which takes ``us`` alone."""
+        since, debt_us = self._debt
+        task = _Running(None, -1, _COMPUTING, us + debt_us if us and since == self.now else us)
+        self._running.append(task)
+        while task.left_us > 0:
+            self._advance()
+        self._running.remove(task)
+
+    def wait(self, state: _CallState) -> None:
+        """Go on until ``state`` has ended."""
+        while state.ended == _NEVER:
+            self._advance()
+
+    def _advance(self) -> None:
+        """To the next end of a step, of the computation or of a hold."""
+        rates = self._rates()
+        ends = [task.left_us / rate for task, rate in zip(self._running, rates, strict=True)]
+        due = min((state.due for state in self._active() if state.held >= 0), default=_NEVER)
+        passed = min([*ends, due - self.now])
+        if passed == _NEVER:
+            raise InternalError("calls are under way, and none of them can go on")
+        passed = max(passed, 0.0)
+        for resource in dict.fromkeys(task.load.resource for task in self._running):
+            self.busy_us[resource] = self.busy_us.get(resource, 0.0) + passed
+        for task, rate, end in zip(self._running, rates, ends, strict=True):
+            task.left_us -= passed * rate
+            if end <= passed or task.left_us <= task.load.alone_us * _ROUNDING:
+                task.left_us = 0.0
+        self.now = due if due <= self.now + passed else self.now + passed
+        self._settle()
+
+    def _rates(self) -> list[float]:
+        """How fast each running task goes, relative to its time alone."""
+        busy = frozenset(task.load.resource for task in self._running)
+        shared: dict[Resource, Iterator[float]] = {}
+        for resource in busy:
+            shared[resource] = iter(speeds([task.load for task in self._running if task.load.resource is resource]))
+        return [next(shared[task.load.resource]) / self._stretch(task.load.resource, busy) for task in self._running]
+
+    def _stretch(self, resource: Resource, busy: frozenset[Resource]) -> float:
+        """How many times as long ``resource`` takes in the company of ``busy``; in one order, so that sums repeat."""
+        if self._profile is None:
+            return 1.0
+        found = self._stretches.get((resource, busy))
+        if found is None:
+            others = [other for other in Resource if other in busy and other is not resource]
+            found = math.prod(self._profile.slowdown(resource, other) for other in others)
+            self._stretches[resource, busy] = found
+        return found
+
+    def _active(self) -> list[_CallState]:
+        return [queue[0] for queue in self._groups.values() if queue]
+
+    def _settle(self) -> None:
+        """All that happens without time going on: steps end, calls begin, are posted, are let go."""
+        while True:
+            changed = False
+            for task in [task for task in self._running if task.state is not None and task.left_us <= 0]:
+                self._running.remove(task)
+                self._finish(task)
+                changed = True
+            for queue in self._groups.values():
+                while queue and queue[0].ended == _NEVER and not queue[0].unfinished:
+                    state = queue.popleft()
+                    state.began = min(state.began, self.now)
+                    state.ended = self.now
+                    self._issued[state.level] -= 1
+                    self._crossing[state.level] -= state.call.plan.traffic.link is Resource.INTER
+                    changed = True
+            for state in self._active():
+                state.began = min(state.began, self.now)
+                changed |= self._let_go(state)
+                for line in sorted(state.lines.values(), key=_Line.head):  # in plan order, as the executor posts
+                    changed |= self._post(state, line)
+            if not changed:
+                return
+
+    def _finish(self, task: _Running) -> None:
+        state = task.state
+        assert state is not None  # the caller chose those of calls
+        state.end[task.index] = self.now
+        state.unfinished -= 1
+        line = state.lines[task.load.resource]
+        line.done += 1
+        if state.kinds[task.index] >= 0:
+            state.in_flight[state.kinds[task.index]] -= 1
+        if line.done < line.posted:
+            self._start(state, line)
+
+    def _post(self, state: _CallState, line: _Line) -> bool:
+        """Post the next step of a line, where it may be; whether anything happened."""
+        if line.posted == len(line.steps):
+            return False
+        index = line.steps[line.posted]
+        if any(state.end[earlier] == _NEVER for earlier in state.call.plan.steps[index].after):
+            return False
+        kind = state.kinds[index]
+        if state.held >= 0 and (kind >= 0 or index > state.held):
+            return False
+        if kind >= 0:
+            if not self._may_go(state, index, kind):
+                return state.held == index
+            state.in_flight[kind] = state.in_flight.get(kind, 0) + 1
+        line.posted += 1
+        self._charge()
+        if line.posted == line.done + 1:
+            self._start(state, line)
+        return True
+
+    def _may_go(self, state: _CallState, index: int, kind: int) -> bool:
+        """Whether an exchange has a credit and no higher lane holds it; begins the hold where one does."""
+        if self._policy is None or not state.level:
+            return True
+        if state.in_flight.get(kind, 0) >= CHUNKS_IN_FLIGHT:
+            return False
+        if state.cleared == index or not self._is_above(state, index):
+            return True
+        longest = longest_hold_us(state.loads[index].alone_us, self._policy)
+        if longest <= 0:
+            return True
+        # Several groups of a lane share what the lane keeps, as commlayer.engine.lanes does it: each has its own place in time.
+        due = self._next_due[state.level] = max(self.now, self._next_due[state.level]) + longest
+        state.held, state.held_since, state.due = index, self.now, due
+        return False
+
+    def _let_go(self, state: _CallState) -> bool:
+        """End the hold of ``state`` where nothing above it is issued any more, or its time is over."""
+        if state.held < 0 or (self._is_above(state, state.held) and self.now < state.due):
+            return False
+        state.held_us += self.now - state.held_since
+        if self.now < state.due:
+            self._next_due[state.level] = min(self._next_due[state.level], self.now)
+        state.cleared, state.held = state.held, -1
+        return True
+
+    def _is_above(self, state: _CallState, index: int) -> bool:
+        """Whether a higher call is issued that step ``index`` may meet: what leaves the node, only those that leave it too."""
+        crosses = state.call.plan.steps[index].resource is Resource.INTER
+        return any((self._crossing if crosses else self._issued)[: state.level])
+
+    def _start(self, state: _CallState, line: _Line) -> None:
+        index = line.steps[line.done]
+        state.start[index] = self.now
+        self._running.append(_Running(state, index, state.loads[index], state.loads[index].alone_us))
+
+    def _charge(self) -> None:
+        """What posting costs: the computation that is under way, or begins at once, is longer by as much."""
+        for task in self._running:
+            if task.state is None:
+                task.left_us += self._posting_us
+                return
+        since, debt_us = self._debt
+        self._debt = self.now, self._posting_us + (debt_us if since == self.now else 0.0)

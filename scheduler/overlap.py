@@ -5,7 +5,7 @@ MegaScale-MoE, section 4.2, between nodes where it fuses within one: the same pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from commlayer.profiles.links import Resource
@@ -13,7 +13,7 @@ from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
 from commlayer.scheduler.price import Timeline, schedule
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["SLICES", "ExpertTimes", "choose_slices", "pipeline", "time_pipeline"]
+__all__ = ["SLICES", "ExpertTimes", "choose_slices", "pipeline", "posted", "time_pipeline"]
 
 SLICES = ((8,), (4, 4), (2, 4, 2), (2, 2, 2, 2), (1, 3, 3, 1), (1, 2, 2, 2, 1), (1,) * 8)
 """Eighths of the tokens in each chunk. Nothing hides the way out of the first and the way back of the last: small ones cost
@@ -47,31 +47,37 @@ class ExpertTimes:
         return self.times_us[-1] * rows / self.rows[-1]
 
 
-def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan:
-    """The plan of one pass: in the order in which the dispatcher posts.
+def posted(chunks: int, ahead: int) -> Iterator[tuple[str, int]]:
+    """(``dispatch``, ``experts`` or ``combine``, chunk) in the order in which the dispatcher posts.
 
-    ``traffic``: the exchange of all rows, one way. ``slices``: in what proportion chunks share them. ``ahead``: how many
-    chunks are on their way to the experts before that which is computed: one in the forward pass, all in the backward pass,
-    where their gradients are there at once. A compute step's bytes are those of the rows that it works on.
+    ``ahead``: how many chunks are on their way to the experts before that which is computed: one in the forward pass, all in the
+    backward pass, where their gradients are there at once.
     """
-    steps: list[Step] = []
-    places: dict[tuple[str, int], int] = {}
-    chunks, whole = len(slices), sum(slices)
-
-    def post(kind: str, op: Op, resource: Resource, chunk: int, after: Sequence[tuple[str, int]]) -> None:
-        places[kind, chunk] = len(steps)
-        earlier = tuple(places[key] for key in after)
-        size = traffic.logical_bytes * slices[chunk] / whole
-        steps.append(Step(op, resource, chunk, size, earlier, Buffer.INPUT, Buffer.OUTPUT, traffic.group_size))
-
     sent = 0
     for chunk in range(chunks):
         while sent < min(chunk + 1 + ahead, chunks):
-            post("dispatch", Op.ALL_TO_ALL, traffic.link, sent, ())
+            yield "dispatch", sent
             sent += 1
-        post("experts", Op.COMPUTE, Resource.COMPUTE, chunk, [("dispatch", chunk)])
-        post("combine", Op.ALL_TO_ALL, traffic.link, chunk, [("experts", chunk)])
-    return Plan(traffic, Strategy.FLAT, chunks, Gather.WHOLE, tuple(steps))
+        yield "experts", chunk
+        yield "combine", chunk
+
+
+def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan:
+    """The plan of one pass, in the order of :func:`posted`.
+
+    ``traffic``: the exchange of all rows, one way. ``slices``: in what proportion chunks share them. A compute step's bytes are
+    those of the rows that it works on.
+    """
+    steps: list[Step] = []
+    places: dict[tuple[str, int], int] = {}
+    before = {"experts": "dispatch", "combine": "experts"}
+    for kind, chunk in posted(len(slices), ahead):
+        places[kind, chunk] = len(steps)
+        op, resource = (Op.COMPUTE, Resource.COMPUTE) if kind == "experts" else (Op.ALL_TO_ALL, traffic.link)
+        after = (places[before[kind], chunk],) if kind in before else ()
+        size = traffic.logical_bytes * slices[chunk] / sum(slices)
+        steps.append(Step(op, resource, chunk, size, after, Buffer.INPUT, Buffer.OUTPUT, traffic.group_size))
+    return Plan(traffic, Strategy.FLAT, len(slices), Gather.WHOLE, tuple(steps))
 
 
 def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeline:

@@ -1,6 +1,6 @@
 """A training step that nobody has run: how long it takes on a cluster, what of it is communication, what it needs in memory.
 
-Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layer_build`). Every collective in
+Layers are programs of what is computed and what is sent (:mod:`commlayer.scheduler.mapping.layers`). Every collective in
 them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
 what that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
 
@@ -15,36 +15,34 @@ Not modelled: data loading, checkpoints, stragglers, host stalls, and collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import flops, memory, parameters
-from commlayer.scheduler.mapping.calibration import efficiency_for
+from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder
-from commlayer.scheduler.mapping.layer_program import Course, Part, run
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
+from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
+from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline import bubble_us, hops
 from commlayer.scheduler.mapping.pricing import Pricer
-from commlayer.scheduler.mapping.result import Memory, StepEstimate
+from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.stage import (
-    Edge,
-    Stage,
+    Exposed,
     boundary_us,
-    ends_course,
-    gradient_edge,
-    least_edges,
-    parameter_edge,
+    ends,
+    exposed_gradients,
+    exposed_parameters,
+    least_exposed,
     passing,
-    stages_of,
 )
-from commlayer.scheduler.mapping.step_traffic import traffics_of
+from commlayer.scheduler.programs import Breakdown, Item, run_alone
 
 __all__ = ["RESERVE", "Estimator"]
 
@@ -112,15 +110,15 @@ class Estimator:
         if calls:
             total += hops(setup.pp, count, setup.vpp) * self._boundary(setup)[0]
         if level in (1, 2):
-            total += self._least_edges_us(setup, calls)
+            total += self._least_exposed_us(setup, calls)
         elif level > 2:
             stage = self._stages(setup)[0]
-            for edge in (gradient_edge, parameter_edge):
-                total += self._edge(edge, setup, stage, is_bound=True).us
+            for ask in (exposed_gradients, exposed_parameters):
+                total += self._exposed(ask, setup, stage, is_bound=True).us
         return total
 
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
-        """The step of ``setup``. ``detail``: with its traffic and its courses, which take longer than its time.
+        """The step of ``setup``. ``detail``: with its traffic and its forecasts, which take longer than its time.
 
         Raises:
             UsageError, GroupError: degrees that do not go with the model or the batch; names what would.
@@ -130,31 +128,31 @@ class Estimator:
         setup.check(job)
         parameters.check(job.model, setup, self.software)
         stages = self._stages(setup)
-        course = self._pipeline(setup, stages)
-        gradients = self._edge(gradient_edge, setup, stages[0])
-        weights = self._edge(parameter_edge, setup, stages[0])
-        for part, edge in (("gradients", gradients), ("parameters", weights)):
-            _expose(course, part, "dp", edge.us, edge.links)
+        times = self._pipeline(setup, stages)
+        gradients = self._exposed(exposed_gradients, setup, stages[0])
+        weights = self._exposed(exposed_parameters, setup, stages[0])
+        for part, each in (("gradients", gradients), ("parameters", weights)):
+            times.expose(part, "dp", each.us, each.links)
         optimizer_us = self._optimizer_us(setup)
-        course.parts["optimizer"] = optimizer_us
-        course.total_us += optimizer_us
-        of_step = flops.of_step(job) / job.gpus / course.total_us * 1e-6
+        times.parts["optimizer"] = optimizer_us
+        times.total_us += optimizer_us
+        of_step = flops.of_step(job) / job.gpus / times.total_us * 1e-6
         found = StepEstimate(
             job=job,
             setup=setup,
             cluster=self.cluster.name,
             software=self.software.name,
-            step_us=course.total_us,
+            step_us=times.total_us,
             mfu=of_step / self.cluster.gpu.bf16_tflops,
             tflops=of_step,
             memory=self.memory(setup),
             memory_limit=self.memory_limit,
-            parts={part: course.parts[part] for part in _ORDER if course.parts.get(part)},
-            exposed_us={lane: us for lane, us in course.exposed.items() if us},
-            links_us={link: us for link, us in course.links.items() if us},
+            parts={part: times.parts[part] for part in _ORDER if times.parts.get(part)},
+            exposed_us={lane: us for lane, us in times.exposed.items() if us},
+            links_us={link: us for link, us in times.links.items() if us},
             traffics=(),
-            bubble=course.parts.get("bubble", 0.0) / course.total_us,
-            bottleneck=_bottleneck(course),
+            bubble=times.parts.get("bubble", 0.0) / times.total_us,
+            bottleneck=_bottleneck(times),
             notes=(*self.notes, *self._doubts(of_step / self.cluster.gpu.bf16_tflops)),
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
@@ -170,42 +168,42 @@ class Estimator:
         if mfu > 1:
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
-    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Course:
+    def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Breakdown:
         """All micro-batches, with the bubble and what is exposed between stages."""
         count = setup.micro_batches(self.job)
-        courses = []
+        each_stage = []
         for stage in stages:
-            course = Course()
+            times = Breakdown()
             for is_moe in (True, False):
-                if number := stage.layers.count(is_moe):
-                    forward, backward = self._courses(setup, is_moe)
-                    course.add(forward, number)
-                    course.add(backward, number)
-            course.add(self._ends(setup, stage))
-            courses.append(course)
-        slowest = max(courses, key=lambda each: each.total_us)
-        found = Course()
+                if number := (stage.sparse if is_moe else stage.dense):
+                    forward, backward = self._layer_times(setup, is_moe)
+                    times.add(forward, number)
+                    times.add(backward, number)
+            times.add(self._ends(setup, stage))
+            each_stage.append(times)
+        slowest = max(each_stage, key=lambda each: each.total_us)
+        found = Breakdown()
         found.add(slowest, count)
-        found.parts["bubble"] = _bubble_us([each.total_us for each in courses], stages, setup)
+        found.parts["bubble"] = _bubble_us([each.total_us for each in each_stage], stages, setup)
         found.total_us += found.parts["bubble"]
         us, link = self._boundary(setup)
         if us:
             exposed = hops(setup.pp, count, setup.vpp) * us
-            _expose(found, "pp", "pp", exposed, {link: exposed})
+            found.expose("pp", "pp", exposed, {link: exposed})
         return found
 
-    def _courses(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Course, Course]:
+    def _layer_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
         """Of one layer, forward and backward."""
 
-        def times() -> tuple[Course, Course]:
-            time = run if is_bound else self._builder(setup).course
+        def times() -> tuple[Breakdown, Breakdown]:
+            time = run_alone if is_bound else self._builder(setup).timed
             forward, backward = self._programs(setup, is_moe)
             return time(forward), time(backward)
 
-        return _kept(self._known, ("courses", is_bound, *self._layer_key(setup, is_moe)), times)
+        return _kept(self._known, ("times", is_bound, *self._layer_key(setup, is_moe)), times)
 
-    def _programs(self, setup: Setup, is_moe: bool) -> tuple[list[Part], list[Part]]:
-        def programs() -> tuple[list[Part], list[Part]]:
+    def _programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
+        def programs() -> tuple[list[Item], list[Item]]:
             builder = self._builder(setup)
             return builder.forward(setup, is_moe), builder.backward(setup, is_moe)
 
@@ -219,44 +217,46 @@ class Estimator:
         size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances or not setup.folded else 0
         return (is_moe, *degrees, *ways, size)
 
-    def _edge(self, edge: Callable[..., Edge], setup: Setup, stage: Stage, *, is_bound: bool = False) -> Edge:
-        side = 1 if edge is gradient_edge else 0
+    def _exposed(self, ask: Callable[..., Exposed], setup: Setup, stage: Stage, *, is_bound: bool = False) -> Exposed:
+        side = 1 if ask is exposed_gradients else 0
 
-        def template(is_moe: bool) -> tuple[list[Part], float]:
-            return self._programs(setup, is_moe)[side], self._courses(setup, is_moe, is_bound=is_bound)[side].total_us
+        def template(is_moe: bool) -> tuple[list[Item], float]:
+            return self._programs(setup, is_moe)[side], self._layer_times(setup, is_moe, is_bound=is_bound)[
+                side
+            ].total_us
 
-        return edge(self._builder(setup), setup, stage, template, is_bound=is_bound)
+        return ask(self._builder(setup), setup, stage, template, is_bound=is_bound)
 
     def _stages(self, setup: Setup) -> tuple[Stage, ...]:
-        return _kept(self._known, ("stages", setup.pp, setup.vpp), lambda: stages_of(self._builder(setup), setup))
+        model = self.job.model
+        return parameters.stages(model.layers, model.dense_layers, setup.pp, setup.vpp)
 
-    def _ends(self, setup: Setup, stage: Stage) -> Course:
+    def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.vpp if setup.zero > 1 else 0)
-        key = ("ends", stage.index, *degrees, setup.precision, setup.zero, setup.attention)
-        return _kept(self._known, key, lambda: ends_course(self._builder(setup), setup, stage))
+        key = ("ends", stage.number, *degrees, setup.precision, setup.zero, setup.attention)
+        return _kept(self._known, key, lambda: ends(self._builder(setup), setup, stage))
 
     def _boundary(self, setup: Setup) -> tuple[float, str]:
         key = ("boundary", setup.pp, setup.tp, setup.cp, setup.micro_batch)
         return _kept(self._known, key, lambda: boundary_us(self._builder(setup), setup))
 
-    def _least_edges_us(self, setup: Setup, calls: bool) -> float:
+    def _least_exposed_us(self, setup: Setup, calls: bool) -> float:
         """For how long a step waits for its gradients and weights at least: what these take, less the passes that may hide them
         but for one layer (the one before the first gradients, or behind the last weights).
 
         Without ``calls`` the passes are of computation alone. That is a bound too: with each µs that calls add to a layer's pass
-        an edge has one less for every micro-batch that hides it, and the step one more for every micro-batch.
+        what is exposed has one less for every micro-batch that hides it, and the step one more for every micro-batch.
         """
         stage = self._stages(setup)[0]
         degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.folded, setup.attention, setup.zero)
-        edges = _kept(
-            self._known, ("edges", *degrees, stage.layers), lambda: least_edges(self._builder(setup), setup, stage)
-        )
+        key = ("exposed", *degrees, stage.dense, stage.sparse)
+        least = _kept(self._known, key, lambda: least_exposed(self._builder(setup), setup, stage))
         total = 0.0
         for place, side in (("gradients", 1), ("parameters", 0)):
-            us, hides = edges[place]
+            us, hides = least[place]
             if us and hides:
-                layers = {is_moe: self._pass_us(setup, is_moe, side, calls) for is_moe in set(stage.layers)}
-                plain = sum(layers[is_moe] for is_moe in stage.layers) - max(layers.values())
+                layers = {is_moe: self._pass_us(setup, is_moe, side, calls) for is_moe in set(stage.kinds)}
+                plain = sum(layers[is_moe] for is_moe in stage.kinds) - max(layers.values())
                 us = max(0.0, us - plain * (1 + passing(self._builder(setup), setup)))
             total += us
         return total
@@ -264,7 +264,7 @@ class Estimator:
     def _pass_us(self, setup: Setup, is_moe: bool, side: int, calls: bool) -> float:
         """Of one layer: forward (side 0) or backward (1)."""
         if calls:
-            return self._courses(setup, is_moe, is_bound=True)[side].total_us
+            return self._layer_times(setup, is_moe, is_bound=True)[side].total_us
         degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
         key = ("pass", side, is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
@@ -278,15 +278,15 @@ class Estimator:
         """Of one micro-batch through ``stage``; without ``calls`` of computation alone."""
         total = 0.0
         for is_moe in (True, False):
-            if number := stage.layers.count(is_moe):
+            if number := (stage.sparse if is_moe else stage.dense):
                 total += number * (self._passes_us(setup, is_moe) if calls else self._layer_us(setup, is_moe))
         if calls:
             return total + self._ends(setup, stage).total_us
-        return total + (self._head_us(setup) if stage.index == setup.pp - 1 else 0.0)
+        return total + (self._head_us(setup) if stage.number == setup.pp - 1 else 0.0)
 
     def _passes_us(self, setup: Setup, is_moe: bool) -> float:
         def both() -> float:
-            return sum(course.total_us for course in self._courses(setup, is_moe, is_bound=True))
+            return sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
 
         return _kept(self._known, ("passes", *self._layer_key(setup, is_moe)), both)
 
@@ -335,14 +335,21 @@ class Estimator:
             self._builders[ratio] = LayerBuilder(job, self.cluster, self.software, self.pricer, self.compute)
         return self._builders[ratio]
 
-    def _detailed(self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Edge, weights: Edge) -> StepEstimate:
-        """With its traffic, and the courses of the first stage's edges (of one layer, where nothing is overlapped there)."""
+    def _detailed(
+        self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed
+    ) -> StepEstimate:
+        """With its traffic, and the forecasts of the first stage's first and last micro-batch (of one layer, where nothing is
+        overlapped there)."""
         setup = found.setup
         builder = self._builder(setup)
         forward, backward = self._programs(setup, True)
+        counted: dict[Exchange, int] = {}  # equal ones together, in order of first use
+        for exchange in whole_step(builder.job, setup, builder.software, stage=stages[-1].number):
+            one = replace(exchange, count=1)
+            counted[one] = counted.get(one, 0) + exchange.count
         return replace(
             found,
-            traffics=traffics_of(builder, setup, stages[-1].index),
+            traffics=tuple(_traffic(builder, setup, exchange, count) for exchange, count in counted.items()),
             forward=weights.forecast or builder.simulated(forward)[1],
             backward=gradients.forecast or builder.simulated(backward)[1],
         )
@@ -365,18 +372,22 @@ def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Ca
 
 
 def _bubble_us(per_stage: Sequence[float], stages: Sequence[Stage], setup: Setup) -> float:
-    every = [us for us, stage in zip(per_stage, stages, strict=True) for _ in range(stage.count)]
+    every = [us for us, stage in zip(per_stage, stages, strict=True) for _ in range(stage.alike)]
     return bubble_us(every, setup.vpp)
 
 
-def _expose(course: Course, part: str, lane: str, us: float, links: Mapping[str, float]) -> None:
-    course.total_us += us
-    course.parts[part] = course.parts.get(part, 0.0) + us
-    course.exposed[lane] = course.exposed.get(lane, 0.0) + us
-    for link, share in links.items():
-        course.links[link] = course.links.get(link, 0.0) + share
-
-
-def _bottleneck(course: Course) -> str:
-    busy = {"compute": sum(course.parts.get(part, 0.0) for part in _WORK), **course.links}
+def _bottleneck(times: Breakdown) -> str:
+    busy = {"compute": sum(times.parts.get(part, 0.0) for part in _WORK), **times.links}
     return max(busy, key=lambda name: busy[name])
+
+
+def _traffic(builder: LayerBuilder, setup: Setup, exchange: Exchange, count: int) -> Traffics:
+    """``count`` calls of one kind, with the price of each, for people to read."""
+    nodes = group_nodes(builder.cluster, setup, exchange)
+    collective, size = exchange.collective, exchange.logical_bytes
+    if collective == SEND_RECV:
+        us, plan, link = builder.pricer.us(SEND_RECV, size, nodes), SEND_RECV, "inter" if len(nodes) > 1 else "intra"
+    else:
+        decision = builder.pricer.decide(collective, size, nodes, exchange.lane if builder.software.lanes else "")
+        us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value
+    return Traffics(exchange.name, exchange.axis, exchange.lane, collective, size, nodes, count, us, plan, link)

@@ -19,8 +19,7 @@ from commlayer.profiles import catalog
 from commlayer.profiles.errors import ProfileError, ProfileNotFoundError, UsageError
 from commlayer.profiles.files import read_file, replacing, write_file
 from commlayer.profiles.profile import Profile, load_profile
-from commlayer.scheduler.mapping import catalog as models
-from commlayer.scheduler.mapping import clusters
+from commlayer.readers import clusters, models
 from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.files import rank_name, read_folder, write_trace
 

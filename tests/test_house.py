@@ -33,7 +33,6 @@ FOR_TYPES = named(
     "integrations.moe.agreement integrations.moe.handle",
     "integrations.moe.dispatcher integrations.moe.stage",
     "profiles.compare profiles.profile",
-    "scheduler.mapping.cluster scheduler.mapping.group_curves",
     "traces.events traces.files traces.recorder",
     "transport.shared_memory.group transport.shared_memory.work",
 )

@@ -46,9 +46,11 @@ def test_the_import_contracts_hold() -> None:
         ("profiles/links.py", "import commlayer.scheduler.plan", "profiles import no other floor"),
         ("profiles/curve.py", "from commlayer.settings import Settings", "profiles import no other floor"),
         ("profiles/measure.py", "def later() -> None:\n    import torch", "profiles import no other floor"),
-        ("scheduler/price.py", "from commlayer.engine import executor", "the scheduler imports profiles only"),
+        ("scheduler/price.py", "from commlayer.engine import runner", "the scheduler imports profiles only"),
         ("scheduler/moves.py", "import numpy", "the scheduler imports profiles only"),
         ("scheduler/plan.py", "import commlayer.integrations", "the scheduler imports profiles only"),
+        ("scheduler/mapping/compute.py", "def later() -> None:\n    import pathlib", "the scheduler opens no files"),
+        ("scheduler/choose.py", "from commlayer.profiles import files", "the scheduler opens no files"),
         ("commlayer/engine/runner.py", "import commlayer.integrations", "the runtime does not know its integrations"),
         (
             "commlayer/drawing/style.py",
@@ -113,6 +115,38 @@ def test_drawing_and_emulation_load_nothing_heavy_when_imported(package: str) ->
     result = run_python(f"import sys, {package}; print(' '.join(sys.modules))")
     assert result.returncode == 0, result.stderr
     assert not HEAVY & set(result.stdout.split())
+
+
+# The scheduler is arithmetic: the contract "files" sees modules that it would open files with, this sees the calls
+
+OPENING = {"__import__", "compile", "eval", "exec", "input", "open", "print"}
+READING = {"load_profile", "open", "read_bytes", "read_text", "save", "write", "write_bytes", "write_text"}
+
+
+def input_and_output(source: str) -> list[str]:
+    """Calls of builtins and of methods that read or write something outside the program, and JSON that is parsed."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id in OPENING | {"load_profile"}:
+            found.append(node.id)
+        elif isinstance(node, ast.Attribute):
+            is_parsed = node.attr in ("load", "loads") and isinstance(node.value, ast.Name) and node.value.id == "json"
+            found += [ast.unparse(node)] * (node.attr in READING or is_parsed)
+        elif isinstance(node, ast.ImportFrom):
+            found += [alias.name for alias in node.names if alias.name in READING]
+    return found
+
+
+def test_the_scheduler_reads_and_writes_nothing() -> None:
+    paths = [path for path in modules() if path.is_relative_to(ROOT / "scheduler")]
+    assert len(paths) > 20
+    assert {path: io for path in paths if (io := input_and_output(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_the_check_of_input_and_output_can_fail() -> None:
+    bad = "import json\nfrom a import load_profile\ndef f(p):\n    json.loads(p.read_text()); print(open(p))\n"
+    assert sorted(input_and_output(bad)) == ["json.loads", "load_profile", "open", "p.read_text", "print"]
+    assert input_and_output("import json\nfrom a import catalog\njson.dumps(catalog.load('x'))\n") == []
 
 
 # `import scheduler` works in a checkout, and finds a trainer's own module (or none) everywhere else

@@ -12,7 +12,7 @@ from commlayer.cli.mapping_output import draw
 from commlayer.cli.parameters import PICTURE, REPORT, json_option
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping import catalog
+from commlayer.readers.models import resolve
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.long_context import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
@@ -78,7 +78,7 @@ def long_context(
       commlayer long-context -m mixtral-8x22b -c h100-eos --ep 8
       commlayer long-context -m mixtral-8x22b -c h100-eos --sequences 128K,1M --joined-nodes 16 --picture long.svg
     """
-    model = catalog.resolve(model_name)
+    model = resolve(model_name)
     cluster = read_cluster(given, Job(model=model, gpus=1, global_batch=1, sequence=1))
     if by_memory and tokens_per_rank:
         raise UsageError("expected --by-memory or --tokens-per-rank, got both: drop one")

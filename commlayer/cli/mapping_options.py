@@ -13,6 +13,8 @@ from click.shell_completion import CompletionItem
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
+from commlayer.readers.clusters import resolve as resolve_cluster
+from commlayer.readers.models import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
@@ -196,7 +198,7 @@ def read_request(given: dict[str, Any]) -> Request:
     Raises UsageError: an unknown model or cluster, with close names; a number that cannot be.
     """
     job = Job(
-        model=catalog.resolve(given.pop("model_name")),
+        model=resolve_model(given.pop("model_name")),
         gpus=given.pop("gpus"),
         global_batch=given.pop("global_batch"),
         sequence=given.pop("sequence"),
@@ -217,7 +219,7 @@ def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
             )
         cluster = Cluster.from_profile(profile_catalog.resolve(name), hardware.GPUS[gpu])
     else:
-        cluster = clusters.resolve(name)
+        cluster = resolve_cluster(name)
         if gpu is not None:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
     for kind in ("inter_gbps", "intra_gbps", "domain"):

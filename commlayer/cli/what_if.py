@@ -17,6 +17,7 @@ from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
 from commlayer.drawing.mapping_cells import job_words
 from commlayer.profiles.errors import UsageError
+from commlayer.readers.clusters import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import search
@@ -146,6 +147,7 @@ def _estimated(request: Request, variation: Variation, ways: Sequence[Alternativ
                 space=way.space,
                 software=way.software,
                 make=request.make,
+                named=resolve,
                 progress=progress,
             )
     return found

@@ -15,7 +15,7 @@ from commlayer.drawing.style import FAINT, INK, PAPER, new_figure, styled
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast
-from commlayer.scheduler.mapping.pipeline import Task, course
+from commlayer.scheduler.mapping.pipeline import Task, timetable
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.traces.chrome import metadata_event
 from commlayer.traces.events import lane_place
@@ -72,7 +72,7 @@ def pipeline_tasks(estimate: StepEstimate) -> list[Task]:
         return []
     whole = sum(us for part, us in estimate.parts.items() if part not in _OUTSIDE) / count
     forward = (whole - estimate.parts.get("recompute", 0.0) / count) / 3
-    return course([forward] * setup.pp, [whole - forward] * setup.pp, count, setup.vpp)
+    return timetable([forward] * setup.pp, [whole - forward] * setup.pp, count, setup.vpp)
 
 
 def step_trace(estimate: StepEstimate) -> dict[str, Any]:

@@ -1,23 +1,455 @@
 """The collective calls of a training step, for a job, a way of running it, and a trainer's software.
 
 One description for the simulated step (:mod:`commlayer.scheduler.simulate`) and for the test that holds it against what the run
-time counts (:func:`commlayer.stats`), call by call and byte by byte: ``tests/mapping/test_calls.py``.
+time counts (:func:`commlayer.stats`), call by call and byte by byte: ``tests/mapping/test_calls.py``. What one layer sends for a
+micro-batch comes first, what a step sends beside its layers second.
+
+Rows are positions of a sequence; between the sharded parts each rank has S/(cp·tp) of them. Sources: Megatron-LM's sequence
+parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention as
+Transformer Engine runs it, the six phases of MoE Parallel Folding's dispatcher (its figure 4), and MegaScale-MoE (section 3.2;
+A.2 for what selective recomputation sends again).
 """
 
-from commlayer.scheduler.mapping.exchange import SEND_RECV as SEND_RECV
-from commlayer.scheduler.mapping.exchange import Exchange as Exchange
-from commlayer.scheduler.mapping.layer_calls import dispatched_rows as dispatched_rows
-from commlayer.scheduler.mapping.layer_calls import layer_backward as layer_backward
-from commlayer.scheduler.mapping.layer_calls import layer_forward as layer_forward
-from commlayer.scheduler.mapping.step_calls import step_exchanges as step_exchanges
-from commlayer.scheduler.mapping.step_calls import whole_step as whole_step
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.lanes import LANES
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import head_sizes, kv_heads_needed
+from commlayer.scheduler.mapping.parameters import (
+    bucket_bytes,
+    end_parameters,
+    layer_parameters,
+    layers_of,
+    replicated_elements,
+    stage_parameters,
+)
+from commlayer.scheduler.mapping.software import Software, splits_ffn
+from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
 __all__ = [
     "SEND_RECV",
     "Exchange",
+    "axis_size",
     "dispatched_rows",
     "layer_backward",
     "layer_forward",
     "step_exchanges",
     "whole_step",
 ]
+
+SEND_RECV = "send_recv"
+"""The collective of messages between two ranks: the stages of a pipeline, the neighbours in a ring."""
+_DEGREES = frozenset({"tp", "cp", "dp", "pp", "etp", "ep", "edp"})
+_MIRRORS = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+_INDEX_BYTES = 8  # int64
+_WEIGHT_BYTES = 4  # gating weights are FP32
+_STATISTIC_BYTES = 8  # FP64
+_AGAIN = {
+    "tensor": ("sequence", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
+    "ulysses": ("rows", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
+}
+"""What selective recomputation sends again: the inputs of attention's projections, or of its last one, and of the experts."""
+_LOSS_BYTES = 4
+_SHARD_ELEMENTS = 1024
+"""Shards are whole rows of so many elements: :class:`commlayer.integrations.parameters.ShardedOptimizer`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """``count`` calls of one kind by one rank.
+
+    Attributes:
+        name: what it is; of a gradient's way back with ``_gradient`` behind it, of what is sent once more for the backward pass
+            with ``_again``.
+        axis: whose group, of :meth:`Setup.layout <commlayer.scheduler.mapping.job.Setup.layout>`.
+        lane: its class of traffic.
+        collective: one of GROUP_COLLECTIVES, or ``send_recv`` for messages.
+        logical_bytes: of one call, nccl-tests' S: the gathered total, the whole input of a reduce_scatter, the tensor of an
+            all_reduce or a message, and what a rank sends in an all_to_all_v (its bound, the busiest rank's, where routing is
+            uneven).
+        place: where in a layer or a step: ``before_attention``, ``context``, ``after_attention``, ``router``, ``counts``,
+            ``dispatch``, ``gather_experts``, ``scatter_experts``, ``combine``, ``before_ffn``, ``after_ffn``, ``gradients``,
+            ``parameters``, ``boundary``, ``embedding``, ``head``, ``loss``. A gradient has its activation's.
+
+    Raises:
+        UsageError: a lane or a collective that does not exist, or a negative number.
+    """
+
+    name: str
+    axis: str
+    lane: str
+    collective: str
+    logical_bytes: int
+    place: str
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.lane not in LANES or (self.collective not in GROUP_COLLECTIVES and self.collective != SEND_RECV):
+            raise UsageError(
+                f"{self.name}: expected a lane of {', '.join(LANES)} and a collective of {', '.join(GROUP_COLLECTIVES)} or "
+                f"{SEND_RECV}, got {self.lane!r} and {self.collective!r}"
+            )
+        if self.logical_bytes < 0 or self.count < 0:
+            raise UsageError(
+                f"{self.name}: expected no negative numbers, got {self.count} × {self.logical_bytes} bytes"
+            )
+
+    def times(self, count: int) -> Exchange:
+        """So many times as many calls."""
+        return replace(self, count=self.count * count)
+
+    def renamed(self, suffix: str, collective: str = "", logical_bytes: int = -1) -> Exchange:
+        """With another name, and another collective and size where they are given."""
+        size = self.logical_bytes if logical_bytes < 0 else logical_bytes
+        name, kind = self.name + suffix, collective or self.collective
+        return Exchange(name, self.axis, self.lane, kind, size, self.place, self.count)
+
+
+def _mirrored(exchange: Exchange) -> Exchange:
+    """The way back of what it moved: all_gather and reduce_scatter are each other's, others their own."""
+    collective = _MIRRORS.get(exchange.collective, exchange.collective)
+    return exchange.renamed("_gradient", collective)
+
+
+def _kept(setup: Setup, *exchanges: Exchange) -> tuple[Exchange, ...]:
+    """Those that have somebody to talk to, and something to say."""
+    return tuple(each for each in exchanges if each.count and each.logical_bytes and axis_size(setup, each.axis) > 1)
+
+
+def axis_size(setup: Setup, axis: str) -> int:
+    """Ranks of a group of ``axis``. Raises GroupError for an unknown one."""
+    if axis in _DEGREES:  # most of them, and the search asks for millions
+        return int(getattr(setup, axis))
+    return math.prod(size for size, _ in setup.layout(axis))
+
+
+def _rows_of_rank(job: Job, setup: Setup) -> int:
+    """Positions of a sequence on one rank between the sharded parts: the fullest rank's where cp·tp does not divide them."""
+    return -(-job.sequence // (setup.cp * setup.tp))
+
+
+# What one layer sends
+
+
+def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[Exchange, ...]:
+    """Of the forward pass of one micro-batch. ``moe`` False: of a layer with a dense FFN."""
+    attention = (*_parameters(job, setup, software, moe), *_attention(job, setup, software))
+    return (*attention, *(_experts(job, setup, software) if moe else _dense(job, setup, software)))
+
+
+def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[Exchange, ...]:
+    """Of the backward pass: what recomputation sends again first, then every exchange's way back, the last one's first.
+
+    What is sent again for the gradient of weights (a sequence that was gathered) comes before the gradient that it runs beside.
+    """
+    forward = (*_attention(job, setup, software), *(_experts if moe else _dense)(job, setup, software))
+    found = [*_parameters(job, setup, software, moe, again=True)]
+    if setup.recompute == "full":
+        found += [_again(each) for each in forward]
+    elif setup.recompute == "selective":
+        found += [_again(each) for each in forward if each.name in _AGAIN[setup.attention]]
+    for each in reversed(forward):
+        if each.place in ("counts", "router"):
+            continue
+        if _is_gathered_again(each, setup, software):
+            found.append(_again(each))
+        if each.collective == SEND_RECV:  # keys, values and their gradients go round, both
+            found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
+        else:
+            found.append(_mirrored(each))
+    return (*found, *_gradients(job, setup, software, moe))
+
+
+def dispatched_rows(job: Job, setup: Setup) -> int:
+    """Rows that a rank sends to experts, for a micro-batch: T·k, the busiest rank's; padded to the capacity where there is one.
+
+    Of ranks that have all experts (ep = 1) none is busier than the others. A capacity of ceil(factor · T·k / E) rows for every
+    expert (MoE Parallel Folding's text; its equation 4 is for k = 1).
+    """
+    choices = _rows_of_rank(job, setup) * setup.micro_batch * job.model.top_k
+    if job.capacity_factor is None:
+        return round(choices * min(job.imbalance, setup.ep))
+    return job.model.experts * math.ceil(job.capacity_factor * choices / job.model.experts - 1e-9)
+
+
+def _again(exchange: Exchange) -> Exchange:
+    return exchange.renamed("_again")
+
+
+def _is_gathered_again(exchange: Exchange, setup: Setup, software: Software) -> bool:
+    """The gathered input of a product, which is not kept: Megatron-LM gathers it again for the gradient of the weights."""
+    is_sent_already = setup.recompute == "selective" and exchange.name in _AGAIN[setup.attention]
+    return (
+        software.gathers_again
+        and not is_sent_already
+        and exchange.axis == "tp"
+        and exchange.collective == "all_gather"
+        and exchange.place in ("before_attention", "before_ffn")
+    )
+
+
+def _attention(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+    model, width = job.model, software.activation_bytes
+    rows = _rows_of_rank(job, setup) * setup.micro_batch
+    query, key_value, value = head_sizes(model)
+    needed = kv_heads_needed(model, setup.tp)
+    if setup.attention == "tensor":
+        whole = rows * setup.tp * model.hidden * width
+        before = Exchange("sequence", "tp", "tp", "all_gather", whole, "before_attention")
+        after = Exchange("attention_sum", "tp", "tp", "reduce_scatter", whole, "after_attention")
+    else:
+        to_heads = rows * (model.heads * query + sum(needed) * key_value) * width
+        before = Exchange("heads", "tp", "tp", "all_to_all_v", to_heads, "before_attention")
+        to_rows = rows * model.heads * value * width
+        after = Exchange("rows", "tp", "tp", "all_to_all_v", to_rows, "after_attention")
+    block = rows * setup.tp * max(needed) * key_value * width
+    if software.context == "ring":
+        context = Exchange("context", "cp", "cp", SEND_RECV, block, "context", setup.cp - 1)
+    else:
+        context = Exchange("context", "cp", "cp", "all_gather", block * setup.cp, "context")
+    return _kept(setup, before, context, after)
+
+
+def _dense(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+    """Of a dense FFN, or a shared expert, that tp splits: the sequence is gathered before it, and the sums are scattered."""
+    if not splits_ffn(software, setup.attention):
+        return ()
+    whole = _rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
+    return _kept(
+        setup,
+        Exchange("ffn_sequence", "tp", "tp", "all_gather", whole, "before_ffn"),
+        Exchange("ffn_sum", "tp", "tp", "reduce_scatter", whole, "after_ffn"),
+    )
+
+
+def _experts(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+    before: tuple[Exchange, ...] = ()
+    after: tuple[Exchange, ...] = ()
+    if job.model.shared_width:
+        before, after = _halves(_dense(job, setup, software))
+    if software.balances:
+        size = (2 * job.model.experts + 3) * _STATISTIC_BYTES
+        before = (*_kept(setup, Exchange("balance", "stage", "dp", "all_reduce", size, "router")), *before)
+    if setup.dispatch == "all_gather":
+        return (*before, *_gathered(job, setup, software), *after)
+    return (*before, *_exchanged(job, setup, software), *after)
+
+
+def _halves(pair: tuple[Exchange, ...]) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    return pair[:1], pair[1:]
+
+
+def _exchanged(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+    """all_to_all over ep, all_gather over etp, and back."""
+    model = job.model
+    rows = dispatched_rows(job, setup)
+    size, weights = rows * model.hidden * software.activation_bytes, rows * _WEIGHT_BYTES * software.sends_weights
+    return _kept(
+        setup,
+        *_counts(job, setup, software),
+        Exchange("dispatch", "ep", "ep", "all_to_all_v", size, "dispatch"),
+        Exchange("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch"),
+        Exchange("experts_gather", "etp", "ep", "all_gather", size * setup.etp, "gather_experts"),
+        Exchange("experts_gather_weights", "etp", "ep", "all_gather", weights * setup.etp, "gather_experts"),
+        Exchange("experts_sum", "etp", "ep", "reduce_scatter", size * setup.etp, "scatter_experts"),
+        Exchange("combine", "ep", "ep", "all_to_all_v", size, "combine"),
+    )
+
+
+def _gathered(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+    """All tokens go to all ranks that hold experts, with their choices and weights, and sums come back."""
+    model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
+    tokens = _rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
+    size = tokens * model.hidden * software.activation_bytes
+    return _kept(
+        setup,
+        *_counts(job, setup, software),
+        Exchange("choices", axis, "ep", "all_gather", tokens * model.top_k * _INDEX_BYTES, "counts"),
+        Exchange("tokens", axis, "ep", "all_gather", size, "dispatch"),
+        Exchange("weights", axis, "ep", "all_gather", tokens * model.top_k * _WEIGHT_BYTES, "combine"),
+        Exchange("tokens_sum", axis, "ep", "reduce_scatter", size, "combine"),
+    )
+
+
+def _counts(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+    """How many rows go where. Padded rows need none, but for what ranks tell each other beside (:class:`Software`)."""
+    fixed, each = software.count_words
+    if job.capacity_factor is not None and not fixed:
+        return ()
+    size = (fixed + each * job.model.experts) * _INDEX_BYTES * setup.ep * setup.etp
+    return (Exchange("counts", "etp_ep" if setup.etp > 1 else "ep", "ep", "all_gather", size, "counts"),)
+
+
+def _parameters(job: Job, setup: Setup, software: Software, moe: bool, *, again: bool = False) -> tuple[Exchange, ...]:
+    """ZeRO-3: a layer's weights are gathered where they are needed."""
+    if setup.zero < 3:
+        return ()
+    held = layer_parameters(job.model, setup, software, moe)
+    found = [_gathered_weights(axis, count, software) for axis, count in held.items()]
+    return _kept(setup, *(map(_again, found) if again else found))
+
+
+def _gradients(job: Job, setup: Setup, software: Software, moe: bool) -> tuple[Exchange, ...]:
+    """ZeRO-2 and 3: what is not kept whole is summed with every micro-batch."""
+    if setup.zero < 2:
+        return ()
+    held = layer_parameters(job.model, setup, software, moe)
+    return _kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items()))
+
+
+def _gathered_weights(axis: str, elements: int, software: Software, count: int = 1) -> Exchange:
+    size = elements * software.parameter_bytes
+    return Exchange(f"{axis}_parameters", axis, "dp", "all_gather", size, "parameters", count)
+
+
+def _scattered_sum(axis: str, elements: int, software: Software, count: int = 1) -> Exchange:
+    size = elements * software.gradient_bytes
+    return Exchange(f"{axis}_gradients", axis, "dp", "reduce_scatter", size, "gradients", count)
+
+
+# What a step sends beside its layers
+
+
+def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[Exchange, ...]:
+    """Of one rank of pipeline stage ``stage``, for a whole step, beside what its layers send for each micro-batch.
+
+    Gradients come in the order in which a backward pass makes them; ``count``: of equal layers or buckets, and of micro-batches.
+
+    Raises:
+        UsageError: no such stage. GroupError: the batch cannot be split.
+    """
+    if not 0 <= stage < setup.pp:
+        raise UsageError(f"stage: expected one of {setup.pp}, from 0, got {stage}")
+    return (
+        *_boundaries(job, setup, software, stage),
+        *_ends(job, setup, software, stage),
+        *_sums(job, setup, software, stage),
+    )
+
+
+def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[Exchange, ...]:
+    """Everything that one rank of this stage sends in a step."""
+    micro_batches = setup.micro_batches(job)
+    found: list[Exchange] = []
+    for moe, count in zip((False, True), layers_of(job.model, setup, stage), strict=True):
+        if count:
+            layer = layer_forward(job, setup, software, moe=moe) + layer_backward(job, setup, software, moe=moe)
+            found += [each.times(count * micro_batches) for each in layer]
+    return (*found, *step_exchanges(job, setup, software, stage=stage))
+
+
+def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
+    """Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
+    first, but for the model's own ends."""
+    size = _rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
+    sent = setup.micro_batches(job)
+    forth, back = (sent * (setup.vpp - (stage == end)) for end in (setup.pp - 1, 0))
+    activations = Exchange("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
+    return _kept(setup, activations, replace(_mirrored(activations), count=back))
+
+
+def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
+    """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are summed and scattered, the
+    head's input is gathered, and the loss needs the largest logit, the label's and the sum of exponentials (Megatron-LM)."""
+    sent, whole = setup.micro_batches(job), _rows_of_rank(job, setup) * setup.tp * setup.micro_batch
+    found: list[Exchange] = []
+    if software.splits_ends:
+        size = whole * job.model.hidden * software.activation_bytes
+        if stage == 0:
+            embedding = Exchange("embedding", "tp", "tp", "reduce_scatter", size, "embedding", sent)
+            found += [embedding, _mirrored(embedding)]
+        if stage == setup.pp - 1:
+            head = Exchange("head", "tp", "tp", "all_gather", size, "head", sent)
+            again = [replace(head, name="head_again")] if software.gathers_again else []
+            found += [head, *again, _mirrored(head)]
+            found.append(Exchange("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * sent))
+    axis = "world" if software.sums_loss_over_world else "dp_cp"
+    if axis == "world" or stage == setup.pp - 1:
+        found.append(Exchange("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
+    return _kept(setup, *found)
+
+
+def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
+    """Of gradients, and the gathers of sharded parameters. All in all: 0 all_reduce; 1 reduce_scatter and all_gather; with 2 the
+    layers' gradients, and with 3 their parameters too, are the layers' own."""
+    found: list[Exchange] = []
+    over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
+    found.append(Exchange("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
+    if job.model.ties_embeddings and setup.pp > 1 and stage in (0, setup.pp - 1):
+        # Of the first and last stage alone; there is no axis of those two.
+        _, size = end_parameters(job.model, setup, software, 0)[0][0]
+        found.append(Exchange("tied_gradients", "pp", "pp", "all_reduce", size * software.gradient_bytes, "gradients"))
+    if setup.zero == 0:
+        found += _all_reduced(job, setup, software, stage)
+    elif software.bucket_bytes is not None and setup.zero == 1:
+        found += _of_flat_buffers(job, setup, software, stage)
+    else:
+        found += _of_layers(job, setup, software, stage)
+    return _kept(setup, *found)
+
+
+def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list[Exchange]:
+    if software.bucket_bytes is None:
+        units = _units(job, setup, software, stage)
+        sums = [(axis, elements * software.gradient_bytes, count) for axis, elements, count in units]
+    else:
+        held = stage_parameters(job.model, setup, software, stage)
+        cut = bucket_bytes(held, software.gradient_bytes, software.bucket_bytes)
+        sums = [(axis, size, count) for axis, sizes in cut.items() for size, count in Counter(sizes).items()]
+    return [
+        Exchange(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count) for axis, size, count in sums
+    ]
+
+
+def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> list[Exchange]:
+    """One reduce_scatter of each axis' gradients after the backward pass, one all_gather of its parameters after the step."""
+    totals: dict[str, int] = {}
+    for axis, elements in stage_parameters(job.model, setup, software, stage):
+        totals[axis] = totals.get(axis, 0) + elements
+    found = []
+    for axis, elements in totals.items():
+        row = axis_size(setup, axis) * _SHARD_ELEMENTS
+        whole = -(-elements // row) * row
+        found += [_scattered_sum(axis, whole, software), _gathered_weights(axis, whole, software)]
+    return found
+
+
+def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[Exchange]:
+    """ZeRO-1 to 3, layer by layer. From 2 on the layers send their own gradients; what is no layer's is sent with every
+    micro-batch too."""
+    sent = setup.micro_batches(job)
+    found = []
+    ends = set(_end_units(job, setup, software, stage))
+    for unit in _units(job, setup, software, stage):
+        axis, elements, count = unit
+        is_end = unit in ends
+        if setup.zero == 1 or is_end:
+            found.append(_scattered_sum(axis, elements, software, count * (1 if setup.zero == 1 else sent)))
+        if setup.zero <= 2 or is_end:
+            found.append(_gathered_weights(axis, elements, software, count * (1 if setup.zero <= 2 else 2 * sent)))
+    return found
+
+
+def _units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple[str, int, int]]:
+    """(axis, elements, how many): head and norm, layers with experts, dense layers, embedding."""
+    dense, moe = layers_of(job.model, setup, stage)
+    layers = [
+        (axis, elements, count)
+        for is_moe, count in ((True, moe), (False, dense))
+        if count
+        for axis, elements in layer_parameters(job.model, setup, software, is_moe).items()
+    ]
+    return [*_end_units(job, setup, software, stage), *layers]
+
+
+def _end_units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple[str, int, int]]:
+    first, last = end_parameters(job.model, setup, software, stage)
+    found: dict[str, int] = {}
+    for axis, elements in (*last, *first):
+        found[axis] = found.get(axis, 0) + elements
+    return [(axis, elements, 1) for axis, elements in found.items()]

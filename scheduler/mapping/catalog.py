@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import os
-
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.printable import shortened
-from commlayer.scheduler.mapping.hugging_face import read_model
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 
-__all__ = ["MODELS", "load", "names", "resolve"]
+__all__ = ["MODELS", "load", "names"]
 
 _MEGASCALE = "MegaScale-MoE (arXiv:2505.11432), table 2"
 _FOLDING = "MoE Parallel Folding (arXiv:2504.14960), section 4.1"
@@ -200,21 +195,3 @@ def load(name: str) -> ModelShape:
     if name not in MODELS:
         raise UsageError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
     return MODELS[name]
-
-
-def resolve(name_or_path: str) -> ModelShape:
-    """A model of the catalog, or what a file (or the config.json of a folder) describes.
-
-    Raises:
-        UsageError: neither; or a file that cannot be read as one (:func:`~commlayer.scheduler.mapping.hugging_face.read_model`).
-    """
-    if name_or_path in MODELS:
-        return MODELS[name_or_path]
-    if not os.path.exists(name_or_path):
-        close = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.5)
-        hint = f". Did you mean {close[0]}?" if close else ""
-        raise UsageError(
-            f"model: expected one of {', '.join(MODELS)}, or a file such as a Hugging Face config.json (or its folder), "
-            f"got {shortened(name_or_path)!r}, which is neither{hint}"
-        )
-    return read_model(name_or_path)

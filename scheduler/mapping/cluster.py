@@ -7,100 +7,19 @@ which know the groups that were measured, and no others.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.mapping.group_shapes import Layout, worst_shape
+from commlayer.scheduler.mapping.group_curves import curves_of_group
+from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
+from commlayer.scheduler.mapping.hardware import Gpu, Link, Points
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
-
-Points = tuple[tuple[float, float], ...]
-"""(bytes, fraction of the peak), by increasing bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU: its peaks, and what public benchmarks reach of them (fractions).
-
-    Attributes:
-        bf16_tflops, fp8_tflops: dense peaks (fp8 0: it has none).
-        memory_bytes: of which a training job can use nearly all. memory_gbps: reads and writes together, 1e9 B/s.
-        multiprocessors: that do a tile of a matrix product each.
-        gemm, gemm_fp8: of the peak, by large matrix products without what tiles and waves lose.
-        attention, attention_backward: of the BF16 peak, by fused causal attention, FLOPs counted as causal.
-        memory: of memory_gbps, by kernels that only move data.
-        launch_us: of each kernel that nothing hides.
-    """
-
-    name: str
-    bf16_tflops: float
-    fp8_tflops: float
-    memory_bytes: float
-    memory_gbps: float
-    multiprocessors: int = 132
-    gemm: float = 0.80
-    gemm_fp8: float = 0.70
-    attention: float = 0.58
-    attention_backward: float = 0.46
-    memory: float = 0.90
-    launch_us: float = 3.0
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("bf16_tflops", "memory_bytes", "memory_gbps", "multiprocessors"):
-            _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, math.inf)
-        for name in ("gemm", "gemm_fp8", "attention", "attention_backward", "memory"):
-            _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, 1)
-        for name in ("fp8_tflops", "launch_us"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What calls reach of a link's peak.
-
-    The argument of ``ring`` and ``messages`` is what one rank sends over this link in the whole call, in bytes; the fraction
-    is of ``gbps``, with all latencies of the group that was measured. Beyond the points: a latency and a bandwidth, fitted
-    to the nearest (as :class:`~commlayer.profiles.curve.Curve`). A link that is k times as fast as ``gbps`` takes for k
-    times the bytes the same time: exact for a latency and a bandwidth, and a faster link does not shorten the latency.
-
-    Attributes:
-        gbps: the peak of the link that was measured, GB/s.
-        ring: of the backend's own calls, whose ranks pass blocks on (all_gather, reduce_scatter, all_reduce, broadcast).
-        messages: where each rank sends to each other (all_to_all, steps of plans, send and receive).
-        latency_us: the least time of a call over this link.
-        hop_us: of each hop of a ring or a tree beyond ``measured_hops``.
-        message_us: of each message of a rank beyond ``measured_hops``.
-        measured_hops: hops and messages of a rank in the group that the points were measured on (8 ranks: 7).
-
-    Raises:
-        UsageError: fractions that are not in (0, 1], sizes that do not increase, a time that falls with bytes.
-    """
-
-    ring: Points
-    messages: Points
-    gbps: float
-    latency_us: float
-    hop_us: float = 0.0
-    message_us: float = 0.0
-    measured_hops: int = 1
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("ring", "messages"):
-            _check_points(name, getattr(self, name))
-        _check("gbps", self.gbps, 0, math.inf)
-        for name in ("latency_us", "hop_us", "message_us", "measured_hops"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}: expected at least 0, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +48,7 @@ class Cluster:
     source: str = ""
     measured: tuple[Profile, ...] = ()
     _profiles: dict[tuple[int, ...], Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _nodes: dict[tuple[Layout, int], tuple[int, ...]] = field(
+    _nodes: dict[tuple[GroupLayout, int], tuple[int, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _shapes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -181,7 +100,7 @@ class Cluster:
                 raise UsageError(f"cluster {self.name!r}: expected one of the fields {', '.join(names)}, got {name!r}")
         return replace(self, **changes)
 
-    def nodes_of(self, layout: Layout, ranks: int = 0) -> tuple[int, ...]:
+    def nodes_of(self, layout: GroupLayout, ranks: int = 0) -> tuple[int, ...]:
         """How many ranks each domain holds of the slowest group of an axis: all of them end together, with that one.
 
         Which one is the slowest: :func:`commlayer.scheduler.mapping.group_shapes.slowest`. Ranks fill domain after domain.
@@ -214,8 +133,6 @@ class Cluster:
         return found
 
     def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
-        from commlayer.scheduler.mapping.group_curves import curves_of_group  # it needs the classes above
-
         if not nodes or min(nodes) < 1 or max(nodes) > self.domain:
             raise PlanError(
                 f"cluster {self.name!r}: expected 1 to {self.domain} ranks on each node, got the group {nodes}"
@@ -269,27 +186,3 @@ def measured_shapes(profile: Profile) -> tuple[tuple[int, ...], ...]:
     topology = Topology.parse(profile.topology)
     num, each = topology.num_nodes, topology.ranks_per_node
     return tuple(dict.fromkeys([(each,) * num, (each,), (1,) * num]))
-
-
-def _check(what: str, value: float, least: float, most: float) -> None:
-    """Above ``least``, and at most ``most`` (below infinity)."""
-    if not (least < value <= most and value < math.inf):
-        expected = "a positive number" if most == math.inf else f"more than {least:g} and at most {most:g}"
-        raise UsageError(f"{what}: expected {expected}, got {value!r}")
-
-
-def _check_points(name: str, points: Points) -> None:
-    if not points:
-        raise UsageError(f"{name}: expected at least one point (bytes, fraction of the peak), got none")
-    for index, (size, fraction) in enumerate(points):
-        if not 1 <= size < math.inf:
-            raise UsageError(f"{name}[{index}]: expected a size of at least 1 byte, got {size!r}")
-        _check(f"{name}[{index}]", fraction, 0, 1)
-    for index, ((before, slow), (after, fast)) in enumerate(pairwise(points)):
-        if after <= before:
-            raise UsageError(f"{name}[{index + 1}]: expected sizes that increase, got {after:g} after {before:g}")
-        if after / fast < before / slow:
-            raise UsageError(
-                f"{name}[{index + 1}]: expected that more bytes take no less time, got {fast:g} of the peak at {after:g} bytes "
-                f"after {slow:g} at {before:g}"
-            )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from statistics import median
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.mapping.cluster import Gpu
+from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping.calibrated import FACTORS
+from commlayer.scheduler.mapping.hardware import Gpu
+from commlayer.scheduler.mapping.model import ModelShape
 
-__all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_of", "typical_efficiency"]
+__all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_for", "efficiency_of"]
 
 TILE = 128
 """Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
@@ -157,22 +157,32 @@ class MeasuredCompute:
 
 def efficiency_of(family: str) -> float | None:
     """The calibrated factor of a family of models (``ModelShape.family``); None: nobody calibrated it."""
-    return _calibrated().get(family)
+    return FACTORS.get(family)
 
 
-def typical_efficiency() -> float:
-    """For a family that nobody calibrated: the median of those that somebody did. ``DEFAULT_FACTOR`` where there is none.
+def efficiency_for(model: ModelShape) -> tuple[float, tuple[str, ...]]:
+    """The factor on a GPU's declared rates that ``model`` gets, and notes on where it comes from: that of its family, of the same
+    model under another name, or the median of all that were calibrated.
 
     Large products in a benchmark reach more than those of a model in training, whichever it is.
     """
-    factors = _calibrated().values()
-    return median(factors) if factors else DEFAULT_FACTOR
+    found = efficiency_of(model.family or model.name)
+    if found is not None:
+        return found, ()
+    for name in catalog.names():  # the same model from a file has another name
+        known = catalog.load(name)
+        factor = efficiency_of(known.family or known.name)
+        if factor is not None and _core(known) == _core(model):
+            return factor, (f"compute runs at {factor:.2f} of the GPU's declared rates, as calibrated for {name}",)
+    typical = median(FACTORS.values())
+    note = (
+        f"compute runs at {typical:.2f} of the GPU's declared rates, the median of the models that were calibrated: "
+        f"{model.name} was not"
+    )
+    return typical, (note,)
 
 
-@cache
-def _calibrated() -> dict[str, float]:
-    path = Path(__file__).with_name("calibrated.json")
-    if not path.exists():
-        return {}
-    factors = json.loads(path.read_text(encoding="utf-8"))["factors"]
-    return {str(family): float(factor) for family, factor in factors.items()}
+def _core(model: ModelShape) -> tuple[int, ...]:
+    """What products and attention are large by; vocabularies are padded, and depth changes none of them."""
+    sizes = (model.hidden, model.heads, model.kv_heads, model.head_dim)
+    return (*sizes, model.experts, model.top_k, model.width, model.shared_width)

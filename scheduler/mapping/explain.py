@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from commlayer.scheduler.mapping.fit import describe_memory
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import SearchResult
 
 __all__ = ["compare", "explain"]

@@ -22,13 +22,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.links import Resource
-
-if TYPE_CHECKING:
-    from commlayer.scheduler.mapping.cluster import Cluster, Points
+from commlayer.profiles.links import Peaks, Resource
+from commlayer.scheduler.mapping.hardware import Link, Points
 
 __all__ = ["SIZES", "curves_of_group"]
 
@@ -53,6 +51,17 @@ _MEMORY_TRAFFIC = {
 """Bytes that go through memory, in halves of what a copy of S moves (2·S)."""
 
 
+class Declared(Protocol):
+    """What is asked of a cluster: its links and their peaks, and ``kept``, where what many groups share is computed once."""
+
+    @property
+    def peaks(self) -> Peaks: ...
+    @property
+    def kept(self) -> dict[Any, Any]: ...
+
+    def link(self, link: Resource, /) -> Link: ...
+
+
 @dataclass(frozen=True)
 class _Shape:
     """What a group's times depend on: ranks, domains, the fewest and the most ranks on one of them."""
@@ -70,7 +79,7 @@ class _Shape:
 class _Line:
     """µs over the bytes that one rank sends over one link, for one kind of call: ``ring`` or ``messages``."""
 
-    def __init__(self, cluster: Cluster, link: Resource, kind: str) -> None:
+    def __init__(self, cluster: Declared, link: Resource, kind: str) -> None:
         declared, peak_gbps = cluster.link(link), cluster.peaks.of(link)
         points: Points = getattr(declared, kind)
         self._at = Curve.from_efficiency("send", link, 2, points, declared.gbps).at
@@ -85,7 +94,7 @@ class _Line:
         return max(self._latency_us, nbytes * self._us_per_byte, self._at(nbytes * self._same_time))
 
 
-def _line(cluster: Cluster, link: Resource, kind: str) -> _Line:
+def _line(cluster: Declared, link: Resource, kind: str) -> _Line:
     found: _Line | None = cluster.kept.get((link, kind))
     if found is None:
         found = cluster.kept[link, kind] = _Line(cluster, link, kind)
@@ -95,7 +104,7 @@ def _line(cluster: Cluster, link: Resource, kind: str) -> _Line:
 class _Times:
     """µs of each collective of one shape, for every size of ``SIZES``."""
 
-    def __init__(self, cluster: Cluster, shape: _Shape) -> None:
+    def __init__(self, cluster: Declared, shape: _Shape) -> None:
         self.cluster, self.shape = cluster, shape
 
     def _sampled(self, kind: str, inter: float, intra: float, beyond_us: float = 0.0) -> list[float]:
@@ -165,7 +174,7 @@ class _Times:
         return self._sampled("messages", float(crosses), float(not crosses))
 
 
-def curves_of_group(cluster: Cluster, nodes: tuple[int, ...]) -> tuple[Curve, ...]:
+def curves_of_group(cluster: Declared, nodes: tuple[int, ...]) -> tuple[Curve, ...]:
     """Every curve that plans of a group on ``nodes`` look up (:func:`commlayer.scheduler.price.curve_of`).
 
     Curves of the stages (ranks of one domain, one rank of each) are the same for many groups, and kept by the cluster.
@@ -190,7 +199,7 @@ def curves_of_group(cluster: Cluster, nodes: tuple[int, ...]) -> tuple[Curve, ..
     return tuple(curves)
 
 
-def _stage_curves(cluster: Cluster, whole: _Shape) -> tuple[Curve, ...]:
+def _stage_curves(cluster: Declared, whole: _Shape) -> tuple[Curve, ...]:
     """Of steps between one rank of each domain, and between the ranks of the fullest."""
     across, inside = _Shape(whole.domains, whole.domains, 1, 1), _Shape(whole.most, 1, whole.most, whole.most)
     # Among even groups the first depends on the domains alone, and the second always on the fullest alone.
@@ -205,7 +214,7 @@ def _stage_curves(cluster: Cluster, whole: _Shape) -> tuple[Curve, ...]:
     return found["between", by] + found["inside", inside]
 
 
-def _device_curves(cluster: Cluster) -> tuple[Curve, ...]:
+def _device_curves(cluster: Declared) -> tuple[Curve, ...]:
     found: tuple[Curve, ...] | None = cluster.kept.get("device")
     if found is None:
         us = _line(cluster, Resource.DEVICE, "ring").us

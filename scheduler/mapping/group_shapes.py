@@ -13,15 +13,15 @@ from itertools import pairwise
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["Layout", "Shape", "slowest", "worst_shape"]
+__all__ = ["GroupLayout", "Shape", "slowest", "worst_shape"]
 
-Layout = tuple[tuple[int, int], ...]
+GroupLayout = tuple[tuple[int, int], ...]
 """(size, stride) of each part of a group."""
 Shape = tuple[int, ...]
 """Ranks of a group on each domain, in order of the domains."""
 
 
-def worst_shape(layout: Layout, domain: int, ranks: int = 0) -> Shape:
+def worst_shape(layout: GroupLayout, domain: int, ranks: int = 0) -> Shape:
     """The shape of the slowest group among all that ``layout`` has in a job.
 
     Args:
@@ -52,7 +52,7 @@ def slowest(shapes: Iterable[Shape]) -> Shape:
     return min(shapes, key=lambda nodes: (len(nodes) == 1, min(nodes), -len(nodes), -max(nodes), nodes))
 
 
-def _parts(layout: Layout) -> Layout:
+def _parts(layout: GroupLayout) -> GroupLayout:
     """Innermost first, without parts of one rank; neighbours that continue each other are one part."""
     if any(size < 1 or stride < 1 for size, stride in layout):
         raise UsageError(f"layout: expected sizes and strides of at least 1, got {layout}")
@@ -71,7 +71,7 @@ def _parts(layout: Layout) -> Layout:
     return tuple(parts)
 
 
-def _firsts(parts: Layout, domain: int, ranks: int) -> set[int]:
+def _firsts(parts: GroupLayout, domain: int, ranks: int) -> set[int]:
     """First ranks of groups, modulo the domain: one for each shape that there is, and perhaps several of the same shape.
 
     A rank is a number of mixed radix, whose digits are the parts and what lies between them; at first ranks those of the parts
@@ -90,7 +90,7 @@ def _shifted(found: set[int], count: int, stride: int, domain: int) -> set[int]:
     return {(first + index * stride) % domain for index in range(different) for first in found}
 
 
-def _shape(parts: Layout, first: int, domain: int) -> Shape:
+def _shape(parts: GroupLayout, first: int, domain: int) -> Shape:
     if not parts:
         return (1,)
     if len(parts) == 1:

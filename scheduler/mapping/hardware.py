@@ -2,14 +2,136 @@
 
 Nothing here was measured by us, and nothing was fitted to a paper's training throughput. An efficiency is bytes that one
 rank sends over the link in one call → fraction of the peak, at the peak of the hardware that was measured; see
-:class:`~commlayer.scheduler.mapping.cluster.Link` for how it is carried over to a faster or a slower link.
+:class:`Link` for how it is carried over to a faster or a slower link.
 """
 
 from __future__ import annotations
 
-from commlayer.scheduler.mapping.cluster import Gpu, Link, Points
+import math
+from dataclasses import dataclass
+from itertools import pairwise
 
-__all__ = ["A800_MONTA_NETWORK", "A800_MONTA_NVLINK", "GPUS", "MEMORY", "MONTA_MEMORY", "NETWORK", "NVLINK", "NVLINK5"]
+from commlayer.profiles.errors import UsageError
+
+__all__ = [
+    "A800_MONTA_NETWORK",
+    "A800_MONTA_NVLINK",
+    "GPUS",
+    "MEMORY",
+    "MONTA_MEMORY",
+    "NETWORK",
+    "NVLINK",
+    "NVLINK5",
+    "Gpu",
+    "Link",
+    "Points",
+]
+
+Points = tuple[tuple[float, float], ...]
+"""(bytes, fraction of the peak), by increasing bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU: its peaks, and what public benchmarks reach of them (fractions).
+
+    Attributes:
+        bf16_tflops, fp8_tflops: dense peaks (fp8 0: it has none).
+        memory_bytes: of which a training job can use nearly all. memory_gbps: reads and writes together, 1e9 B/s.
+        multiprocessors: that do a tile of a matrix product each.
+        gemm, gemm_fp8: of the peak, by large matrix products without what tiles and waves lose.
+        attention, attention_backward: of the BF16 peak, by fused causal attention, FLOPs counted as causal.
+        memory: of memory_gbps, by kernels that only move data.
+        launch_us: of each kernel that nothing hides.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp8_tflops: float
+    memory_bytes: float
+    memory_gbps: float
+    multiprocessors: int = 132
+    gemm: float = 0.80
+    gemm_fp8: float = 0.70
+    attention: float = 0.58
+    attention_backward: float = 0.46
+    memory: float = 0.90
+    launch_us: float = 3.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("bf16_tflops", "memory_bytes", "memory_gbps", "multiprocessors"):
+            _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, math.inf)
+        for name in ("gemm", "gemm_fp8", "attention", "attention_backward", "memory"):
+            _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, 1)
+        for name in ("fp8_tflops", "launch_us"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What calls reach of a link's peak.
+
+    The argument of ``ring`` and ``messages`` is what one rank sends over this link in the whole call, in bytes; the fraction
+    is of ``gbps``, with all latencies of the group that was measured. Beyond the points: a latency and a bandwidth, fitted
+    to the nearest (as :class:`~commlayer.profiles.curve.Curve`). A link that is k times as fast as ``gbps`` takes for k
+    times the bytes the same time: exact for a latency and a bandwidth, and a faster link does not shorten the latency.
+
+    Attributes:
+        gbps: the peak of the link that was measured, GB/s.
+        ring: of the backend's own calls, whose ranks pass blocks on (all_gather, reduce_scatter, all_reduce, broadcast).
+        messages: where each rank sends to each other (all_to_all, steps of plans, send and receive).
+        latency_us: the least time of a call over this link.
+        hop_us: of each hop of a ring or a tree beyond ``measured_hops``.
+        message_us: of each message of a rank beyond ``measured_hops``.
+        measured_hops: hops and messages of a rank in the group that the points were measured on (8 ranks: 7).
+
+    Raises:
+        UsageError: fractions that are not in (0, 1], sizes that do not increase, a time that falls with bytes.
+    """
+
+    ring: Points
+    messages: Points
+    gbps: float
+    latency_us: float
+    hop_us: float = 0.0
+    message_us: float = 0.0
+    measured_hops: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("ring", "messages"):
+            _check_points(name, getattr(self, name))
+        _check("gbps", self.gbps, 0, math.inf)
+        for name in ("latency_us", "hop_us", "message_us", "measured_hops"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}: expected at least 0, got {getattr(self, name)!r}")
+
+
+def _check(what: str, value: float, least: float, most: float) -> None:
+    """Above ``least``, and at most ``most`` (below infinity)."""
+    if not (least < value <= most and value < math.inf):
+        expected = "a positive number" if most == math.inf else f"more than {least:g} and at most {most:g}"
+        raise UsageError(f"{what}: expected {expected}, got {value!r}")
+
+
+def _check_points(name: str, points: Points) -> None:
+    if not points:
+        raise UsageError(f"{name}: expected at least one point (bytes, fraction of the peak), got none")
+    for index, (size, fraction) in enumerate(points):
+        if not 1 <= size < math.inf:
+            raise UsageError(f"{name}[{index}]: expected a size of at least 1 byte, got {size!r}")
+        _check(f"{name}[{index}]", fraction, 0, 1)
+    for index, ((before, slow), (after, fast)) in enumerate(pairwise(points)):
+        if after <= before:
+            raise UsageError(f"{name}[{index + 1}]: expected sizes that increase, got {after:g} after {before:g}")
+        if after / fast < before / slow:
+            raise UsageError(
+                f"{name}[{index + 1}]: expected that more bytes take no less time, got {fast:g} of the peak at {after:g} bytes "
+                f"after {slow:g} at {before:g}"
+            )
+
 
 _MIB = 1 << 20
 _GIB = 1 << 30

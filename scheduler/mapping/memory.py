@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
-from commlayer.scheduler.mapping.exchange import head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.job import Attention, Job, Recompute, Setup
-from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
@@ -132,7 +131,7 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
         weights, gradients, optimizer = (
             sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
         )
-        activations = (stage.layers - stage.dense) * sizes.sparse + stage.dense * sizes.dense
+        activations = stage.sparse * sizes.sparse + stage.dense * sizes.dense
         activations *= in_flight(setup, stage.number, micro_batches)
         if stage.number == setup.pp - 1:
             activations += sizes.logits

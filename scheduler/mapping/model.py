@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["LatentAttention", "ModelShape"]
+__all__ = ["LatentAttention", "ModelShape", "head_sizes", "kv_heads_needed", "kv_heads_of_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +93,28 @@ class ModelShape:
     def matrices(self) -> int:
         """Of an FFN: 3 where it is gated, else 2."""
         return 3 if self.gated else 2
+
+
+@lru_cache(maxsize=1024)
+def kv_heads_of_rank(heads: int, kv_heads: int, parts: int) -> tuple[int, ...]:
+    """How many key-value heads each of ``parts`` ranks needs for its query heads, which lie consecutively and as even as can
+    be: a head that two ranks need counts on both."""
+    shared_by, stop, found = heads // kv_heads, 0, []
+    for part in range(parts):
+        start, stop = stop, stop + heads // parts + (part < heads % parts)
+        found.append(-(-stop // shared_by) - start // shared_by if stop > start else 0)
+    return tuple(found)
+
+
+def kv_heads_needed(model: ModelShape, tp: int) -> tuple[int, ...]:
+    """How many heads of keys and values each tp rank attends with; latent attention expands as many as it has queries."""
+    return kv_heads_of_rank(model.heads, model.heads if model.latent else model.kv_heads, tp)
+
+
+def head_sizes(model: ModelShape) -> tuple[int, int, int]:
+    """Elements of a query, of a key and its value together, and of a value, of one head."""
+    latent, size = model.latent, model.head_dim
+    if latent is None:
+        return size, 2 * size, size
+    key = latent.nope_dim + latent.rope_dim
+    return key, key + latent.value_dim, latent.value_dim

@@ -1,4 +1,9 @@
-"""How many parameters a model has, and how many of them the fullest GPU of a mapping holds.
+"""How many parameters a model has, how many of them a GPU of a mapping holds, and over which axis the gradient of each is summed.
+
+There is one list of a layer's parameters (``_layer``), as one rank has them; a model's own are those of a rank that shares with
+nobody. Their axes: ``dp_cp``: what tensor parallelism splits. ``edp``: experts. ``stage`` (dp, cp and tp together): what every tp
+rank has whole and uses on rows of its own; where the software sums that over tp by itself (Megatron-LM), it counts as ``dp_cp``,
+and as ``tp`` too.
 
 Counted is what a decoder of :class:`~commlayer.scheduler.mapping.model.ModelShape` multiplies by: embedding, head, projections
 (and biases of queries, keys and values), router, experts, norms. Left out, for they are below 0.01 % of any model of the
@@ -8,6 +13,7 @@ docs/counting.md has the formulas, and the counts beside the published sizes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,32 +21,34 @@ from typing import NamedTuple
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.software import MEGATRON, Software
-from commlayer.scheduler.mapping.stage_parameters import (
-    Elements,
-    Ways,
-    axis_of_whole,
-    end_elements,
-    layer_elements,
-    ways_of,
-)
+from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
+    "Elements",
     "Held",
     "LayerParameters",
     "Parameters",
     "Stage",
+    "axis_of_whole",
+    "bucket_bytes",
     "check",
     "count",
+    "end_parameters",
     "held",
     "held_elements",
     "layer_of",
+    "layer_parameters",
+    "layers_of",
     "per_gpu",
     "replicas",
+    "replicated_elements",
     "shard_elements",
-    "stage_layers",
+    "stage_parameters",
     "stages",
 ]
+
+Sized = tuple[str, int]
+"""Axis, elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +86,7 @@ class Parameters:
 
 
 class LayerParameters(NamedTuple):
-    """Of one layer. What of it a rank has: :mod:`~commlayer.scheduler.mapping.stage_parameters`.
+    """Of one layer.
 
     ``sharded``: of attention, what heads have of their own (queries and output; of latent attention: the projections up and the
     output). ``keys_values``: what heads may share. ``copied``: what all share (of latent attention: the projections down).
@@ -100,11 +108,32 @@ class LayerParameters(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: which one, its layers, and how many of these are the model's first dense ones."""
+    """A pipeline stage: its number, and how many layers it has with a dense FFN (they come first) and with experts.
+
+    ``alike``: so many stages are like this one, which is the first of them.
+    """
 
     number: int
-    layers: int
     dense: int
+    sparse: int
+    alike: int = 1
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.sparse
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """For each of its layers, in order, whether it has experts."""
+        return (False,) * self.dense + (True,) * self.sparse
+
+
+class Elements(NamedTuple):
+    """Parameters on one rank: of what tp splits, of what each of its ranks has whole, and of experts."""
+
+    split: int
+    whole: int
+    expert: int
 
 
 class Held(NamedTuple):
@@ -122,32 +151,38 @@ class Held(NamedTuple):
         return sum(self.elements)
 
 
+class _Sharding(NamedTuple):
+    """What decides which parameters a rank of a stage has. ``splits_…``: whether tp does."""
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    splits_attention: bool = True
+    splits_ffn: bool = True
+    splits_ends: bool = True
+    keeps_whole_kv: bool = False
+
+
+class _Parameter(NamedTuple):
+    """One on a rank. ``part``: a field of :class:`LayerParameters`; ``axis``: ``dp_cp``, ``edp``, or _WHOLE."""
+
+    part: str
+    axis: str
+    elements: int
+
+
+_WHOLE = "whole"
+"""In place of an axis: all tp ranks have it."""
+
+
 @lru_cache(maxsize=256)
 def layer_of(model: ModelShape) -> LayerParameters:
     """One layer of ``model``, with its dense FFN (that only the first layers have) beside router and experts."""
-    hidden, ffn = model.hidden, model.matrices * model.hidden
-    latent = model.latent
-    norms = 2 * hidden
-    if latent is None:
-        width, key_width = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-        bias = int(model.qkv_bias)
-        sharded, keys_values, copied = (2 * hidden + bias) * width, (hidden + bias) * key_width, 0
-    else:
-        query = latent.nope_dim + latent.rope_dim
-        up = (latent.q_rank or hidden) * query + latent.kv_rank * (latent.nope_dim + latent.value_dim)
-        sharded, keys_values = model.heads * (up + latent.value_dim * hidden), 0
-        copied = hidden * (latent.q_rank + latent.kv_rank + latent.rope_dim)
-        norms += latent.q_rank + latent.kv_rank
-    return LayerParameters(
-        sharded=sharded,
-        keys_values=keys_values,
-        copied=copied,
-        norms=norms,
-        router=hidden * model.experts,
-        shared=ffn * model.shared_width,
-        dense_ffn=ffn * model.dense_width,
-        experts=ffn * model.width * model.experts,
-    )
+    found = dict.fromkeys(LayerParameters._fields, 0)
+    for each in _layer(model, _Sharding(), True):
+        found[each.part] += each.elements
+    found["dense_ffn"] = sum(each.elements for each in _ffn(model, _Sharding(), "dense_ffn", model.dense_width))
+    return LayerParameters(**found)
 
 
 @lru_cache(maxsize=256)
@@ -178,22 +213,22 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
     held(model, setup, software)
 
 
-def _check(model: ModelShape, ways: Ways) -> None:
-    parts = [("tp", ways.tp, "heads", model.heads), ("ep", ways.ep, "experts", model.experts)]
-    parts.append(("etp", ways.etp, "width of an expert", model.width))
-    if ways.splits_ffn:
+def _check(model: ModelShape, sharding: _Sharding) -> None:
+    parts = [("tp", sharding.tp, "heads", model.heads), ("ep", sharding.ep, "experts", model.experts)]
+    parts.append(("etp", sharding.etp, "width of an expert", model.width))
+    if sharding.splits_ffn:
         parts += [
-            ("tp", ways.tp, "shared width", model.shared_width),
-            ("tp", ways.tp, "dense width", model.dense_width),
+            ("tp", sharding.tp, "shared width", model.shared_width),
+            ("tp", sharding.tp, "dense width", model.dense_width),
         ]
     for axis, degree, name, number in parts:
         if number % degree:
             raise UsageError(
                 f"{axis}={degree}: expected a divisor of the {name} of {model.name}, {number}: {_near(degree, number)}"
             )
-    if model.latent is None and model.kv_heads % ways.tp and ways.tp % model.kv_heads:
+    if model.latent is None and model.kv_heads % sharding.tp and sharding.tp % model.kv_heads:
         raise UsageError(
-            f"tp={ways.tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
+            f"tp={sharding.tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
         )
 
 
@@ -205,7 +240,7 @@ def _near(degree: int, number: int) -> str:
 
 @lru_cache(maxsize=4096)
 def stages(layers: int, dense_layers: int, pp: int, vpp: int) -> tuple[Stage, ...]:
-    """The first pipeline stage, the second and the last: what is between them holds no more than the second.
+    """The pipeline's stages: the first, those between by their layers, the last.
 
     The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others
     of one less. Chunk c is on stage c mod pp, as Megatron's interleaved schedule lays them.
@@ -220,26 +255,35 @@ def stages(layers: int, dense_layers: int, pp: int, vpp: int) -> tuple[Stage, ..
             f"{layers} layers do not fill pp={pp} × vpp={vpp} = {chunks} chunks: expected no chunk without a layer; take at most "
             f"{' or '.join(ways) or f'{layers} chunks'}"
         )
-    each, larger = divmod(layers, chunks)
-    first_dense = [max(0, min(each + (c < larger), dense_layers - c * each - min(c, larger))) for c in range(chunks)]
-    return tuple(
-        Stage(
-            stage,
-            sum(each + (c < larger) for c in range(stage, chunks, pp)),
-            sum(first_dense[stage::pp]),
-        )
-        for stage in sorted({0, min(1, pp - 1), pp - 1})
-    )
+    found: dict[tuple[int, int, int], Stage] = {}
+    for number in range(pp):
+        dense, sparse = _layers(layers, dense_layers, pp, vpp, number)
+        end = number + 1 if number in (0, pp - 1) else 0  # the ends of the model are like no other
+        known = found.get((end, dense, sparse))
+        found[end, dense, sparse] = known._replace(alike=known.alike + 1) if known else Stage(number, dense, sparse)
+    return tuple(found.values())
 
 
-def stage_layers(model: ModelShape, setup: Setup) -> int:
-    """Layers of the fullest pipeline stage. Raises UsageError as :func:`stages`."""
-    return stages(model.layers, model.dense_layers, setup.pp, setup.vpp)[0].layers
+def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
+    """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages` says.
+
+    With interleaved chunks a stage's layers lie apart; dense ones, which come first, then are those of its first chunk.
+    """
+    return _layers(model.layers, model.dense_layers, setup.pp, setup.vpp, stage)
+
+
+def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int) -> tuple[int, int]:
+    each, larger = divmod(layers, pp * vpp)
+    total = dense = 0
+    for chunk in range(stage, pp * vpp, pp):
+        count = each + (chunk < larger)
+        total += count
+        dense += max(0, min(dense_layers - chunk * each - min(chunk, larger), count))
+    return dense, total - dense
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[Held, ...]:
-    """What a GPU of each of :func:`stages` holds, counted as its gradients are
-    (:mod:`~commlayer.scheduler.mapping.stage_parameters`).
+    """What a GPU of the first stage holds, of the second and of the last: those between hold no more than the second.
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
     whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all
@@ -252,19 +296,20 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
     Raises:
         UsageError: as :func:`check`.
     """
-    return _held(model, setup.pp, setup.vpp, ways_of(setup, software))
+    return _held(model, setup.pp, setup.vpp, _sharding_of(setup, software))
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(model: ModelShape, pp: int, vpp: int, ways: Ways) -> tuple[Held, ...]:
-    _check(model, ways)
+def _held(model: ModelShape, pp: int, vpp: int, sharding: _Sharding) -> tuple[Held, ...]:
+    _check(model, sharding)
+    every = stages(model.layers, model.dense_layers, pp, vpp)
+    sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
     found = []
-    for stage in stages(model.layers, model.dense_layers, pp, vpp):
-        sparse, dense = (layer_elements(model, ways, is_moe) for is_moe in (True, False))
-        ends = end_elements(model, ways, pp, stage.number)
-        parts = zip(sparse, dense, ends, strict=True)
-        elements = Elements(*((stage.layers - stage.dense) * a + stage.dense * b + c for a, b, c in parts))
-        found.append(Held(stage, elements, sparse if stage.layers > stage.dense else dense))
+    for stage in dict.fromkeys((every[0], every[min(1, len(every) - 1)], every[-1])):
+        first, last = _ends(model, sharding, pp, stage.number)
+        parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
+        elements = Elements(*(stage.sparse * a + stage.dense * b + c for a, b, c in parts))
+        found.append(Held(stage, elements, sparse if stage.sparse else dense))
     return tuple(found)
 
 
@@ -298,3 +343,133 @@ def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float
         sum(elements / number for elements, number in zip(each.elements, over, strict=True))
         for each in held(model, setup, software)
     )
+
+
+def axis_of_whole(setup: Setup, software: Software) -> str:
+    """Over which axis is shared, and summed, what all tp ranks have: with Ulysses that is nearly everything, summed at once."""
+    return "dp_cp" if software.sums_replicas_over_tp and setup.attention == "tensor" else "stage"
+
+
+def layer_parameters(model: ModelShape, setup: Setup, software: Software, moe: bool) -> dict[str, int]:
+    """Elements of one layer on one rank, by axis."""
+    found: dict[str, int] = {}
+    for axis, elements in _on_axes(_layer(model, _sharding_of(setup, software), moe), setup, software):
+        found[axis] = found.get(axis, 0) + elements
+    return found
+
+
+def replicated_elements(model: ModelShape, setup: Setup, software: Software, stage: int) -> int:
+    """Elements whose gradients are summed over tp by themselves: norms and routers, which see a part of the sequence."""
+    if axis_of_whole(setup, software) == "stage":
+        return 0
+    return sum(each.elements for each in _stage(model, setup, software, stage) if each.axis == _WHOLE)
+
+
+def end_parameters(model: ModelShape, setup: Setup, software: Software, stage: int) -> tuple[list[Sized], list[Sized]]:
+    """Embedding, and norm with head, on one rank of this stage, in order."""
+    first, last = _ends(model, _sharding_of(setup, software), setup.pp, stage)
+    return _on_axes(first, setup, software), _on_axes(last, setup, software)
+
+
+def stage_parameters(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[Sized]:
+    """Every parameter of this stage, in the order of its modules."""
+    return _on_axes(_stage(model, setup, software, stage), setup, software)
+
+
+def bucket_bytes(parameters: Iterable[Sized], element_bytes: int, limit: int) -> dict[str, list[int]]:
+    """The buckets of each axis, in the order in which a backward pass fills them: as
+    :class:`commlayer.integrations.buckets.GradientBuckets` cuts them."""
+    found: dict[str, list[int]] = {}
+    for axis, elements in reversed(list(parameters)):
+        size, open_ = elements * element_bytes, found.setdefault(axis, [0])
+        if open_[-1] and open_[-1] + size > limit:
+            open_.append(0)
+        open_[-1] += size
+    return found
+
+
+def _sharding_of(setup: Setup, software: Software) -> _Sharding:
+    return _Sharding(
+        setup.tp,
+        setup.ep,
+        setup.etp,
+        setup.attention == "tensor",
+        splits_ffn(software, setup.attention),
+        software.splits_ends,
+        software.keeps_whole_kv,
+    )
+
+
+def _summed(parameters: Iterable[_Parameter]) -> Elements:
+    found = {"dp_cp": 0, _WHOLE: 0, "edp": 0}
+    for each in parameters:
+        found[each.axis] += each.elements
+    return Elements(*found.values())
+
+
+def _on_axes(parameters: Iterable[_Parameter], setup: Setup, software: Software) -> list[Sized]:
+    axis = axis_of_whole(setup, software)
+    return [(axis if each.axis == _WHOLE else each.axis, each.elements) for each in parameters]
+
+
+def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[_Parameter]:
+    dense, sparse = layers_of(model, setup, stage)
+    sharding = _sharding_of(setup, software)
+    first, last = _ends(model, sharding, setup.pp, stage)
+    return [*first, *_layer(model, sharding, False) * dense, *_layer(model, sharding, True) * sparse, *last]
+
+
+def _ends(model: ModelShape, sharding: _Sharding, pp: int, stage: int) -> tuple[list[_Parameter], list[_Parameter]]:
+    whole = model.vocabulary * model.hidden
+    axis, elements = ("dp_cp", -(-whole // sharding.tp)) if sharding.splits_ends else (_WHOLE, whole)
+    first = [_Parameter("embedding", axis, elements)] if stage == 0 else []
+    if stage < pp - 1:
+        return first, []
+    is_own = stage > 0 or not model.ties_embeddings
+    head = [_Parameter("head", axis, elements)] if is_own else []
+    return first, [_Parameter("norms", _WHOLE, model.hidden), *head]
+
+
+@lru_cache(maxsize=4096)
+def _layer(model: ModelShape, sharding: _Sharding, moe: bool) -> tuple[_Parameter, ...]:
+    """Every parameter of a layer on one rank, in the order of its modules."""
+    norm = _Parameter("norms", _WHOLE, model.hidden)
+    found = [norm, *_attention(model, sharding), norm]
+    if not moe:
+        return (*found, *_ffn(model, sharding, "dense_ffn", model.dense_width))
+    found.append(_Parameter("router", _WHOLE, model.experts * model.hidden))
+    local, width = -(-model.experts // sharding.ep), -(-model.width // sharding.etp)
+    found += [_Parameter("experts", "edp", local * width * model.hidden)] * model.matrices
+    return (*found, *_ffn(model, sharding, "shared", model.shared_width))
+
+
+def _ffn(model: ModelShape, sharding: _Sharding, part: str, width: int) -> list[_Parameter]:
+    """That every token goes through, alone in its layer or beside the routed experts."""
+    if not width:
+        return []
+    axis, columns = ("dp_cp", -(-width // sharding.tp)) if sharding.splits_ffn else (_WHOLE, width)
+    return [_Parameter(part, axis, columns * model.hidden)] * model.matrices
+
+
+def _attention(model: ModelShape, sharding: _Sharding) -> Iterator[_Parameter]:
+    """Its projections: whole on every rank with Ulysses; else each has its heads, and what cannot be split whole."""
+    parts, split = (sharding.tp, "dp_cp") if sharding.splits_attention else (1, _WHOLE)
+    hidden, heads, latent = model.hidden, model.heads, model.latent
+    if latent is not None:
+        if latent.q_rank:
+            yield _Parameter("copied", _WHOLE, hidden * latent.q_rank)
+            yield _Parameter("norms", _WHOLE, latent.q_rank)
+        key = latent.nope_dim + latent.rope_dim
+        yield _Parameter("sharded", split, (latent.q_rank or hidden) * heads * key // parts)
+        yield _Parameter("copied", _WHOLE, hidden * (latent.kv_rank + latent.rope_dim))
+        yield _Parameter("norms", _WHOLE, latent.kv_rank)
+        yield _Parameter("sharded", split, latent.kv_rank * heads * (latent.nope_dim + latent.value_dim) // parts)
+        yield _Parameter("sharded", split, heads * latent.value_dim * hidden // parts)
+        return
+    bias = int(model.qkv_bias)
+    width = heads * model.head_dim
+    yield _Parameter("sharded", split, width * (hidden + bias) // parts)
+    is_whole = model.kv_heads % parts != 0 and sharding.keeps_whole_kv
+    axis, kv_heads = (_WHOLE, model.kv_heads) if is_whole else (split, -(-model.kv_heads // parts))
+    yield from [_Parameter("keys_values", axis, kv_heads * model.head_dim * (hidden + bias))] * 2
+    yield _Parameter("sharded", split, width * hidden // parts)

@@ -4,8 +4,8 @@
 chunks of layers, and chunk c of rank r is virtual stage c·p + r. With equal stages the bubble is (p−1)/v of a rank's time per
 micro-batch.
 
-:func:`makespan_us` is that closed form, for stages that need not be equal; :func:`course` lays every task out, which tests hold
-the closed form against and pictures show.
+:func:`makespan_us` is that closed form, for stages that need not be equal; :func:`timetable` lays every task out, which tests
+hold the closed form against and pictures show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["Task", "bubble_us", "course", "hops", "makespan_us", "order"]
+__all__ = ["Task", "bubble_us", "hops", "makespan_us", "order", "timetable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def hops(ranks: int, micro_batches: int, chunks: int = 1) -> int:
     than a forward task: those on the longest chain of tasks that wait for each other.
 
     1F1B: 2(p−1) to fill and drain, and each further micro-batch 2 but for one in p; interleaved: 2(p·v−1), however many
-    micro-batches there are. Found from :func:`course`, and held against it by tests.
+    micro-batches there are. Found from :func:`timetable`, and held against it by tests.
     """
     if ranks == 1:
         return 0
@@ -94,7 +94,7 @@ def _place(index: int, ranks: int, chunks: int) -> tuple[int, int]:
     return within // ranks, group * ranks + within % ranks
 
 
-def course(
+def timetable(
     forward_us: Sequence[float],
     backward_us: Sequence[float],
     micro_batches: int,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.job import Job, Setup
 
-__all__ = ["Memory", "StepEstimate", "Traffics"]
+__all__ = ["Memory", "StepEstimate", "Traffics", "describe_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,3 +92,10 @@ class StepEstimate:
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.memory_limit
+
+
+def describe_memory(needed: Memory) -> str:
+    """Its parts, the largest first."""
+    names = ("weights", "gradients", "optimizer", "activations", "buffers")
+    parts = sorted(((getattr(needed, name), name) for name in names), reverse=True)
+    return ", ".join(f"{name} {size / 1e9:.1f}" for size, name in parts)

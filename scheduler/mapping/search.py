@@ -21,17 +21,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.fit import MOST_GPUS, describe_memory, smallest_fit
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.result import Memory, StepEstimate
-from commlayer.scheduler.mapping.software import Software
-from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, simplicity
+from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
+from commlayer.scheduler.mapping.software import COMMLAYER, Software
+from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, setups, simplicity
 
-__all__ = ["CLOSEST", "Estimates", "SearchResult", "search", "smallest_fit"]
+__all__ = ["CLOSEST", "MOST_GPUS", "Estimates", "Fit", "SearchResult", "search", "smallest_fit"]
 
 CLOSEST = 3
 """The last level of bounds."""
+MOST_GPUS = 65_536
+"""Up to here :func:`smallest_fit` looks."""
 _ROUNDING = 1e-9
 """By what part a bound may exceed an estimate, as its sums are rounded in another order."""
 
@@ -287,3 +289,62 @@ def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[
         f"{message}. {fit.gpus} GPUs would do: {fit.setup} takes {fit.memory.total / 1e9:.1f} GB "
         f"({describe_memory(fit.memory)})"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The fewest GPUs on which a job fits, and the setup that takes the least memory there."""
+
+    gpus: int
+    setup: Setup
+    memory: Memory
+
+
+def smallest_fit(
+    job: Job,
+    cluster: Cluster,
+    space: Space | None = None,
+    *,
+    memory_limit: float,
+    software: Software = COMMLAYER,
+    most_gpus: int = MOST_GPUS,
+) -> Fit | None:
+    """The smallest number of GPUs on which ``job`` fits in memory, whatever its own is; None where not even ``most_gpus`` do.
+
+    Looked at are the divisors of the domain, then 1, 2, 3, 4, 6, 8, 12 … domains (powers of two, and those times 1.5): what
+    clusters come in. ``memory_limit``: bytes that a GPU has for a job.
+    """
+    lean = _leanest(space or Space())
+    for gpus in _sizes(cluster.domain, most_gpus):
+        asked = replace(job, gpus=gpus)
+        sizes = (
+            (memory.estimate(asked, setup, software.gradient_bytes, software=software), setup)
+            for setup in setups(asked, cluster, lean)
+        )
+        least = min(sizes, key=lambda found: (found[0].total, simplicity(found[1])), default=None)
+        if least is not None and least[0].total <= memory_limit:
+            return Fit(gpus=gpus, setup=least[1], memory=least[0])
+    return None
+
+
+def _leanest(space: Space) -> Space:
+    """``space`` without what never takes less memory than what is left."""
+    recompute = max(space.recompute, key=RECOMPUTE.index)
+    return replace(
+        space,
+        micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
+        vpp=space.vpp or (1,),
+        recompute=(recompute,),
+        zero=(max(space.zero),),
+    )
+
+
+def _sizes(domain: int, most: int) -> Iterator[int]:
+    """Numbers of GPUs that clusters come in, ascending."""
+    yield from (gpus for gpus in range(1, domain) if domain % gpus == 0 and gpus <= most)
+    domains = 1
+    while domains * domain <= most:
+        yield domains * domain
+        if domains > 1 and domains * domain * 3 // 2 <= most:
+            yield domains * domain * 3 // 2
+        domains *= 2

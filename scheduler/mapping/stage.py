@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from commlayer.scheduler.conflicts import Forecast
 from commlayer.scheduler.mapping.calls import Exchange, step_exchanges
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layer_build import LayerBuilder, group_nodes
-from commlayer.scheduler.mapping.layer_program import Course, Finish, Move, Part, Send, Work, run
 from commlayer.scheduler.mapping.layer_work import head_work
-from commlayer.scheduler.mapping.stage_parameters import layers_of
+from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequence
+from commlayer.scheduler.mapping.parameters import Stage
+from commlayer.scheduler.programs import Breakdown, Call, Compute, Issue, Item, Wait, run_alone
 
-__all__ = ["Edge", "Stage", "boundary_us", "ends_course", "gradient_edge", "parameter_edge", "stages_of"]
+__all__ = ["Exposed", "boundary_us", "ends", "exposed_gradients", "exposed_parameters"]
 
 _MOST_CALLS = 2
 """Of one axis for each layer, in the simulation."""
@@ -29,58 +29,36 @@ _SIZES = 16
 """That bounds are priced at, between one power of two bytes and the next."""
 _FINER = 0.95
 """Of a plan's time: on lanes others may be found, cut finer than all candidates, but hardly faster."""
-Template = Callable[[bool], tuple[list[Part], float]]
-"""One layer, with experts or a dense FFN: its program, and the µs of its course."""
+Template = Callable[[bool], tuple[list[Item], float]]
+"""One layer, with experts or a dense FFN: its program, and the µs that it takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """``count`` pipeline ranks that are alike: the index of the first, and for each of its layers, in order, whether it has
-    experts."""
-
-    index: int
-    layers: tuple[bool, ...]
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What is exposed of a step's gradients (or weights): ``us``, by link class; the course that says so, if it was simulated."""
+class Exposed:
+    """What is exposed of a step's gradients (or weights): ``us``, by link class; the forecast of it, if it was simulated."""
 
     us: float
     links: dict[str, float]
     forecast: Forecast | None = None
 
 
-def stages_of(builder: LayerBuilder, setup: Setup) -> tuple[Stage, ...]:
-    """The first stage, those between by their layers, the last."""
-    found: dict[tuple[int, int, int], Stage] = {}
-    for index in range(setup.pp):
-        dense, moe = layers_of(builder.job.model, setup, index)
-        end = index + 1 if index in (0, setup.pp - 1) else 0  # the ends of the model are like no other
-        known = found.get((end, dense, moe))
-        layers = (False,) * dense + (True,) * moe
-        found[end, dense, moe] = replace(known, count=known.count + 1) if known else Stage(index, layers)
-    return tuple(found.values())
-
-
-def ends_course(builder: LayerBuilder, setup: Setup, stage: Stage) -> Course:
+def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
     """Of embedding, head and loss, and what ZeRO-2 and 3 send for them, with one micro-batch, forward and backward."""
-    parts: list[Part] = []
-    if stage.index == setup.pp - 1:
+    parts: list[Item] = []
+    if stage.number == setup.pp - 1:
         times = head_work(builder.job, setup, builder.compute)
-        parts += [Work("head", times.forward), Work("head", times.backward)]
-    course = run(parts)
+        parts += [Compute(times.forward, "head"), Compute(times.backward, "head")]
+    found = run_alone(parts)
     sent = setup.micro_batches(builder.job)
-    for exchange in step_exchanges(builder.job, setup, builder.software, stage=stage.index):
+    for exchange in step_exchanges(builder.job, setup, builder.software, stage=stage.number):
         if exchange.place in ("embedding", "head", "loss") or _is_of_every_micro_batch(exchange, setup):
             if exchange.axis == "world":
                 continue  # one number a step
-            move = builder.move(setup, exchange)
-            us = move.us * exchange.count / sent
-            course.total_us += us
-            course.wait(move, us)
-    return course
+            call = builder.call(setup, exchange)
+            us = call.us * exchange.count / sent
+            found.total_us += us
+            found.wait(call, us)
+    return found
 
 
 def _is_of_every_micro_batch(exchange: Exchange, setup: Setup) -> bool:
@@ -97,78 +75,78 @@ def boundary_us(builder: LayerBuilder, setup: Setup) -> tuple[float, str]:
     return builder.pricer.us("send_recv", boundary.logical_bytes, nodes), "inter" if len(nodes) > 1 else "intra"
 
 
-def gradient_edge(
+def exposed_gradients(
     builder: LayerBuilder, setup: Setup, stage: Stage, template: Template, *, is_bound: bool = False
-) -> Edge:
+) -> Exposed:
     """What is exposed of the sums of gradients behind the last micro-batch. ``template``: a layer's backward pass.
 
     ``is_bound``: without the mutual hindrance of calls, which is quicker and never longer.
     """
     if setup.zero >= 2:
-        return Edge(0.0, {})
+        return Exposed(0.0, {})
     wanted = _of_place(builder, setup, stage, "gradients")
     if not builder.software.overlaps_gradients:
         return _exposed(builder, setup, wanted)
-    layers = stage.layers[::-1]
+    layers = stage.kinds[::-1]
     sends = _spread(builder, setup, wanted, len(layers), lambda j, n: -(-(j + 1) * len(layers) // n) - 1)
-    parts: list[Part] = []
-    pending: list[Move] = []
+    parts: list[Item] = []
+    pending: list[Call] = []
     plain, others = 0.0, passing(builder, setup)
     for place, is_moe in enumerate(layers):
         layer, us = template(is_moe)
         filler = others * us
         plain += filler + us
-        parts += [*([Work("filler", filler)] if filler else []), *layer]
-        parts += [Send(move) for move in sends[place]]
+        parts += [*([Compute(filler, "filler")] if filler else []), *layer]
+        parts += [Issue(call) for call in sends[place]]
         pending += sends[place]
-    parts += [Finish(move) for move in pending]
-    return _edge(builder, parts, pending, plain, is_bound)
+    parts += [Wait(call) for call in pending]
+    return _simulated(builder, parts, pending, plain, is_bound)
 
 
-def parameter_edge(
+def exposed_parameters(
     builder: LayerBuilder, setup: Setup, stage: Stage, template: Template, *, is_bound: bool = False
-) -> Edge:
+) -> Exposed:
     """What is exposed of the gathering of weights before the first micro-batch. ``template``: a layer's forward pass."""
     if setup.zero not in (1, 2):
-        return Edge(0.0, {})
+        return Exposed(0.0, {})
     wanted = _of_place(builder, setup, stage, "parameters")
     if not builder.software.overlaps_parameters:
         return _exposed(builder, setup, wanted)
-    sends = _spread(builder, setup, wanted, len(stage.layers), lambda j, n: j * len(stage.layers) // n)
-    moves = [move for layer in sends for move in layer]
-    parts: list[Part] = [Send(move) for move in moves]
+    sends = _spread(builder, setup, wanted, stage.layers, lambda j, n: j * stage.layers // n)
+    calls = [call for layer in sends for call in layer]
+    parts: list[Item] = [Issue(call) for call in calls]
     plain, others = 0.0, passing(builder, setup)
-    for place, is_moe in enumerate(stage.layers):
+    for place, is_moe in enumerate(stage.kinds):
         layer, us = template(is_moe)
         filler = others * us
         plain += filler + us
-        parts += [Finish(move) for move in sends[place]]
-        parts += [*layer, *([Work("filler", filler)] if filler else [])]
-    return _edge(builder, parts, moves, plain, is_bound)
+        parts += [Wait(call) for call in sends[place]]
+        parts += [*layer, *([Compute(filler, "filler")] if filler else [])]
+    return _simulated(builder, parts, calls, plain, is_bound)
 
 
 def _of_place(builder: LayerBuilder, setup: Setup, stage: Stage, place: str) -> list[Exchange]:
-    exchanges = step_exchanges(builder.job, setup, builder.software, stage=stage.index)
+    exchanges = step_exchanges(builder.job, setup, builder.software, stage=stage.number)
     return [each for each in exchanges if each.place == place]
 
 
-def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange]) -> Edge:
-    course = Course()
+def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange]) -> Exposed:
+    found = Breakdown()
     for exchange in wanted:
-        move = builder.move(setup, exchange)
-        course.wait(move, move.us * exchange.count)
-    return Edge(sum(course.links.values()), course.links)
+        call = builder.call(setup, exchange)
+        found.wait(call, call.us * exchange.count)
+    return Exposed(sum(found.links.values()), found.links)
 
 
 def _spread(
     builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange], layers: int, place_of: Callable[[int, int], int]
-) -> list[list[Move]]:
+) -> list[list[Call]]:
     """For each layer what is sent with it: the calls of one kind in order, as evenly as layers are."""
-    found: list[list[Move]] = [[] for _ in range(layers)]
+    found: list[list[Call]] = [[] for _ in range(layers)]
     for exchange in wanted:
         whole, number = _together(exchange, layers)
         for j in range(number):
-            found[place_of(j, number)].append(builder.move(setup, whole))
+            found[place_of(j, number)].append(builder.call(setup, whole))
     return found
 
 
@@ -189,20 +167,20 @@ def _least_us(builder: LayerBuilder, setup: Setup, exchange: Exchange) -> float:
     return _FINER * min(each.total_us for each in decision.candidates)
 
 
-def least_edges(builder: LayerBuilder, setup: Setup, stage: Stage) -> dict[str, tuple[float, bool]]:
+def least_exposed(builder: LayerBuilder, setup: Setup, stage: Stage) -> dict[str, tuple[float, bool]]:
     """Of ``gradients`` and ``parameters``: what the busiest axis takes in a step, µs, and whether passes may hide it; where they
     may not, what all axes take one after the other. Nothing, where the layers send them with every micro-batch."""
     software = builder.software
     hidden = {"gradients": software.overlaps_gradients, "parameters": software.overlaps_parameters}
     found = {"gradients": (0.0, False), "parameters": (0.0, False)}
-    exchanges = step_exchanges(builder.job, setup, software, stage=stage.index) if setup.zero < 3 else ()
+    exchanges = step_exchanges(builder.job, setup, software, stage=stage.number) if setup.zero < 3 else ()
     for place, hides in hidden.items():
         if place == "gradients" if setup.zero == 2 else setup.zero == 0 and place == "parameters":
             continue
         axes: dict[str, float] = {}
         for exchange in exchanges:
             if exchange.place == place:
-                whole, number = _together(exchange, len(stage.layers)) if hides else (exchange, exchange.count)
+                whole, number = _together(exchange, stage.layers) if hides else (exchange, exchange.count)
                 axes[exchange.axis] = axes.get(exchange.axis, 0.0) + _least_us(builder, setup, whole) * number
         found[place] = (max(axes.values(), default=0.0), True) if hides else (sum(axes.values()), False)
     return found
@@ -213,19 +191,17 @@ def passing(builder: LayerBuilder, setup: Setup) -> int:
     return setup.pp - 1 if setup.vpp > 1 and setup.micro_batches(builder.job) >= setup.pp else 0
 
 
-def _edge(builder: LayerBuilder, parts: list[Part], moves: Sequence[Move], plain: float, is_bound: bool) -> Edge:
-    if not any(move.us for move in moves):
-        return Edge(0.0, {})
-    parts = [part for part in parts if isinstance(part, Work) or part.move.us]
-    if is_bound:
-        course, forecast = run(parts), None
-    else:
-        course, forecast = builder.simulated(parts)
-    us = max(0.0, course.total_us - plain)
+def _simulated(
+    builder: LayerBuilder, parts: list[Item], calls: Sequence[Call], plain: float, is_bound: bool
+) -> Exposed:
+    if not any(call.us for call in calls):
+        return Exposed(0.0, {})
+    program = sequence(parts)
+    times, forecast = (run_alone(program), None) if is_bound else builder.simulated(program)
+    us = max(0.0, times.total_us - plain)
     waited: dict[str, float] = {}
-    for move in moves:
-        if move.plan is not None:
-            link = move.plan.traffic.link.value
-            waited[link] = waited.get(link, 0.0) + move.us
+    for call in calls:
+        link = call.plan.traffic.link.value
+        waited[link] = waited.get(link, 0.0) + call.us
     whole = sum(waited.values())
-    return Edge(us, {link: us * part / whole for link, part in waited.items()}, forecast)
+    return Exposed(us, {link: us * part / whole for link, part in waited.items()}, forecast)

@@ -12,10 +12,9 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.crossing import Crossover, crossover, crossover_of_values
-from commlayer.scheduler.mapping.fit import describe_memory
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import Estimates, search
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
@@ -55,6 +54,7 @@ Kind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 Value = float | int | str
+FindCluster = Callable[[str], Cluster]
 MakeEstimates = Callable[[Job, Cluster, Software], Estimates]
 Progress = Callable[[int, int], None]
 
@@ -158,12 +158,14 @@ def what_if(
     space: Space | None = None,
     software: Software = COMMLAYER,
     make: MakeEstimates | None = None,
+    named: FindCluster = clusters.load,
     progress: Progress | None = None,
 ) -> WhatIf:
     """Estimate ``job`` at every value of ``variation``: by ``setup``, or by the best of ``space``.
 
     Args:
         make: an estimator of a job; :class:`commlayer.scheduler.simulate.Estimator` unless given.
+        named: the cluster of a name, where it is its GPU that varies; unless given, of the declared ones.
         progress: called with points done and points in all.
 
     Raises:
@@ -174,7 +176,7 @@ def what_if(
     way = Alternative(name="", setup=setup, space=space or Space(), software=software)
     points = []
     for index, value in enumerate(variation.values):
-        points.append(_point(job, cluster, variation.kind, value, way, make))
+        points.append(_point(job, cluster, variation.kind, value, way, make, named))
         if progress:
             progress(index + 1, len(variation.values))
     return WhatIf(
@@ -228,8 +230,11 @@ def compare(
     )
 
 
-def vary(job: Job, cluster: Cluster, kind: Kind, value: Value) -> tuple[Job, Cluster]:
-    """``job`` and ``cluster`` where one thing is different; ``precision`` changes neither.
+def vary(
+    job: Job, cluster: Cluster, kind: Kind, value: Value, named: FindCluster = clusters.load
+) -> tuple[Job, Cluster]:
+    """``job`` and ``cluster`` where one thing is different; ``precision`` changes neither. ``named``: the cluster of a
+    name.
 
     Raises UsageError for a value that they cannot have.
     """
@@ -242,7 +247,7 @@ def vary(job: Job, cluster: Cluster, kind: Kind, value: Value) -> tuple[Job, Clu
     if kind == "split":
         return replace(job, model=split_experts(job.model, int(value))), cluster
     if kind == "gpu":
-        gpu = clusters.resolve(str(value)).gpu
+        gpu = named(str(value)).gpu
         return job, cluster.replace(gpu=gpu, name=f"{cluster.name} with {gpu.name}")
     return job, cluster if kind == "precision" else _vary_links(cluster, kind, float(value))
 
@@ -286,10 +291,16 @@ def _renamed(model: ModelShape, what: str, **changes: Any) -> ModelShape:
 
 
 def _point(
-    job: Job, cluster: Cluster, kind: Kind, value: Value, way: Alternative, make: MakeEstimates | None
+    job: Job,
+    cluster: Cluster,
+    kind: Kind,
+    value: Value,
+    way: Alternative,
+    make: MakeEstimates | None,
+    named: FindCluster = clusters.load,
 ) -> WhatIfPoint:
     try:
-        job, cluster = vary(job, cluster, kind, value)
+        job, cluster = vary(job, cluster, kind, value, named)
         estimate, note = _estimate(job, cluster, kind, value, way, make or Estimator)
     except UsageError as error:
         estimate, note = None, str(error)

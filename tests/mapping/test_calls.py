@@ -41,8 +41,8 @@ from commlayer.scheduler.mapping.calls import (
 from commlayer.scheduler.mapping.folded import AXES
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.parameters import stage_parameters
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
-from commlayer.scheduler.mapping.stage_parameters import stage_parameters
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
 

@@ -14,6 +14,7 @@ from commlayer.profiles import catalog
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource, bus_factor
 from commlayer.profiles.profile import Profile, parse_profile
+from commlayer.readers.clusters import parse, resolve
 from commlayer.scheduler.choose import Policy, choose
 from commlayer.scheduler.mapping import clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Link
@@ -429,7 +430,7 @@ def test_further_profiles_bring_further_shapes() -> None:
 def test_unknown_names_bring_close_ones() -> None:
     with pytest.raises(UsageError, match=r"got 'h100-eoss'. Did you mean h100-eos"):
         clusters.load("h100-eoss")
-    assert clusters.load("h800") is clusters.resolve("h800")
+    assert clusters.load("h800") is resolve("h800")
 
 
 def test_what_is_not_declared_cannot_be_asked() -> None:
@@ -475,7 +476,7 @@ def example() -> str:
 def test_the_documented_file_is_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "ours.json"
     path.write_text(example(), encoding="utf-8")
-    cluster = clusters.resolve(str(path))
+    cluster = resolve(str(path))
     assert (cluster.name, cluster.domain, cluster.gpu) == ("ours", 8, hardware.GPUS["h100"])
     assert cluster.peaks.device_gbps == 1675
     assert cluster.intra is hardware.NVLINK
@@ -488,7 +489,7 @@ def test_a_file_may_name_profiles(tmp_path: Path) -> None:
     OURS.save(tmp_path / "measured.json")
     path = tmp_path / "ours.json"
     path.write_text(json.dumps({"name": "ours", "gpu": "a100", "profiles": ["measured.json"]}), encoding="utf-8")
-    cluster = clusters.resolve(str(path))
+    cluster = resolve(str(path))
     assert cluster.name == "ours"
     assert cluster.profile_of((4, 4)) == OURS
 
@@ -514,14 +515,14 @@ def test_files_that_are_refused(tmp_path: Path, changes: dict[str, object], mess
     path = tmp_path / "ours.json"
     path.write_text(json.dumps({**SOUND, **changes}), encoding="utf-8")
     with pytest.raises(UsageError, match=message):
-        clusters.resolve(str(path))
+        resolve(str(path))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a cluster file, got no such file\. Known are a100"):
-        clusters.resolve(str(tmp_path / "none.json"))
+        resolve(str(tmp_path / "none.json"))
     for text, message in (("{", "line 1, column 2: expected JSON"), ("[]", "expected a JSON object with a cluster")):
         with pytest.raises(UsageError, match=message):
-            clusters.parse(text, "ours.json")
+            parse(text, "ours.json")
     with pytest.raises(UsageError, match=r"ours\.json: none\.json: expected a profile"):
-        clusters.parse(json.dumps({"name": "ours", "gpu": "h100", "profiles": ["none.json"]}), "ours.json")
+        parse(json.dumps({"name": "ours", "gpu": "h100", "profiles": ["none.json"]}), "ours.json")

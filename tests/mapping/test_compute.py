@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.profiles.errors import ProfileError, UsageError
+from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping import compute as module
 from commlayer.scheduler.mapping.cluster import Gpu
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_of
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for, efficiency_of
 from commlayer.scheduler.mapping.hardware import GPUS
 
 H100 = Compute(GPUS["h100"])
@@ -125,13 +125,14 @@ def test_a_measured_machine_takes_the_time_of_its_points() -> None:
         Compute.measured([(2e6, 10.0)], memory_gbps=0)
 
 
-def test_calibrated_factors_are_read_from_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "compute.py"))
-    module._calibrated.cache_clear()
-    try:
-        assert efficiency_of("mixtral") is None
-        (tmp_path / "calibrated.json").write_text(json.dumps({"factors": {"mixtral": 0.75}}), encoding="utf-8")
-        module._calibrated.cache_clear()
-        assert (efficiency_of("mixtral"), efficiency_of("qwen")) == (0.75, None)
-    finally:
-        module._calibrated.cache_clear()
+def test_a_model_gets_its_own_calibrated_factor_its_twins_or_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FACTORS", {"mixtral-8x7b": 0.75, "one": 0.5, "another": 0.9})
+    assert (efficiency_of("mixtral-8x7b"), efficiency_of("qwen")) == (0.75, None)
+    mixtral = catalog.load("mixtral-8x7b")
+    assert efficiency_for(mixtral) == (0.75, ())
+    factor, (note,) = efficiency_for(dataclasses.replace(mixtral, name="mine"))
+    assert factor == 0.75
+    assert note.endswith("as calibrated for mixtral-8x7b")
+    factor, (note,) = efficiency_for(catalog.load("deepseek-v3"))
+    assert factor == 0.75  # of three
+    assert note.endswith("the median of the models that were calibrated: deepseek-v3 was not")

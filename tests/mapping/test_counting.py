@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
-from commlayer.scheduler.mapping.exchange import axis_size
+from commlayer.scheduler.mapping.calls import axis_size, dispatched_rows, layer_backward, layer_forward
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_calls import dispatched_rows, layer_backward, layer_forward
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.parameters import stage_parameters
 from commlayer.scheduler.mapping.pipeline import order
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
-from commlayer.scheduler.mapping.stage_parameters import stage_parameters
 
 _software = st.sampled_from((MEGATRON, COMMLAYER))
 _powers = st.sampled_from((1, 2, 4))
@@ -94,11 +93,8 @@ def test_parameters_of_all_gpus_are_those_of_the_model(
     second_copy = counted.embedding if model.ties_embeddings and setup.pp > 1 else 0
     dense = sum(each.elements.split * setup.tp + each.elements.whole for each in found)
     assert dense == counted.dense + second_copy
-    assert [sum(numbers) for numbers in zip(*[each.stage[1:] for each in found], strict=True)] == [
-        model.layers,
-        model.dense_layers,
-    ]
-    assert parameters.stage_layers(model, setup) == max(each.stage.layers for each in found)
+    assert sum(each.stage.layers for each in found) == model.layers
+    assert sum(each.stage.dense for each in found) == model.dense_layers
     fullest = max(each.total for each in found)
     assert (
         sum(parameters.per_gpu(model, setup, software)) == parameters.held_elements(model, setup, software) == fullest
@@ -223,10 +219,12 @@ def test_stages_cut_layers_as_evenly_as_they_go(layers: int, dense: int, pp: int
             parameters.stages(layers, dense, pp, vpp)
         return
     found = parameters.stages(layers, min(dense, layers), pp, vpp)
+    assert sum(stage.alike for stage in found) == pp
+    assert sum(stage.alike * stage.layers for stage in found) == layers
+    assert sum(stage.alike * stage.dense for stage in found) == min(dense, layers)
     assert found[0].layers == max(stage.layers for stage in found)
     assert found[0].layers - found[-1].layers <= vpp
     assert -(-layers // pp) <= found[0].layers <= vpp * -(-layers // (pp * vpp))
-    assert sum(stage.dense for stage in found) <= min(dense, layers)
 
 
 # FLOPs

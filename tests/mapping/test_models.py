@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from commlayer.profiles.errors import UsageError
+from commlayer.readers.models import from_config, read_model, resolve
 from commlayer.scheduler.mapping import catalog, flops, parameters
-from commlayer.scheduler.mapping.hugging_face import from_config, read_model
 from commlayer.scheduler.mapping.model import ModelShape
 
 _OTHER: dict[str, Any] = {  # what every configuration carries, and what changes no size
@@ -157,13 +157,13 @@ def _write(folder: Path, content: Any) -> Path:
 def test_names_and_loads_every_model() -> None:
     assert len(catalog.names()) == len(set(catalog.names())) == 11
     for name in catalog.names():
-        assert catalog.load(name) is catalog.resolve(name)
+        assert catalog.load(name) is resolve(name)
         assert catalog.load(name).name == name
         assert catalog.load(name).source
     with pytest.raises(UsageError, match=r"expected one of mixtral-8x7b, .*got 'mixtral'"):
         catalog.load("mixtral")
     with pytest.raises(UsageError, match=r"qwen3-235b-a22b, or a file such as .*got 'no/such/model'"):
-        catalog.resolve("no/such/model")
+        resolve("no/such/model")
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.names() if catalog.load(name).published])
@@ -216,7 +216,7 @@ def test_the_shared_expert_of_internal_352b_explains_size_and_mfu_of_the_paper()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_reads_published_configurations_as_the_catalog_has_them(name: str, tmp_path: Path) -> None:
     file = _write(tmp_path, CONFIGS[name])
-    ours, read = catalog.load(name), catalog.resolve(str(tmp_path))
+    ours, read = catalog.load(name), resolve(str(tmp_path))
     assert read == read_model(file)
     told = ("name", "source", "published")
     assert all(
@@ -291,10 +291,10 @@ def test_refuses_what_it_does_not_understand_and_names_file_and_field(
 
 def test_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"config\.json: expected a model's JSON file, .*No such file"):
-        catalog.resolve(str(tmp_path))
+        resolve(str(tmp_path))
     (tmp_path / "model.json").write_bytes(b"\xff{}")
     with pytest.raises(UsageError, match=r"model\.json: expected UTF-8 text, got byte 0xff at 0"):
-        catalog.resolve(str(tmp_path / "model.json"))
+        resolve(str(tmp_path / "model.json"))
 
 
 def _own(model: ModelShape) -> dict[str, Any]:
@@ -306,7 +306,7 @@ def test_our_own_files_give_the_model_back(name: str, tmp_path: Path) -> None:
     model = catalog.load(name)
     file = tmp_path / "anything.json"
     file.write_text(json.dumps(_own(model)))
-    assert catalog.resolve(str(file)) == model
+    assert resolve(str(file)) == model
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.scheduler import Strategy
+from commlayer.scheduler.mapping.calibrated import FACTORS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -26,11 +27,10 @@ def predictions() -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         from papers_data import TABLE_3, TABLE_4, TABLE_5
-        from papers_folding import SOFTWARE_OF, Prediction, frozen, predict
+        from papers_folding import SOFTWARE_OF, Prediction, predict
 
-        factors = frozen()
         rows = [row for row in (*TABLE_3, *TABLE_4, *TABLE_5) if row.quality == "printed"]
-        return [Prediction(row, predict(row, factors[row.model], SOFTWARE_OF[row.method])) for row in rows]
+        return [Prediction(row, predict(row, FACTORS[row.model], SOFTWARE_OF[row.method])) for row in rows]
 
 
 # MoE Parallel Folding
@@ -38,13 +38,23 @@ def predictions() -> list[Any]:
 
 def test_only_the_unfolded_rows_of_table_3_are_fitted() -> None:
     from papers_data import CALIBRATION
-    from papers_folding import CALIBRATED, frozen
 
-    content = json.loads(CALIBRATED.read_text(encoding="utf-8"))
-    assert {row.model: row.mfu for row in CALIBRATION} == {model: row["mfu"] for model, row in content["rows"].items()}
     assert all((row.table, row.method) == ("table 3", "MCore") for row in CALIBRATION)
-    assert len(CALIBRATION) == len(frozen()) == 4
-    assert set(frozen()) == set(content["rows"])
+    assert len(CALIBRATION) == 4
+    assert [row.model for row in CALIBRATION] == list(FACTORS)
+
+
+def test_what_a_calibration_writes_is_the_module_that_estimates_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import papers_folding
+
+    shipped = papers_folding.CALIBRATED.read_text(encoding="utf-8")
+    monkeypatch.setattr(papers_folding, "CALIBRATED", tmp_path / "calibrated.py")
+    papers_folding.freeze(FACTORS)
+    written = (tmp_path / "calibrated.py").read_text(encoding="utf-8")
+    day = re.compile(r"on \d{4}-\d\d-\d\d,")
+    assert day.sub("", written) == day.sub("", shipped)
 
 
 def test_the_frozen_factors_are_those_of_this_model(predictions: list[Any]) -> None:
@@ -92,9 +102,9 @@ def test_folded_beats_unfolded_and_methods_rank_as_published(predictions: list[A
 
 def test_fp8_is_faster_as_published(predictions: list[Any]) -> None:
     from papers_data import FP8_TFLOPS
-    from papers_folding import TOLERANCE, fp8_rows, frozen
+    from papers_folding import TOLERANCE, fp8_rows
 
-    rows = fp8_rows(frozen())
+    rows = fp8_rows(FACTORS)
     assert {(method, precision): theirs for method, precision, theirs, _ in rows} == FP8_TFLOPS
     for method, precision, theirs, ours in rows:
         assert ours == pytest.approx(theirs, rel=TOLERANCE), f"{method} {precision}"

@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.errors import UsageError
-from commlayer.scheduler.mapping.pipeline import bubble_us, course, hops, makespan_us, order
+from commlayer.scheduler.mapping.pipeline import bubble_us, hops, makespan_us, order, timetable
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_1f1b_of_equal_stages_takes_what_the_closed_form_says(ranks: int, micro_batches: int) -> None:
-    tasks = course([1.0] * ranks, [2.0] * ranks, micro_batches)
+    tasks = timetable([1.0] * ranks, [2.0] * ranks, micro_batches)
     assert max(task.end for task in tasks) == pytest.approx(makespan_us([3.0] * ranks, micro_batches))
     assert len(tasks) == 2 * ranks * micro_batches
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 5))
 def test_interleaved_chunks_divide_the_bubble(ranks: int, groups: int, chunks: int) -> None:
-    tasks = course([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks)
+    tasks = timetable([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks)
     assert max(task.end for task in tasks) == pytest.approx(makespan_us([3.0] * ranks, ranks * groups, chunks))
     assert bubble_us([3.0] * ranks, chunks) == pytest.approx((ranks - 1) * 3.0 / chunks)
 
@@ -31,7 +31,7 @@ def test_the_slowest_stage_rules_1f1b(ranks: int, extra: int, slower: float, dat
     forward[which] = slower
     backward = [2 * us for us in forward]
     stages = [a + b for a, b in zip(forward, backward, strict=True)]
-    took = max(task.end for task in course(forward, backward, ranks + extra))
+    took = max(task.end for task in timetable(forward, backward, ranks + extra))
     said = makespan_us(stages, ranks + extra)
     assert took == pytest.approx(said) if which == ranks - 1 else took <= said * (1 + 1e-9)
 
@@ -48,7 +48,7 @@ def test_every_rank_runs_every_task_once_and_backward_after_forward(ranks: int, 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.floats(0.0, 1.0))
 def test_no_task_begins_before_its_input_is_there(ranks: int, groups: int, chunks: int, send_us: float) -> None:
-    tasks = course([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks, send_us=send_us)
+    tasks = timetable([1.0] * ranks, [2.0] * ranks, ranks * groups, chunks, send_us=send_us)
     ends = {(task.chunk * ranks + task.rank, task.micro_batch, task.is_forward): task.end for task in tasks}
     for task in tasks:
         stage = task.chunk * ranks + task.rank
@@ -67,6 +67,6 @@ def test_sends_lengthen_a_step_as_often_as_hops_says(ranks: int, micro_batches: 
     count = micro_batches if chunks == 1 else ranks * (1 + micro_batches // ranks)
     if ranks == 1:
         chunks = 1
-    alone = max(task.end for task in course([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks))
-    sending = course([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks, send_us=0.01)
+    alone = max(task.end for task in timetable([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks))
+    sending = timetable([chunks * 1.0] * ranks, [chunks * 2.0] * ranks, count, chunks, send_us=0.01)
     assert max(task.end for task in sending) - alone == pytest.approx(0.01 * hops(ranks, count, chunks))

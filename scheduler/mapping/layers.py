@@ -1,25 +1,33 @@
-"""A layer's program from its work (:mod:`layer_work`) and its calls (:mod:`layer_calls`), for one job, cluster and software."""
+"""One layer as a program, forward and backward: what is computed (:mod:`commlayer.scheduler.mapping.layer_work`), what is sent
+(:mod:`commlayer.scheduler.mapping.calls`), and what of that waits for what.
+
+What is hidden, and behind what:
+
+- ``tensor``: in the backward pass of the projections the sequence is gathered again beside the product for the input's gradient,
+  whose sum is scattered beside the product for the weight's (Megatron-LM's asynchronous linear layer).
+- ``context`` of the kind ``ring``: keys and values travel beside the attention's core; of the kind ``gather`` before it.
+- tokens on their way to experts in chunks beside the experts' work, where the software does that (scheduler/overlap.py) and the
+  experts are whole (etp 1).
+- what ``selective`` recomputation sends again is issued at the beginning of the layer's backward pass (MegaScale-MoE, figure 8b).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import count
+from dataclasses import replace
 
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.profile import Profile
 from commlayer.scheduler import conflicts
+from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, layer_backward, layer_forward
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.exchange import SEND_RECV, Exchange
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_calls import layer_backward, layer_forward
-from commlayer.scheduler.mapping.layer_program import Course, Finish, Move, Part, Send, Work, bind, run, sequence
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn
-from commlayer.scheduler.overlap import choose_slices
+from commlayer.scheduler.overlap import choose_slices, posted
 from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.programs import Breakdown, Call, Compute, Issue, Item, Wait, numbered, run_alone
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
@@ -39,7 +47,8 @@ _PARTS = {
 }
 """As what a call counts, by its place, or by its lane; others as their lane."""
 _GATHERED = ("before_attention", "before_ffn")
-Places = dict[str, list[Move]]
+Places = dict[str, list[Call]]
+"""The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.calls.Exchange`)."""
 
 
 class LayerBuilder:
@@ -51,30 +60,28 @@ class LayerBuilder:
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
 
-    def move(self, setup: Setup, exchange: Exchange) -> Move:
+    def call(self, setup: Setup, exchange: Exchange) -> Call:
         """The call of an exchange (once), by the plan that the run time would choose."""
         nodes = group_nodes(self.cluster, setup, exchange)
-        part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
-        named = partial(Move, exchange.name, part, exchange.axis, exchange.lane)
-        if sum(nodes) == 1 or not exchange.logical_bytes:
-            return named(0.0, None, None)
-        profile = self.cluster.profile_of(nodes)
         if exchange.collective == SEND_RECV:
             us = exchange.count * self.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
-            plan = build(_around(exchange, nodes), Strategy.FLAT)
-            return named(us, plan, profile, (us,))
-        lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
-        decision = self.pricer.decide(exchange.collective, exchange.logical_bytes, nodes, lane)
-        return named(decision.predicted_us, decision.plan, profile)
+            plan, durations_us = build(_around(exchange, nodes), Strategy.FLAT), (us,)
+        else:
+            lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
+            decision = self.pricer.decide(exchange.collective, exchange.logical_bytes, nodes, lane)
+            us, plan, durations_us = decision.predicted_us, decision.plan, None
+        part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
+        profile = self.cluster.profile_of(nodes)
+        return Call(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part)
 
-    def forward(self, setup: Setup, is_moe: bool = True) -> list[Part]:
+    def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
         work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
         return self._forward(
             setup, work, self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
         )
 
-    def backward(self, setup: Setup, is_moe: bool = True) -> list[Part]:
+    def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's backward pass of a micro-batch, with what is computed and sent again for it."""
         work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
         exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
@@ -88,133 +95,127 @@ class LayerBuilder:
             return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
         if setup.recompute == "selective":
             weights = {"parameters": resent.pop("parameters")} if "parameters" in resent else {}
-            first = [Send(move) for moves in resent.values() for move in moves]
-            last = [Finish(move) for moves in resent.values() for move in moves]
+            first = [Issue(call) for calls in resent.values() for call in calls]
+            last = [Wait(call) for calls in resent.values() for call in calls]
             # Its calls run beside what is computed again; what they do not hide is waited for at once.
-            return sequence(first, Work("recompute", work.remade()), last, self._backward(setup, work, at, weights))
+            return sequence(first, Compute(work.remade(), "recompute"), last, self._backward(setup, work, at, weights))
         return self._backward(setup, work, at, resent)
 
-    def course(self, parts: Sequence[Part]) -> Course:
-        """How ``parts`` go, with calls of different axes in each other's way."""
-        return run(parts) if _is_serial(parts) else self.simulated(parts)[0]
+    def timed(self, program: Sequence[Item]) -> Breakdown:
+        """The times of ``program``, with calls of different axes in each other's way."""
+        return run_alone(program) if _is_serial(program) else self.simulated(program)[0]
 
-    def simulated(self, parts: Sequence[Part]) -> tuple[Course, conflicts.Forecast]:
+    def simulated(self, program: Sequence[Item]) -> tuple[Breakdown, conflicts.Forecast]:
         """The same by :func:`commlayer.scheduler.conflicts.simulate`, always."""
-        numbers = count()
-        program = list(bind(parts, "", lambda: next(numbers)))
         policy = self.pricer.policy.lanes if self.software.lanes else None
-        forecast = conflicts.simulate(program, self._any_profile(parts), policy)
-        return _course_of(forecast, parts), forecast
-
-    def _any_profile(self, parts: Sequence[Part]) -> Profile:
-        """For how much resources slow each other down; every call brings the curves of its group."""
-        found = (part.move.profile for part in parts if isinstance(part, Send) and part.move.profile is not None)
-        return next(found, None) or self.cluster.profile_of((1,))
+        # For how much resources slow each other down; every call brings the curves of its group.
+        profiles = (item.call.profile for item in program if isinstance(item, Issue))
+        profile = next(filter(None, profiles), None) or self.cluster.profile_of((1,))
+        forecast = conflicts.simulate(list(numbered(program)), profile, policy)
+        return _broken_down(forecast, program), forecast
 
     def _places(self, setup: Setup, exchanges: Iterable[Exchange]) -> Places:
         found: Places = {}
         for each in exchanges:
-            found.setdefault(each.place, []).append(self.move(setup, each))
+            found.setdefault(each.place, []).append(self.call(setup, each))
         return found
 
-    def _forward(self, setup: Setup, work: LayerWork, at: Places) -> list[Part]:
+    def _forward(self, setup: Setup, work: LayerWork, at: Places) -> list[Item]:
         is_tensor = setup.attention == "tensor"
         before, after = _sync(at.pop("before_attention", [])), _sync(at.pop("after_attention", []))
         parameters = at.pop("parameters", [])
         first, last = self._beside(parameters)
-        parts = sequence(
+        program = sequence(
             first,
-            Work("memory", work.norm.forward),
+            Compute(work.norm.forward, "memory"),
             before if is_tensor else [],
-            Work("attention", work.projections.forward),
-            Work("memory", work.rotation.forward),
+            Compute(work.projections.forward, "attention"),
+            Compute(work.rotation.forward, "memory"),
             [] if is_tensor else before,
             self._core(at.pop("context", []), work.core.forward),
             [] if is_tensor else after,
-            Work("attention", work.out.forward),
+            Compute(work.out.forward, "attention"),
             after if is_tensor else [],
-            Work("memory", work.middle.forward),
-            Work("dense", work.router.forward),
+            Compute(work.middle.forward, "memory"),
+            Compute(work.router.forward, "dense"),
             _sync(at.pop("router", [])),
             _sync(at.pop("counts", [])),
             _sync(at.pop("before_ffn", [])),
-            Work("dense", work.shared.forward),
+            Compute(work.shared.forward, "dense"),
             self._experts(setup, work, at, is_forward=True),
             _sync(at.pop("after_ffn", [])),
             last,
         )
         _check_used(at)
-        return parts
+        return program
 
-    def _backward(self, setup: Setup, work: LayerWork, at: Places, again: Places) -> list[Part]:
+    def _backward(self, setup: Setup, work: LayerWork, at: Places, again: Places) -> list[Item]:
         is_tensor = setup.attention == "tensor"
         before, after = at.pop("before_attention", []), _sync(at.pop("after_attention", []))
         first, last = self._beside(again.pop("parameters", []))
         first_sum, last_sum = self._beside(at.pop("gradients", []))
         if first_sum and not self.software.overlaps_gradients:
-            first_sum, last_sum = [], _sync([part.move for part in first_sum if isinstance(part, Send)])
-        parts = sequence(
+            first_sum, last_sum = [], _sync([item.call for item in first_sum if isinstance(item, Issue)])
+        program = sequence(
             first,
             first_sum,
             _sync(at.pop("after_ffn", [])),
             _around_products(
-                again.pop("before_ffn", []), Work("dense", work.shared.backward), at.pop("before_ffn", [])
+                again.pop("before_ffn", []), Compute(work.shared.backward, "dense"), at.pop("before_ffn", [])
             ),
             self._experts(setup, work, at, is_forward=False),
-            Work("dense", work.router.backward),
-            Work("memory", work.middle.backward),
+            Compute(work.router.backward, "dense"),
+            Compute(work.middle.backward, "memory"),
             after if is_tensor else [],
-            Work("attention", work.out.backward),
+            Compute(work.out.backward, "attention"),
             [] if is_tensor else after,
             self._core(at.pop("context", []), work.core.backward),
             [] if is_tensor else _sync(before),
-            Work("memory", work.rotation.backward),
-            _beside_product(again.pop("before_attention", []), Work("attention", work.projections.input_gradient)),
-            _beside_product(before if is_tensor else [], Work("attention", work.projections.weight_gradient)),
-            Work("memory", work.norm.backward),
+            Compute(work.rotation.backward, "memory"),
+            _beside_product(again.pop("before_attention", []), Compute(work.projections.input_gradient, "attention")),
+            _beside_product(before if is_tensor else [], Compute(work.projections.weight_gradient, "attention")),
+            Compute(work.norm.backward, "memory"),
             last,
             last_sum,
         )
         _check_used(at)
         _check_used(again)
-        return parts
+        return program
 
-    def _beside(self, moves: list[Move]) -> tuple[list[Part], list[Part]]:
+    def _beside(self, calls: list[Call]) -> tuple[list[Item], list[Item]]:
         """Weights of the next layer while this one computes, as prefetching software does; else now, and nothing beside."""
         if self.software.overlaps_parameters:
-            return [Send(move) for move in moves], [Finish(move) for move in moves]
-        return _sync(moves), []
+            return [Issue(call) for call in calls], [Wait(call) for call in calls]
+        return _sync(calls), []
 
-    def _core(self, context: list[Move], us: float) -> list[Part]:
-        core = Work("attention", us)
+    def _core(self, context: list[Call], us: float) -> list[Item]:
+        core = Compute(us, "attention")
         if self.software.context == "ring":
-            return [*map(Send, context), core, *map(Finish, context)]
+            return [*map(Issue, context), core, *map(Wait, context)]
         return [*_sync(context), core]
 
-    def _experts(self, setup: Setup, work: LayerWork, at: Places, *, is_forward: bool) -> list[Part]:
+    def _experts(self, setup: Setup, work: LayerWork, at: Places, *, is_forward: bool) -> list[Item]:
         """Dispatch, experts and combine; backward the other way round."""
         out = [*at.pop("dispatch", []), *at.pop("gather_experts", [])]
         home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
         if is_forward:
-            computed = [Work("experts", work.experts.forward), Work("memory", work.expert_memory.forward)]
-            first, last = Work("memory", work.permute.forward), Work("memory", work.unpermute.forward)
+            computed = [Compute(work.experts.forward, "experts"), Compute(work.expert_memory.forward, "memory")]
+            first, last = Compute(work.permute.forward, "memory"), Compute(work.unpermute.forward, "memory")
         else:
-            computed = [Work("experts", work.experts.backward), Work("memory", work.expert_memory.backward)]
-            first, last = Work("memory", work.unpermute.backward), Work("memory", work.permute.backward)
+            computed = [Compute(work.experts.backward, "experts"), Compute(work.expert_memory.backward, "memory")]
+            first, last = Compute(work.unpermute.backward, "memory"), Compute(work.permute.backward, "memory")
             out, home = home[::-1], out[::-1]
         if self._hides(setup, out, home):
             return [first, *self._chunked(out[0], home[0], computed, is_forward), last]
         return [first, *_sync(out), *computed, *_sync(home), last]
 
-    def _hides(self, setup: Setup, out: list[Move], home: list[Move]) -> bool:
+    def _hides(self, setup: Setup, out: list[Call], home: list[Call]) -> bool:
         """Whole experts, and one exchange each way: others would need a plan of their own."""
         is_one = len(out) == 1 and len(home) == 1
         return self.software.hides_dispatch and setup.dispatch == "all_to_all" and setup.etp == 1 and is_one
 
-    def _chunked(self, out: Move, home: Move, computed: list[Work], is_forward: bool) -> list[Part]:
-        """In the order in which the dispatcher posts (:func:`commlayer.scheduler.overlap.pipeline`)."""
-        if out.plan is None or home.plan is None or out.profile is None:
-            return [*_sync([out]), *computed, *_sync([home])]
+    def _chunked(self, out: Call, home: Call, computed: list[Compute], is_forward: bool) -> list[Item]:
+        """The experts' work in chunks, beside their way to the experts and back, where that is worth it."""
         traffic, whole = out.plan.traffic, sum(work.us for work in computed)
         size = traffic.logical_bytes
 
@@ -224,31 +225,29 @@ class LayerBuilder:
         slices, _ = choose_slices(traffic, exchange_us, lambda part: whole / (1 if is_forward else 2) * part / size)
         if len(slices) == 1:
             return [*_sync([out]), *computed, *_sync([home])]
-        slices = slices if is_forward else slices[::-1]
-        ahead = 1 if is_forward else len(slices)
-        return self._pipeline(out, home, computed, [part / sum(slices) for part in slices], ahead)
+        shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
+        outs, homes = [self._share(out, share) for share in shares], [self._share(home, share) for share in shares]
+        items: list[Item] = []
+        for kind, chunk in posted(len(shares), 1 if is_forward else len(shares)):
+            if kind == "dispatch":
+                items.append(Issue(outs[chunk]))
+            elif kind == "experts":
+                items += [Wait(outs[chunk]), *(Compute(work.us * shares[chunk], work.name) for work in computed)]
+            else:
+                items.append(Issue(homes[chunk]))
+        return [*items, *map(Wait, homes)]
 
-    def _pipeline(self, out: Move, home: Move, computed: list[Work], shares: list[float], ahead: int) -> list[Part]:
-        outs = [self._share(out, share) for share in shares]
-        homes = [self._share(home, share) for share in shares]
-        parts: list[Part] = []
-        sent = 0
-        for chunk, share in enumerate(shares):
-            while sent < min(chunk + 1 + ahead, len(shares)):
-                parts.append(Send(outs[sent]))
-                sent += 1
-            parts.append(Finish(outs[chunk]))
-            parts += [Work(work.part, work.us * share) for work in computed]
-            parts.append(Send(homes[chunk]))
-        return [*parts, *map(Finish, homes)]
-
-    def _share(self, move: Move, share: float) -> Move:
-        if move.plan is None:
-            raise InternalError(f"{move.name} has no plan to cut")
-        traffic = move.plan.traffic
+    def _share(self, call: Call, share: float) -> Call:
+        traffic = call.plan.traffic
         size = round(traffic.logical_bytes * share)
         decision = self.pricer.decide(traffic.collective, size, traffic.nodes, traffic.lane)
-        return Move(move.name, move.part, move.axis, move.lane, decision.predicted_us, decision.plan, move.profile)
+        return replace(call, plan=decision.plan, us=decision.predicted_us)
+
+
+def sequence(*items: Item | Sequence[Item]) -> list[Item]:
+    """One flat list; work of no length and calls of no time are left out."""
+    flat = (one for item in items for one in ((item,) if isinstance(item, Item) else item))
+    return [one for one in flat if (one.us if isinstance(one, Compute) else one.call.us)]
 
 
 def group_nodes(cluster: Cluster, setup: Setup, exchange: Exchange) -> tuple[int, ...]:
@@ -267,22 +266,22 @@ def _around(exchange: Exchange, nodes: tuple[int, ...]) -> Traffic:
     return Traffic(exchange.logical_bytes * size, size, link=link, collective="all_gather", nodes=nodes)
 
 
-def _sync(moves: Iterable[Move]) -> list[Part]:
-    return [part for move in moves for part in (Send(move), Finish(move))]
+def _sync(calls: Iterable[Call]) -> list[Item]:
+    return [item for call in calls for item in (Issue(call), Wait(call))]
 
 
-def _beside_product(moves: list[Move], work: Work) -> list[Part]:
-    return [*map(Send, moves), work, *map(Finish, moves)]
+def _beside_product(calls: list[Call], work: Compute) -> list[Item]:
+    return [*map(Issue, calls), work, *map(Wait, calls)]
 
 
-def _around_products(gathered: list[Move], work: Work, scattered: list[Move]) -> list[Part]:
+def _around_products(gathered: list[Call], work: Compute, scattered: list[Call]) -> list[Item]:
     """A sequence gathered again beside one half of the products, and sums scattered beside the other."""
-    half = Work(work.part, work.us / 2)
+    half = Compute(work.us / 2, work.name)
     return [*_beside_product(gathered, half), *_beside_product(scattered, half)]
 
 
-def _renamed(parts: Iterable[Part]) -> list[Part]:
-    return [Work("recompute", part.us) if isinstance(part, Work) else part for part in parts]
+def _renamed(program: Iterable[Item]) -> list[Item]:
+    return [Compute(item.us, "recompute") if isinstance(item, Compute) else item for item in program]
 
 
 def _check_used(at: Places) -> None:
@@ -290,20 +289,20 @@ def _check_used(at: Places) -> None:
         raise InternalError(f"calls at {', '.join(at)} have no place in a layer's program")
 
 
-def _is_serial(parts: Sequence[Part]) -> bool:
+def _is_serial(program: Sequence[Item]) -> bool:
     """Whether nothing is under way while something else is."""
-    for this, following in zip(parts, [*parts[1:], None], strict=True):
-        if isinstance(this, Send) and not (isinstance(following, Finish) and following.move is this.move):
+    for this, following in zip(program, [*program[1:], None], strict=True):
+        if isinstance(this, Issue) and not (isinstance(following, Wait) and following.call is this.call):
             return False
     return True
 
 
-def _course_of(forecast: conflicts.Forecast, parts: Sequence[Part]) -> Course:
+def _broken_down(forecast: conflicts.Forecast, program: Sequence[Item]) -> Breakdown:
     """A forecast's times by part, lane and link. What computation took, it took as it was stretched."""
-    course = Course(total_us=forecast.total_us)
+    found = Breakdown(total_us=forecast.total_us)
     for name, start, end in forecast.computed:
-        course.parts[name] = course.parts.get(name, 0.0) + end - start
-    moves = [part.move for part in parts if isinstance(part, Finish)]
-    for move, (_, start, end) in zip(moves, forecast.waited, strict=True):
-        course.wait(move, end - start)
-    return course
+        found.parts[name] = found.parts.get(name, 0.0) + end - start
+    calls = [item.call for item in program if isinstance(item, Wait)]
+    for call, (_, start, end) in zip(calls, forecast.waited, strict=True):
+        found.wait(call, end - start)
+    return found

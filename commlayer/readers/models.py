@@ -1,4 +1,4 @@
-"""A model's shape from a file: the config.json of a Hugging Face model, or a commlayer model in JSON.
+"""A model by its name or from a file: the config.json of a Hugging Face model, or a commlayer model in JSON.
 
 A field that looks like a size and that no reader here understands is refused: a size that is silently wrong costs more than a
 message. Fields that change no size are left alone: token ids, dropout, initialisation, rotary embeddings, routing losses and
@@ -9,6 +9,7 @@ values that pairs of layers share: both below 0.1 % of the parameters.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -21,9 +22,11 @@ import msgspec
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
+from commlayer.profiles.printable import shortened
+from commlayer.scheduler.mapping.catalog import MODELS
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 
-__all__ = ["FORMAT", "MODEL_TYPES", "from_config", "read_model"]
+__all__ = ["FORMAT", "MODEL_TYPES", "from_config", "read_model", "resolve"]
 
 #: Of our own files: ``{"format": "commlayer-model", "name": …, "layers": …}``, the fields of ModelShape.
 FORMAT = "commlayer-model"
@@ -51,6 +54,24 @@ _HARMLESS = frozenset(
         "topk_group",
     )
 )
+
+
+def resolve(name_or_path: str) -> ModelShape:
+    """A model of the catalog, or what a file (or the config.json of a folder) describes.
+
+    Raises:
+        UsageError: neither; or a file that cannot be read as one (:func:`read_model`).
+    """
+    if name_or_path in MODELS:
+        return MODELS[name_or_path]
+    if not os.path.exists(name_or_path):
+        close = difflib.get_close_matches(name_or_path.lower(), MODELS, n=1, cutoff=0.5)
+        hint = f". Did you mean {close[0]}?" if close else ""
+        raise UsageError(
+            f"model: expected one of {', '.join(MODELS)}, or a file such as a Hugging Face config.json (or its folder), "
+            f"got {shortened(name_or_path)!r}, which is neither{hint}"
+        )
+    return read_model(name_or_path)
 
 
 def read_model(path: str | Path) -> ModelShape:

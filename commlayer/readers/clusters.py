@@ -1,0 +1,133 @@
+"""A cluster by its name or from a JSON file (docs/clusters.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file
+from commlayer.profiles.printable import shortened
+from commlayer.profiles.profile import Interference, load_profile
+from commlayer.scheduler.mapping import hardware
+from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
+from commlayer.scheduler.mapping.clusters import closest, from_peaks, load, names
+
+__all__ = ["parse", "resolve"]
+
+
+def resolve(name_or_path: str) -> Cluster:
+    """A known cluster by its name, or any by the path of its file (what contains "/", ends with ".json" or exists).
+
+    Raises UsageError: neither; or a file that is not a sound cluster.
+    """
+    if name_or_path in names() or not (
+        "/" in name_or_path or name_or_path.endswith(".json") or os.path.exists(name_or_path)
+    ):
+        return load(name_or_path)
+    try:
+        text = read_file(name_or_path).decode("utf-8")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{shortened(name_or_path)}: expected a cluster file, got no such file. Known are {', '.join(names())}"
+        ) from error
+    except OSError as error:
+        raise UsageError(
+            f"{shortened(name_or_path)}: cannot read the cluster file: {error.strerror or error}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name_or_path}: cannot read the cluster file: {error}") from error
+    return parse(text, name_or_path)
+
+
+def parse(text: str, where: str) -> Cluster:
+    """The cluster of a JSON text; ``where`` begins every message, and profiles are looked for beside it.
+
+    Raises UsageError: names the field and the reason.
+    """
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: line {error.lineno}, column {error.colno}: expected JSON ({error.msg})") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{where}: expected a JSON object with a cluster, got {type(content).__name__}")
+    if content.get("format") == "commlayer-profile":
+        raise UsageError(
+            f"{where}: this is a profile, which says nothing about GPUs. Write a cluster file beside it: "
+            f'{{"name": …, "gpu": "h100", "profiles": ["{Path(where).name}"]}} (docs/clusters.md)'
+        )
+    _refuse_unknown(where, "", content, _File.__struct_fields__)
+    gpu, links = content.get("gpu"), {name: content.get(name) for name in ("inter", "intra", "device")}
+    if isinstance(gpu, dict):
+        _refuse_unknown(where, "gpu.", gpu, [field.name for field in fields(Gpu)])
+    for name, link in links.items():
+        if isinstance(link, dict):
+            _refuse_unknown(where, f"{name}.", link, [field.name for field in fields(Link)])
+    try:
+        return _built(msgspec.convert(content, _File), Path(where).parent)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{where}: {str(error).replace('Expected', 'expected', 1)}") from error
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
+
+
+class _PeaksFile(msgspec.Struct, forbid_unknown_fields=True):
+    inter_gbps: float
+    intra_gbps: float
+    device_gbps: float = 0.0
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The file: either ``domain`` and ``peaks``, or ``profiles``."""
+
+    name: str
+    gpu: str | Gpu
+    domain: int = 0
+    peaks: _PeaksFile | None = None
+    inter: Link | None = None
+    intra: Link | None = None
+    device: Link | None = None
+    interference: tuple[Interference, ...] = ()
+    profiles: tuple[str, ...] = ()
+    source: str = ""
+
+
+def _built(file: _File, folder: Path) -> Cluster:
+    gpu = file.gpu
+    if isinstance(gpu, str):
+        if gpu not in hardware.GPUS:
+            raise UsageError(
+                f"gpu: expected one of {', '.join(hardware.GPUS)}, or an object with its numbers, got {gpu!r}"
+                f"{closest(gpu, hardware.GPUS)}"
+            )
+        gpu = hardware.GPUS[gpu]
+    if file.profiles:
+        given = [
+            name for name in ("domain", "peaks", "inter", "intra", "device", "interference") if getattr(file, name)
+        ]
+        if given:
+            raise UsageError(f"{given[0]}: expected it not beside profiles, which say it")
+        first, *more = (load_profile(folder / path) for path in file.profiles)
+        return Cluster.from_profile(first, gpu, *more).replace(name=file.name)
+    if not file.domain or file.peaks is None:
+        raise UsageError("expected domain and peaks, or profiles")
+    peaks = file.peaks
+    cluster = from_peaks(
+        file.name, gpu, file.domain, peaks.inter_gbps, peaks.intra_gbps, peaks.device_gbps, source=file.source
+    )
+    links = {name: link for name in ("inter", "intra", "device") if (link := getattr(file, name)) is not None}
+    return cluster.replace(**links, interference=file.interference)
+
+
+def _refuse_unknown(where: str, prefix: str, content: dict[str, Any], known: Iterable[str]) -> None:
+    for name in content:
+        if name not in (names := list(known)):
+            raise UsageError(
+                f"{where}: field {prefix}{name}: unknown field; expected some of {', '.join(names)}{closest(name, names)}"
+            )

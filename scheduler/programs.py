@@ -1,0 +1,152 @@
+"""A program: what one rank computes, which calls it issues and which it waits for, in order.
+
+A layer of a model is one, a stage of a pipeline is several behind each other, and so is whatever somebody writes down to ask
+what its calls cost. All ranks run the same program. :func:`run_alone` times one whose calls are not in each other's way;
+:func:`commlayer.scheduler.conflicts.simulate` one where they are, with lanes and without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.lanes import level_of
+from commlayer.scheduler.plan import Plan
+
+__all__ = ["Breakdown", "Call", "Compute", "Issue", "Item", "Wait", "numbered", "run_alone"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One collective call; two of them are never the same one, whatever they have in common.
+
+    Attributes:
+        lane: "" is no lane, and waits for nobody.
+        group: whose calls run first in, first out; "" is one group for each lane.
+        durations_us: what each step takes alone, µs, instead of what the profile says: the rounds of a ring.
+        profile: of its group, where that is another than the program's: groups that lie differently on the nodes may be of one
+            size.
+        us: of the whole call alone, for :func:`run_alone`; unless given nobody knows, and its times are no numbers.
+        part: of a step, as what it counts where it is waited for (:class:`Breakdown`).
+
+    Raises UsageError for a lane that does not exist.
+    """
+
+    name: str
+    plan: Plan
+    lane: str = ""
+    group: str = ""
+    durations_us: tuple[float, ...] | None = None
+    profile: Profile | None = None
+    us: float = math.nan
+    part: str = ""
+
+    def __post_init__(self) -> None:
+        level_of(self.lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The program computes for ``us`` µs (alone: what is posted meanwhile, and busy links, may lengthen it).
+
+    ``name``: what it is; of a training step the part that it counts as (:class:`Breakdown`).
+    """
+
+    us: float
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.us < float("inf"):
+            raise UsageError(f"Compute.us: expected a time of at least 0 µs, got {self.us}")
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """The program issues ``call``, and goes on at once."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The program waits until ``call``, which it has issued, has ended."""
+
+    call: Call
+
+
+Item = Compute | Issue | Wait
+"""A program is a sequence of these. A synchronous call is an Issue and its Wait."""
+
+
+def numbered(program: Iterable[Item]) -> Iterator[Item]:
+    """``program`` with another call for each Issue, and a number behind its name: a layer's program may be in it many times."""
+    numbers = count()
+    under_way: dict[Call, Call] = {}
+    for item in program:
+        if isinstance(item, Issue):
+            under_way[item.call] = call = replace(item.call, name=f"{item.call.name} #{next(numbers)}")
+            yield Issue(call)
+        else:
+            yield Wait(under_way.pop(item.call)) if isinstance(item, Wait) else item
+
+
+@dataclass(slots=True)
+class Breakdown:
+    """What the time of a program is made of, µs: by part of a step; what is waited for by lane, and by link class."""
+
+    total_us: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=dict)
+    links: dict[str, float] = field(default_factory=dict)
+
+    def wait(self, call: Call, us: float) -> None:
+        """``us`` µs were waited for ``call``; the total has them already."""
+        for kind, key in (
+            (self.parts, call.part),
+            (self.exposed, call.lane),
+            (self.links, call.plan.traffic.link.value),
+        ):
+            kind[key] = kind.get(key, 0.0) + us
+
+    def add(self, other: Breakdown, times: float = 1.0) -> None:
+        """``times`` another one's."""
+        self.total_us += times * other.total_us
+        for mine, its in ((self.parts, other.parts), (self.exposed, other.exposed), (self.links, other.links)):
+            for key, us in its.items():
+                mine[key] = mine.get(key, 0.0) + times * us
+
+    def expose(self, part: str, lane: str, us: float, links: dict[str, float]) -> None:
+        """The program is longer by ``us`` µs of communication, ``links`` of them by link class."""
+        self.add(Breakdown(us, {part: us}, {lane: us}, links))
+
+
+def run_alone(program: Sequence[Item]) -> Breakdown:
+    """The times of ``program`` where nothing else is on the links: calls of a group run first in, first out, others beside them.
+
+    Never longer than :func:`commlayer.scheduler.conflicts.simulate` says, which also lets calls of different groups slow each
+    other. Raises InternalError for a Wait for what was not issued.
+    """
+    found = Breakdown()
+    now = 0.0
+    free: dict[str, float] = {}
+    ends: dict[Call, float] = {}
+    for item in program:
+        if isinstance(item, Compute):
+            now += item.us
+            found.parts[item.name] = found.parts.get(item.name, 0.0) + item.us
+            continue
+        call = item.call
+        if isinstance(item, Issue):
+            ends[call] = free[call.group] = max(now, free.get(call.group, 0.0)) + call.us
+            continue
+        if call not in ends:
+            raise InternalError(f"{call.name} is waited for before it is issued")
+        exposed = max(0.0, ends.pop(call) - now)
+        now += exposed
+        found.wait(call, exposed)
+    found.total_us = now
+    return found
