@@ -24,7 +24,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -56,11 +56,20 @@ test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where 
 conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, compared with Gloo; some minutes
 	$(RUN) tests/conformance/driver.py $(ARGS)
 
-lint: $(READY)  ## style, format, types, import contracts
+lint: $(READY)  ## style, format, types, import contracts, documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))'
+	$(RUN) -m pytest -q tests/test_documentation.py
+	$(MAKE) --no-print-directory docs
+
+# The variable silences a notice about the theme's successor. Not --quiet: that hides warnings from --strict too.
+docs: $(READY)  ## the documentation as a site, in site/; a link to nothing is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+docs-serve: $(READY)  ## the same on http://127.0.0.1:8000, built anew when a page changes
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs serve $(ARGS)
 
 bench-collectives: $(READY)  ## the backend's collectives against torch's on Gloo; writes a dated result document
 	$(RUN) benchmarks/collectives.py $(ARGS)
@@ -91,5 +100,5 @@ bench: $(READY)  ## measure every way of moving an all_to_all; writes a dated re
 	$(RUN) benchmarks/all_to_all.py $(ARGS)
 
 clean:  ## remove .venv and everything that tools leave behind
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

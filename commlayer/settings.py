@@ -1,4 +1,4 @@
-"""Settings: each has an environment variable ``COMMLAYER_<NAME>`` and a field here. Nothing is read at import.
+"""The settings, each of which has an environment variable ``COMMLAYER_<NAME>`` and a field here. Nothing is read at import.
 
 An unknown ``COMMLAYER_`` variable is an error: a misspelt setting that is silently ignored costs its user a day.
 """
@@ -26,23 +26,31 @@ _NAMES = {"as_backend": "AS"}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the environment asks for.
+    """The settings of a process, which the environment gives.
 
-    profile: a profile's name in the catalogue, or a path to its JSON file; for the backend also ``auto`` (its default: the
-    cached profile of this cluster, else a probe) and ``none`` (nothing is planned). topology: declared instead of
-    discovered, ``2x4`` is two nodes of four ranks. timeout_s: longest wait in one collective of a Communicator, seconds
-    (the backend's groups have torch's own). debug: ``off``, or ``detail`` to compare every call across ranks before it
-    moves a byte. emulation: ``auto``, ``netns`` or ``loopback``. plan: one plan for every call of the backend to which it
-    applies, such as ``hierarchical`` or ``pipelined:4`` (tests, comparisons). reduction: ``native``, or ``ordered`` for FP32
-    sums in rank order. intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or
-    ``auto``: shared memory where they have it, except on an emulated cluster whose inside is shaped. stats: ``1`` prints
-    :func:`commlayer.stats` at exit. as_backend (``COMMLAYER_AS``): ``gloo`` or ``nccl``, the name under which trainers get
-    this backend that accept only names they know. cache: folder of measured profiles. wire: formats in which a lane's tensors
-    may cross the links where the program does not say it, such as ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md). lanes: ``auto``
-    cuts the calls of groups that the program has put on a lane, ``on`` also those of groups that are only described as one's,
-    ``off``: no traffic goes before other traffic (docs/lanes.md). lane_share: of the link, that a lower lane keeps
-    while higher ones have work without end. trace: folder into which every rank writes what it did and when, for
-    ``commlayer trace`` and Perfetto (docs/tracing.md).
+    Attributes:
+        profile: a profile's name in the catalogue, or a path to its JSON file; for the backend also ``auto`` (its default: the
+            cached profile of this cluster, else a probe) and ``none`` (nothing is planned).
+        topology: the topology, declared instead of discovered: ``2x4`` is two nodes of four ranks.
+        timeout_s: the longest wait in one collective of a Communicator, seconds (the backend's groups have torch's own).
+        debug: ``off``, or ``detail`` to compare every call across ranks before it moves a byte.
+        emulation: ``auto``, ``netns`` or ``loopback``.
+        plan: one plan for every call of the backend to which it applies, such as ``hierarchical`` or ``pipelined:4`` (tests,
+            comparisons).
+        reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
+        intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
+            where they have it, except on an emulated cluster whose inside is shaped.
+        stats: ``1`` prints :func:`commlayer.stats` at exit.
+        as_backend: (``COMMLAYER_AS``) ``gloo`` or ``nccl``, the name under which trainers get this backend that accept only
+            names they know.
+        cache: the folder of measured profiles.
+        wire: formats in which a lane's tensors may cross the links where the program does not say it, such as
+            ``dp=bf16,tp=fp8_e4m3`` (docs/compression.md).
+        lanes: ``auto`` cuts the calls of groups that the program has put on a lane, ``on`` also those of groups that are only
+            described as one's, ``off``: no traffic goes before other traffic (docs/lanes.md).
+        lane_share: the share of the link that a lower lane keeps while higher ones have work without end.
+        trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
+            (docs/tracing.md).
     """
 
     profile: str | None = None
@@ -74,7 +82,7 @@ class Settings:
         self.wires()
 
     def wires(self) -> dict[str, tuple[WireFormat, ...]]:
-        """The formats that ``wire`` allows each lane that it names. Raises SettingsError for what names none."""
+        """Return the formats that ``wire`` allows each lane that it names. Raises SettingsError for what names none."""
         found: dict[str, tuple[WireFormat, ...]] = {}
         for entry in (self.wire or "").split(","):
             lane, sign, text = (word.strip() for word in entry.partition("="))
@@ -93,7 +101,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
-        """Read ``COMMLAYER_*``. Raises SettingsError for an unknown variable or a malformed value."""
+        """Read the variables ``COMMLAYER_*``. Raises SettingsError for an unknown variable or a malformed value."""
         environment = os.environ if environment is None else environment
         known = {_variable(field.name).removeprefix(_PREFIX): field.name for field in fields(cls)}
         values: dict[str, str | float] = {}

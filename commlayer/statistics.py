@@ -1,4 +1,5 @@
-"""What the backend's groups have moved: counted on every call, read by :func:`stats`, printed at exit by ``COMMLAYER_STATS=1``.
+"""Statistics of what the backend's groups have moved: counted on every call, read by :func:`stats`, printed at exit by
+``COMMLAYER_STATS=1``.
 
 Every rank counts for itself. A call costs a few additions here; everything else happens when somebody reads.
 """
@@ -16,7 +17,7 @@ __all__ = ["CallStats", "GroupCounters", "GroupStats", "Row", "Stats", "print_at
 
 
 class CallStats(TypedDict):
-    """One collective, moved by one plan, in one group.
+    """The statistics of one collective, moved by one plan, in one group.
 
     ``plan``: a plan's name, ``flat`` for the inner backend's own call. ``logical_bytes``: what the callers moved, by
     nccl-tests' sizes: the gathered total of an all_gather, the whole input of a reduce_scatter, the input of an all_to_all,
@@ -33,7 +34,7 @@ class CallStats(TypedDict):
 
 
 class GroupStats(TypedDict):
-    """One process group. ``ranks`` are global. ``unplanned``: how often which reason kept a call flat."""
+    """The statistics of one process group. ``ranks`` are global. ``unplanned``: how often which reason kept a call flat."""
 
     group: str
     description: str
@@ -43,7 +44,7 @@ class GroupStats(TypedDict):
 
 
 class Stats(TypedDict):
-    """What this rank has moved. ``rank`` is None before the first group."""
+    """The statistics of this rank. ``rank`` is None before the first group."""
 
     rank: int | None
     groups: list[GroupStats]
@@ -55,14 +56,14 @@ class Row:
 
     __slots__ = ("calls", "even", "inter", "intra", "is_known", "logical_bytes", "time_ns")
     UNKNOWN, EVEN = -1, -2
-    """In place of the bytes between nodes: not known; by shares."""
+    """The values in place of the bytes between nodes: not known; by shares."""
 
     def __init__(self) -> None:
         self.calls = self.logical_bytes = self.time_ns = self.inter = self.intra = self.even = 0
         self.is_known = True
 
     def add(self, num_bytes: int, time_ns: int, inter: int = UNKNOWN, intra: int = 0) -> None:
-        """One call, which sent so many bytes over each link class."""
+        """Count one call, which sent so many bytes over each link class."""
         self.calls += 1
         self.logical_bytes += num_bytes
         self.time_ns += time_ns
@@ -75,7 +76,7 @@ class Row:
             self.is_known = False
 
     def wire_bytes(self, shares: tuple[float, float]) -> dict[str, int] | None:
-        """What was sent, by link class; None where only the inner backend knows."""
+        """The bytes that were sent, by link class; None where only the inner backend knows."""
         if not self.is_known:
             return None
         return {"inter": self.inter + round(self.even * shares[0]), "intra": self.intra + round(self.even * shares[1])}
@@ -103,7 +104,7 @@ class GroupCounters:
         return sorted(flat + planned, key=lambda row: row[:2])
 
     def close(self) -> None:
-        """The group is gone: keep its numbers, but nothing of it."""
+        """Note that the group is gone: keep its numbers, but nothing of it."""
         reasons, description = dict(self.reasons()), self.describe()
         self.reasons, self.describe = (lambda: reasons), (lambda: description)
 
@@ -138,7 +139,7 @@ _groups: list[GroupCounters] = []
 
 
 def stats() -> Stats:
-    """What this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
+    """Return what this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
 
     Plain data (:class:`Stats`), also of groups that are destroyed. Not collective: every rank has its own numbers.
     """

@@ -1,4 +1,4 @@
-"""What moves between ranks as part of autograd's graph: at once, or started here and waited for there.
+"""Transfers between ranks as part of autograd's graph: made at once, or started in one place and waited for in another.
 
 A transfer that is started is two nodes, and three where what it sends was held before::
 
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 def differentiable_once(backward: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Of an autograd function's ``backward``: UsageError where a gradient of the gradient is asked for.
+    """Make an autograd function's ``backward`` raise UsageError where a gradient of the gradient is asked for.
 
     torch's own decorator notices that only where the incoming gradient needs one itself, which that of a sum does not.
     """
@@ -68,7 +68,7 @@ class Pending:
         return self._result
 
     def wait(self) -> torch.Tensor:
-        """The call's output, bounded by the group's timeout. May be called again."""
+        """Return the call's output; the wait is bounded by the group's timeout. May be called again."""
         if self._work is not None:
             self._work.wait()
             self._sent = None
@@ -83,7 +83,7 @@ class Pending:
         return self._work is None or self._work.is_completed()
 
     def exception(self) -> BaseException | None:
-        """What the call raised, or None while it runs and when it went well."""
+        """The error that the call raised, or None while it runs and when it went well."""
         return None if self._work is None or not self._work.is_completed() else self._work.exception()
 
     def on_gradient(self, call: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ Start = Callable[[torch.Tensor], Pending]
 
 
 class Held:
-    """What one ``start_`` verb is to send later. Made by :meth:`commlayer.collectives.GroupCommunicator.hold`."""
+    """A tensor that one ``start_`` verb is to send later. Made by :meth:`commlayer.collectives.GroupCommunicator.hold`."""
 
     __slots__ = ("_sent", "_way", "tensor")
 
@@ -106,11 +106,13 @@ class Held:
         self._sent = [False] if sent is None else sent
 
     def with_tensor(self, tensor: torch.Tensor) -> Held:
-        """The same, with something made of the tensor that passes its gradient on untouched, such as a probe."""
+        """Return the same transfer, with something made of the tensor that passes its gradient on untouched, such as a
+        probe.
+        """
         return Held(tensor, self._way, self._sent)
 
     def send(self, begin: Callable[[torch.Tensor, _Way | None], Pending]) -> Pending:
-        """``begin`` with the tensor. UsageError at a second time; what is refused has not been sent."""
+        """Send the tensor by ``begin``. UsageError at a second time; what is refused has not been sent."""
         if self._sent[0]:
             raise UsageError("what was held has been sent already: hold it again for another call")
         pending = begin(self.tensor, self._way)
@@ -119,7 +121,7 @@ class Held:
 
 
 def hold(x: torch.Tensor) -> Held:
-    """``x``, for one :func:`started`: the backward pass waits for its gradient here."""
+    """Hold ``x`` for one :func:`started`: the backward pass waits for its gradient here."""
     if not needs_gradient(x):
         return Held(x, None)
     way = _Way()
@@ -127,12 +129,12 @@ def hold(x: torch.Tensor) -> Held:
 
 
 def moved(x: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:
-    """``forward(x)``, a linear map between ranks, whose gradient takes the way ``backward``. Differentiable twice."""
+    """Return ``forward(x)``, a linear map between ranks, whose gradient takes the way ``backward``. Differentiable twice."""
     return cast("torch.Tensor", cast("Any", _Moved).apply(x, forward, backward))
 
 
 def started(x: torch.Tensor | Held, forward: Start, backward: Start) -> Pending:
-    """``forward(x)`` under way; the gradient by ``backward``. UsageError for what was held and has been sent."""
+    """Start ``forward(x)``, whose gradient goes by ``backward``. UsageError for what was held and has been sent."""
 
     def begin(x: torch.Tensor, held: _Way | None) -> Pending:
         if not needs_gradient(x):

@@ -55,7 +55,7 @@ class HeadShare:
 
 
 def head_shares(num_heads: int, num_kv_heads: int, parts: int) -> tuple[HeadShare, ...]:
-    """Each rank's heads: consecutive query heads, as even as can be. Ranks may need the same key-value head."""
+    """Divide the heads among ranks: consecutive query heads, as even as can be. Ranks may need the same key-value head."""
     per_kv = num_heads // num_kv_heads
     stops = [sum(even_rows(num_heads, parts)[:part]) for part in range(parts + 1)]
     shares = []
@@ -142,7 +142,7 @@ class ParallelAttention(nn.Module):
         self.out = row(num_heads * head_dim, hidden, tp=tp, generator=generator, dtype=dtype, device=device)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
-        """This rank's rows [rows, B, hidden], of its rows by ``split_sequence(…, cp=cp, tp=tp)``.
+        """Compute attention for this rank's rows [rows, B, hidden], which it has by ``split_sequence(…, cp=cp, tp=tp)``.
 
         ``seq_len``: rows of the whole sequence. None: all ranks have equally many, which nobody checks: where cp·tp does not
         divide the sequence, give it. Raises TensorError where ``x`` does not have this rank's rows.
@@ -156,7 +156,7 @@ class ParallelAttention(nn.Module):
             self.get_submodule(name).load_full(weights[name])  # type: ignore[operator]
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """The whole weights, copies without gradient. All ranks of ``tp`` call it."""
+        """Return the whole weights, as copies without gradient. All ranks of ``tp`` call it."""
         return {name: getattr(self, name).full_weight() for name in ("q", "k", "v", "out")}
 
     def _ulysses(self, x: torch.Tensor, seq_len: int, rows: Sequence[int]) -> torch.Tensor:

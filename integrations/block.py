@@ -33,7 +33,7 @@ def sequence_groups(mesh: FoldedMesh | None) -> tuple[GroupCommunicator, GroupCo
 
 
 class MoETransformerLayer(nn.Module):
-    """``y = x + attention(norm(x))``, then ``y + moe(norm(y))``, with RMSNorm.
+    """A pre-norm transformer layer: ``y = x + attention(norm(x))``, then ``y + moe(norm(y))``, with RMSNorm.
 
     Weights are the same under every mapping for one seed, and so are, up to rounding, outputs and gradients, once these are
     summed (:func:`~commlayer.integrations.gradients.synchronise_gradients`). Choices that a capacity drops depend on the
@@ -112,7 +112,8 @@ class MoETransformerLayer(nn.Module):
                 mark_replicated(part)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
-        """This rank's rows [rows, B, hidden] → the same shape. Collective over the stage, also with no rows or an empty batch.
+        """Run the layer on this rank's rows [rows, B, hidden]; the result has the same shape. Collective over the
+        stage, also with no rows or an empty batch.
 
         ``seq_len``: rows of the whole sequence. None: all ranks have equally many, which nobody checks.
         Raises TensorError where ``x`` does not have this rank's rows.
@@ -122,7 +123,7 @@ class MoETransformerLayer(nn.Module):
         return y
 
     def scale_losses(self, num_micro_batches: int) -> None:
-        """Let the router's losses count as a mean over micro-batches, where gradients are summed over the stage."""
+        """Make the router's losses count as a mean over micro-batches, where gradients are summed over the stage."""
         balance = self.moe.router.balance
         self.moe.router.loss_scale = 1.0 / (num_micro_batches * (1 if balance is None else balance.size))
 

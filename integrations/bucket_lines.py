@@ -78,7 +78,7 @@ class Bucket:
         return self.flat
 
     def take(self, slot: int) -> None:
-        """Let the gradient lie in the buffer; zeros where there is none."""
+        """Put the gradient into the buffer; zeros where there is none."""
         self.buffer()
         parameter, view = self.parameters[slot], self.views[slot]
         gradient = parameter.grad
@@ -95,7 +95,7 @@ class Bucket:
         parameter.grad = view
 
     def check(self) -> None:
-        """Whether what came is still there. Raises UsageError."""
+        """Check that the gradients which came are still there. Raises UsageError."""
         for name, parameter, view, is_there in zip(
             self.names, self.parameters, self.views, self.is_there, strict=False
         ):

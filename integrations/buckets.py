@@ -131,7 +131,7 @@ class GradientBuckets:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Around backward passes after which more follow in this step: nothing is sent, gradients add up."""
+        """A context for backward passes after which more follow in this step: nothing is sent, gradients add up."""
         was_last, self._is_last = self._is_last, False
         try:
             yield

@@ -37,19 +37,19 @@ __all__ = [
 
 
 def zigzag_rows(seq_len: int, cp_size: int) -> tuple[int, ...]:
-    """How many rows each rank of a context-parallel group has."""
+    """Return how many rows each rank of a context-parallel group has."""
     chunks = _chunks(seq_len, cp_size)
     return tuple(chunks[rank] + chunks[-1 - rank] for rank in range(cp_size))
 
 
 def zigzag_split(x: torch.Tensor, cp: GroupCommunicator) -> torch.Tensor:
-    """This rank's rows of ``x`` [S, …], which it has whole. Sends nothing."""
+    """Take this rank's rows of ``x`` [S, …], which it has whole. Sends nothing."""
     chunks = x.split(_chunks(x.shape[0], cp.size))
     return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]))
 
 
 def zigzag_merge(x: torch.Tensor, cp: GroupCommunicator, seq_len: int) -> torch.Tensor:
-    """All rows [S, …] in their order, from each rank's; the gradient is summed and scattered.
+    """Gather all rows [S, …] in their order, from each rank's; the gradient is summed and scattered.
 
     Raises TensorError where ``x`` does not have this rank's rows of ``seq_len``.
     """
@@ -66,8 +66,9 @@ def _in_order(gathered: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
 
 
 def split_sequence(x: torch.Tensor, *, cp: GroupCommunicator, tp: GroupCommunicator | None = None) -> torch.Tensor:
-    """This rank's rows of ``x`` [S, …] (tokens, labels, positions), which it has whole: zigzag over ``cp``, then consecutive
-    rows over ``tp``. Sends nothing."""
+    """Take this rank's rows of ``x`` [S, …] (tokens, labels, positions), which it has whole: zigzag over ``cp``, then
+    consecutive rows over ``tp``. Sends nothing.
+    """
     x = zigzag_split(x, cp)
     return x if tp is None else x.split(even_rows(x.shape[0], tp.size))[tp.rank]
 
@@ -75,7 +76,7 @@ def split_sequence(x: torch.Tensor, *, cp: GroupCommunicator, tp: GroupCommunica
 def merge_sequence(
     x: torch.Tensor, *, seq_len: int, cp: GroupCommunicator, tp: GroupCommunicator | None = None
 ) -> torch.Tensor:
-    """The opposite of :func:`split_sequence`: [S, …] on every rank; the gradient is summed and scattered.
+    """Undo :func:`split_sequence`: gather [S, …] on every rank; the gradient is summed and scattered.
 
     Raises TensorError where ``x`` does not have this rank's rows of ``seq_len``.
     """
@@ -91,7 +92,7 @@ def positions(
     tp: GroupCommunicator | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Where this rank's rows lie in the sequence: int64 [rows]."""
+    """Return where this rank's rows lie in the sequence: int64 [rows]."""
     return split_sequence(torch.arange(seq_len, device=device), cp=cp, tp=tp)
 
 
@@ -140,7 +141,7 @@ class KeysAndValues:
             self._pending = cp.start_all_gather(torch.cat((k, v), dim=2), zigzag_rows(seq_len, cp.size))
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows of both, [S, B, key-value heads, D], in their order."""
+        """Return all keys and all values, [S, B, key-value heads, D] each, in their order."""
         if self._pending is None:
             return self._own
         both = _in_order(self._pending.wait(), _chunks(self.seq_len, self.cp.size))

@@ -25,7 +25,7 @@ __all__ = ["all_reduce_hook", "plan_ddp"]
 def plan_ddp(
     model: DistributedDataParallel, group: dist.ProcessGroup | None = None, wire: WireChoice = None
 ) -> dist.ProcessGroup:
-    """Let the gradients of ``model`` be averaged on a planned group. Collective over all ranks of the job.
+    """Average the gradients of ``model`` on a planned group from now on. Collective over all ranks of the job.
 
     What DDP sends besides (parameters at construction, buffers, the map of unused parameters, ``join``'s own messages)
     stays on the model's group.

@@ -164,7 +164,7 @@ def plan_fsdp(
     wire: WireChoice = None,
     parameter_wire: WireChoice = None,
 ) -> dist.ProcessGroup:
-    """Let all FSDP2 modules in ``model`` move parameters and gradients on a planned group. Call it after ``fully_shard``.
+    """Make all FSDP2 modules in ``model`` move parameters and gradients on a planned group. Call it after ``fully_shard``.
 
     Collective over the ranks of ``group``; over all ranks of the job where that is None. All modules must be sharded over the
     same ranks; where they are not (experts on a mesh of their own), set the objects per module instead. HSDP's all_reduce

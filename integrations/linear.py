@@ -34,13 +34,15 @@ __all__ = [
 
 
 def even_rows(total: int, parts: int) -> tuple[int, ...]:
-    """How many of ``total`` consecutive rows each of ``parts`` ranks has: as even as can be, the first ranks one more."""
+    """Return how many of ``total`` consecutive rows each of ``parts`` ranks has: as even as can be, the first ranks one
+    more.
+    """
     short, num_longer = divmod(total, parts)
     return tuple(short + (part < num_longer) for part in range(parts))
 
 
 def gather_sequence(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | None = None) -> torch.Tensor:
-    """All rows of the group, from each rank's [rows, …]; the gradient is summed and scattered.
+    """Gather all rows of the group from each rank's [rows, …]; the gradient is summed and scattered.
 
     ``total_rows``: rows of all ranks together, split by :func:`even_rows`. None: every rank has as many as this one, which
     nobody checks: where the group does not divide them, give it.
@@ -144,7 +146,8 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """``x @ weight.T``: each rank computes ``out_features / tp.size`` of the outputs, of all rows.
+    """A linear layer, ``x @ weight.T``, split by its outputs: each rank computes ``out_features / tp.size`` of the
+    outputs, of all rows.
 
     Args:
         in_features: of the whole weight.
@@ -195,14 +198,15 @@ class ColumnParallelLinear(_Linear):
         self.sequence_parallel, self.gather_output = sequence_parallel, gather_output
 
     def forward(self, x: torch.Tensor, total_rows: int | None = None) -> torch.Tensor:
-        """[S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
+        """Return [S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
         gathered = gather_sequence(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
         y = F.linear(gathered, self.weight, self.bias)
         return _gather_features(y, self._exact) if self.gather_output else y
 
 
 class RowParallelLinear(_Linear):
-    """``x @ weight.T``: each rank has ``in_features / tp.size`` of the inputs, of all rows; the products are summed.
+    """A linear layer, ``x @ weight.T``, split by its inputs: each rank has ``in_features / tp.size`` of the inputs, of
+    all rows; the products are summed.
 
     Args:
         in_features: of the whole weight; ``tp.size`` must divide it.
@@ -252,7 +256,9 @@ class RowParallelLinear(_Linear):
             mark_replicated(self, "bias")  # each rank's gradient is that of its rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[S/tp, B, out_features] of ``x`` [S, B, in_features / tp.size]; without sequence parallelism [S, B, out_features]."""
+        """Return [S/tp, B, out_features] for ``x`` [S, B, in_features / tp.size]; without sequence parallelism [S, B,
+        out_features].
+        """
         partial = F.linear(x, self.weight)
         if self.sequence_parallel:
             y = _by_token(self.tp.reduce_scatter, partial, even_rows(partial.shape[0], self.tp.size))
@@ -262,7 +268,7 @@ class RowParallelLinear(_Linear):
 
 
 class ReplicatedLinear(_Linear):
-    """``x @ weight.T`` of this rank's rows, with the whole weight on every rank.
+    """A linear layer, ``x @ weight.T``, on this rank's rows, with the whole weight on every rank.
 
     Its gradient is that of this rank's rows: :func:`reduce_replicated_gradients` sums it over the group.
     """
@@ -284,7 +290,7 @@ class ReplicatedLinear(_Linear):
         mark_replicated(self, "weight", *(["bias"] if bias else []))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, out_features] of ``x`` […, in_features]. Sends nothing."""
+        """Return […, out_features] for ``x`` […, in_features]. Sends nothing."""
         return F.linear(x, self.weight, self.bias)
 
 

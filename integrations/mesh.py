@@ -135,7 +135,7 @@ class FoldedMesh:
         return self.ranks(axis).index(self._rank)
 
     def size(self, axis: str) -> int:
-        """How many ranks each group of ``axis`` has."""
+        """The number of ranks in each group of ``axis``."""
         return self.mapping.size(axis)
 
     def device_mesh(self, axis: str) -> DeviceMesh:
@@ -154,19 +154,21 @@ class FoldedMesh:
 
     @property
     def expert_gradient_scale(self) -> float:
-        """What the mean over :attr:`expert_gradient_group` is multiplied with; see :class:`FoldedMapping`."""
+        """The factor for the mean over :attr:`expert_gradient_group`; see :class:`FoldedMapping`."""
         return self.mapping.expert_gradient_scale
 
     def gradient_group(self, parameter: torch.Tensor) -> dist.ProcessGroup:
-        """Over which group the gradient of ``parameter`` is averaged: an expert's (:func:`mark_experts`) or a dense one's."""
+        """The group over which the gradient of ``parameter`` is averaged: an expert's (:func:`mark_experts`) or a dense
+        one's.
+        """
         return self.expert_gradient_group if _is_expert(parameter) else self.dense_gradient_group
 
     def gradient_scale(self, parameter: torch.Tensor) -> float:
-        """What the mean over :meth:`gradient_group` is multiplied with: 1 for a dense parameter."""
+        """The factor for the mean over :meth:`gradient_group`: 1 for a dense parameter."""
         return self.expert_gradient_scale if _is_expert(parameter) else 1.0
 
     def describe(self, topology: Topology | None = None) -> MeshDescription:
-        """Which groups stay inside a node, and the slowest link that each crosses; print it, or read its rows.
+        """Describe which groups stay inside a node, and the slowest link that each crosses; print it, or read its rows.
 
         Args:
             topology: None: discover it, which is collective over all ranks of the job.
@@ -211,7 +213,7 @@ def mark_experts(module: torch.nn.Module) -> None:
 
 
 def holds_experts(module: torch.nn.Module) -> bool:
-    """Whether :func:`mark_experts` was called for it."""
+    """Tell whether :func:`mark_experts` was called for it."""
     return bool(getattr(module, "_commlayer_holds_experts", False))
 
 

@@ -37,7 +37,7 @@ _BUCKETS: WeakKeyDictionary[MoELanguageModel, GradientBuckets] = WeakKeyDictiona
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a model is, whatever ranks it runs on; the fields that are not explained here are the layer's.
+    """The shape of a model, which is independent of its mapping. Fields that are not explained here are those of the layer.
 
     Attributes:
         vocabulary: how many tokens there are; 256: bytes.
@@ -88,8 +88,8 @@ class ModelConfig:
 
 
 class MoELanguageModel(nn.Module):
-    """Embedding, layers, norm, head (untied). Of a pipeline, a rank has the layers of its stage, the first stage the
-    embedding, and the last one norm and head.
+    """A language model of embedding, MoE layers, norm and (untied) head. In a pipeline, a rank has the layers of its
+    stage, the first stage the embedding, and the last one norm and head.
 
     Args:
         config: the model.
@@ -132,22 +132,26 @@ class MoELanguageModel(nn.Module):
                 mark_replicated(part)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
-        """This stage: tokens [rows, B] (first stage) or activations [rows, B, hidden] → activations, or (last stage) logits
-        [rows, B, vocabulary]. Rows are this rank's; ``seq_len`` as in the layer. Collective over the stage."""
+        """Run this pipeline stage: tokens [rows, B] (first stage) or activations [rows, B, hidden] → activations, or
+        (last stage) logits [rows, B, vocabulary]. Rows are this rank's; ``seq_len`` as in the layer. Collective over
+        the stage.
+        """
         x = x if self.embedding is None else self.embedding(x)
         for layer in self.layers.values():
             x = layer(x, seq_len)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def split(self, batch: torch.Tensor) -> torch.Tensor:
-        """This rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are as even as can be; some may be
-        empty. Sends nothing."""
+        """Take this rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are as even as can be;
+        some may be empty. Sends nothing.
+        """
         dp, rank = (1, 0) if self.mesh is None else (self.mesh.size("dp"), self.mesh.rank("dp"))
         mine = batch.split(even_rows(batch.shape[1], dp), dim=1)[rank]
         return split_sequence(mine, cp=self.cp, tp=self.tp)
 
     def train_step(self, tokens: torch.Tensor, labels: torch.Tensor, *, num_micro_batches: int = 1) -> torch.Tensor:
-        """Forward pass, backward pass and gradients of a whole batch; the mean loss over its tokens, on all ranks alike.
+        """Run forward pass, backward pass and gradients of a whole batch; return the mean loss over its tokens, on all
+        ranks alike.
 
         Gradients are added to those that are there, and then summed over ranks: call ``zero_grad`` before. They are views of
         buckets that the next step uses again. A step that raises leaves none; where it raised on some ranks alone, the others

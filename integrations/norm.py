@@ -18,7 +18,8 @@ __all__ = ["RMSNorm"]
 
 
 class RMSNorm(nn.Module):
-    """``weight ⊙ x / sqrt(mean(x²) + eps)`` over the last dimension (Zhang and Sennrich 2019, equation 4), in FP32 or wider.
+    """Root-mean-square normalisation, ``weight ⊙ x / sqrt(mean(x²) + eps)``, over the last dimension (Zhang and
+    Sennrich 2019, equation 4), in FP32 or wider.
 
     Its output is made again in the backward pass, under :class:`commlayer.integrations.remat.Rematerialise`.
     """
@@ -29,7 +30,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, H] → […, H], in the dtype of ``x``."""
+        """Normalise ``x`` […, H]; the result has its dtype."""
         y = _normalise(x, self.weight, self.eps)
         kept = x.detach()
         recomputable(y, lambda: _forward(kept, self.weight, self.eps)[0], inputs=(kept,))

@@ -45,7 +45,7 @@ class _Buffer:
 
 
 class ShardedOptimizer:
-    """Steps ``parameters`` with the user's optimizer, each rank a shard of them.
+    """An optimizer of shards: it steps ``parameters`` with the user's optimizer, each rank a shard of them.
 
         optimizer = ShardedOptimizer(model.parameters(), partial(torch.optim.AdamW, lr=1e-3), group, wire="bf16")
         loss.backward()
@@ -106,7 +106,7 @@ class ShardedOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's, of main shards: for learning rates."""
+        """The inner optimizer's groups, of main shards: for learning rates."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -124,8 +124,10 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """The gradients of this rank's main shards, ``grad`` of the inner optimizer's parameters, from those of all models,
-        which stay as they are; one that is missing counts as zero. A part of :meth:`step`, for what comes between."""
+        """Make the gradients of this rank's main shards, ``grad`` of the inner optimizer's parameters, from those of
+        all models, which stay as they are; one that is missing counts as zero. A part of :meth:`step`, for what comes
+        between.
+        """
         scale = 1.0 / self._size if self._average else 1.0
         pending = []
         for buffer in self._buffers:
@@ -144,7 +146,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
-        """The model's parameters from all ranks' main shards. A part of :meth:`step`."""
+        """Gather the model's parameters from all ranks' main shards. A part of :meth:`step`."""
         pending = [
             self._start_gather(buffer.model, buffer.main.detach().to(buffer.model.dtype)) for buffer in self._buffers
         ]
@@ -152,7 +154,9 @@ class ShardedOptimizer:
             work.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each rank saves its own."""
+        """Return the state of this rank's shard: main parameters, the inner optimizer's state, and of which shard. Each
+        rank saves its own.
+        """
         return {
             "main": [buffer.main.detach().clone() for buffer in self._buffers],
             "optimizer": self.optimizer.state_dict(),

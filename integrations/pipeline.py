@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 
 def tasks_of(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
-    """What a stage does, in order.
+    """List the tasks of a stage, in order.
 
     Raises UsageError for no such schedule.
     """
@@ -78,7 +78,7 @@ def run_pipeline(
     schedule: Schedule = "gpipe",
     gradients: GradientBuckets | None = None,
 ) -> list[torch.Tensor]:
-    """Forward and backward pass of every micro-batch. Collective over ``pp``, whose ranks are the stages, in order.
+    """Run forward and backward pass of every micro-batch. Collective over ``pp``, whose ranks are the stages, in order.
 
     Args:
         stage: what this rank does with micro-batch m: ``stage(m, x)`` gets the activations of the stage before (None on the

@@ -41,11 +41,11 @@ class Later(Protocol):
 
 
 Make = Callable[..., "torch.Tensor | Later"]
-"""Of no arguments, or of the source."""
+"""The type of functions that make a tensor again: of no arguments, or of the source."""
 
 
 class Promise:
-    """How a tensor can be made again. A backward pass takes it as often as it was saved or is another's source."""
+    """The promise that a tensor can be made again. A backward pass takes it as often as it was saved or is another's source."""
 
     def __init__(
         self, tensor: torch.Tensor, make: Make, source: Promise | None, inputs: Sequence[torch.Tensor], forget: Any
@@ -60,7 +60,7 @@ class Promise:
             source.add_use()
 
     def add_use(self) -> None:
-        """Somebody will take it in the backward pass."""
+        """Note that somebody will take it in the backward pass."""
         self._num_uses += 1
 
     def covers(self, tensor: torch.Tensor) -> bool:
@@ -85,7 +85,7 @@ class Promise:
         self._num_taken = 0
 
     def take(self) -> torch.Tensor:
-        """The tensor, for one use."""
+        """Return the tensor, for one use."""
         if self._made is None:
             self.start()
         made = self._made
@@ -139,7 +139,7 @@ _entered = _Entered()
 
 
 class Rematerialise:
-    """While this is entered, :func:`recomputable` tensors are not saved for the backward pass.
+    """A context in which :func:`recomputable` tensors are not saved for the backward pass.
 
     ``kept_bytes`` counts what autograd saves all the same, each storage once, parameters not; ``promised_bytes`` what it does
     not. ``is_on=False`` only counts: for comparison. Each is entered once (UsageError).
@@ -178,7 +178,7 @@ class Rematerialise:
     def promise(
         self, tensor: torch.Tensor, make: Make, source: Promise | None, inputs: Sequence[torch.Tensor]
     ) -> Promise | None:
-        """See :func:`recomputable`."""
+        """Make a promise in this context; see :func:`recomputable`."""
         if not self.is_on or not torch.is_grad_enabled() or not tensor.is_contiguous():
             return None
         key, promises = _key(tensor), weakref.ref(self)

@@ -58,7 +58,8 @@ class LaneWires:
 
 
 def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN) -> WirePolicy | None:
-    """The policy that ``wire`` means for a lane, None where it allows native alone. ``scaling``: where it is no policy itself.
+    """Return the policy that ``wire`` means for a lane, None where it allows native alone. ``scaling``: where it is no
+    policy itself.
 
     Raises UsageError for formats that are none, SettingsError for a malformed COMMLAYER_WIRE.
     """
@@ -75,8 +76,10 @@ def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN
 
 
 def flat_policy(wire: WireChoice, lane: str) -> WirePolicy | None:
-    """As :func:`wire_policy`, for flat buffers, which have no tokens: FP8 has a scale for each block of 128 elements there. Where
-    ``wire`` is no policy, NaN and infinity pass: gradients may hold them on purpose, for a GradScaler to see."""
+    """Return the policy that ``wire`` means for flat buffers, as :func:`wire_policy` does for rows. They have no
+    tokens: FP8 has a scale for each block of 128 elements there. Where ``wire`` is no policy, NaN and infinity pass:
+    gradients may hold them on purpose, for a GradScaler to see.
+    """
     policy = wire_policy(wire, lane, scaling=Scaling.BLOCK)
     if policy is None:
         return None
@@ -86,7 +89,8 @@ def flat_policy(wire: WireChoice, lane: str) -> WirePolicy | None:
 
 
 def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what: str) -> CompressedGroup | None:
-    """``group`` under what ``wire`` means for a lane's flat buffers; None where that is native. ``what``: travels, for messages.
+    """Return ``group`` under what ``wire`` means for a lane's flat buffers; None where that is native. ``what``:
+    travels, for messages.
 
     Raises GroupError for a group of another backend, where a format is allowed; as :func:`wire_policy`.
     """
@@ -97,8 +101,9 @@ def compressed_group(group: dist.ProcessGroup, wire: WireChoice, lane: str, what
 
 
 def require_same_wire(group: dist.ProcessGroup, what: str, *ways: CompressedGroup | None) -> None:
-    """That all ranks of ``group`` were given the same policies for ``what``: else some would encode, and others not. Collective;
-    nothing for groups of another backend, which have none. Raises DisagreementError."""
+    """Check that all ranks of ``group`` were given the same policies for ``what``: else some would encode, and others
+    not. Collective; nothing for groups of another backend, which have none. Raises DisagreementError.
+    """
     if group.size() == 1 or dist.get_backend(group) != "commlayer":
         return
     mine = "; ".join("native" if way is None else str(way.policy) for way in ways)
@@ -122,8 +127,8 @@ def tensor_parallel_wire(wire: str = "fp8_e4m3") -> tuple[WirePolicy, WirePolicy
 def wired(
     communicator: GroupCommunicator, wire: WireChoice = None, gradient_wire: WireChoice = None
 ) -> GroupCommunicator:
-    """A communicator of the same group and lane under these policies; FP8 of tp with the scales of :func:`tensor_parallel_wire`,
-    of other lanes with one for 128 elements of a row.
+    """Make a communicator of the same group and lane under these policies; FP8 of tp with the scales of
+    :func:`tensor_parallel_wire`, of other lanes with one for 128 elements of a row.
 
     Without either it is ``communicator`` itself, where that has policies of its own, or COMMLAYER_WIRE says nothing of its lane.
     Raises as :func:`wire_policy`.
@@ -140,7 +145,7 @@ def wired(
 
 
 def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1, *, is_shared: bool = False) -> torch.Tensor:
-    """``flat`` [parts · s] as the rows [parts · s / W, W] that share scales, of which each part has whole ones; a view.
+    """View ``flat`` [parts · s] as the rows [parts · s / W, W] that share scales, of which each part has whole ones; a view.
 
     Itself where no format of ``policy`` has scales. Where no width suits, a part is one row, which is not cut. ``is_shared``: for
     an all_reduce, whose ranks share its rows out; one row would all be summed by one rank, so it goes natively where it may.

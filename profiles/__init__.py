@@ -1,4 +1,4 @@
-"""What the links of a cluster can do: topology, curves, profiles, and the sweep that measures them.
+"""Profiles of clusters: topology, curves, the file of what links can do, and the sweep that measures it.
 
 The names below are loaded when first used: importing this package loads neither numpy nor scipy nor torch, and next to
 nothing else. ``commlayer.profiles.catalog`` holds the shipped profiles, ``commlayer.profiles.measure`` the sweep.

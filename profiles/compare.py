@@ -1,4 +1,4 @@
-"""How two profiles differ, in a form that a table can show."""
+"""Comparison of two profiles, in a form that a table can show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def diff(a: Profile, b: Profile) -> list[Difference]:
-    """All differences between two profiles, fingerprint aside; an empty list when their content is equal."""
+    """List all differences between two profiles, fingerprint aside; an empty list when their content is equal."""
     found = [
         Difference(name, getattr(a, name), getattr(b, name))
         for name in ("name", "kind", "source", "topology", "gather")

@@ -33,7 +33,7 @@ _FIT_POINTS = 3
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
-    """Time in µs over bytes.
+    """A measured curve: time in µs over bytes.
 
     Attributes:
         collective: one of ``links.COLLECTIVES``.
@@ -156,7 +156,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def key(self) -> tuple[str, Resource, int]:
-        """(collective, link, group_size): what makes a curve the only one of its kind in a profile."""
+        """The curve's key, (collective, link, group_size), which makes a curve the only one of its kind in a profile."""
         return self.collective, self.link, self.group_size
 
     @cached_property
@@ -181,7 +181,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return _fit(self.bytes[: -_FIT_POINTS - 1 : -1], self.time_us[: -_FIT_POINTS - 1 : -1])
 
     def at(self, nbytes: float) -> float:
-        """Time in µs to move ``nbytes``; 0 bytes take 0.0. Continuous and non-decreasing above that.
+        """Return the time in µs to move ``nbytes``; 0 bytes take 0.0. Continuous and non-decreasing above that.
 
         Raises:
             UsageError: a negative size, or NaN.

@@ -51,7 +51,7 @@ __all__ = [
 
 
 class CommlayerError(Exception):
-    """Base of everything that commlayer raises on purpose.
+    """The base class of everything that commlayer raises on purpose.
 
     As text it is fit to be printed: what it quotes of files, variables and other ranks may hold a terminal's escapes.
     """
@@ -61,55 +61,55 @@ class CommlayerError(Exception):
 
 
 class UsageError(CommlayerError, ValueError):
-    """The caller asked for something that cannot be."""
+    """An error of the caller, who asked for something that cannot be."""
 
 
 class ProfileError(UsageError):
-    """A profile is damaged, foreign or newer than this version reads."""
+    """The error of a profile that is damaged, foreign or newer than this version reads."""
 
 
 class ProfileNotFoundError(ProfileError):
-    """No profile of that name or path."""
+    """The error of a name or path that is no profile's."""
 
 
 class ProfileMismatchError(ProfileError):
-    """A sound profile that describes another cluster."""
+    """The error of a sound profile that describes another cluster."""
 
 
 class TopologyError(UsageError):
-    """A topology is malformed, or uneven where it must be even."""
+    """The error of a topology that is malformed, or uneven where it must be even."""
 
 
 class PlanError(UsageError):
-    """Traffic that cannot be planned with this profile."""
+    """The error of traffic that cannot be planned with this profile."""
 
 
 class TensorError(UsageError):
-    """A tensor of the wrong size, dtype or device."""
+    """The error of a tensor of the wrong size, dtype or device."""
 
 
 class GroupError(UsageError):
-    """Process groups that do not form the grid that the collective needs."""
+    """The error of process groups that do not form the grid that the collective needs."""
 
 
 class SettingsError(UsageError):
-    """An unknown or malformed ``COMMLAYER_`` variable."""
+    """The error of an unknown or malformed ``COMMLAYER_`` variable."""
 
 
 class ClusterError(CommlayerError, RuntimeError):
-    """The surroundings failed: a peer, a wire, a missing right."""
+    """An error of the surroundings: a peer, a wire, a missing right."""
 
 
 class DisagreementError(ClusterError):
-    """Ranks differ where they must agree."""
+    """The error of ranks that differ where they must agree."""
 
 
 class PeerError(ClusterError):
-    """A peer died in the middle of a collective."""
+    """The error of a collective in whose middle a peer died."""
 
 
 class CollectiveTimeoutError(ClusterError, TimeoutError):
-    """A collective did not finish in time."""
+    """The error of a collective that did not finish in time."""
 
 
 BLAMING = (DisagreementError, PeerError, CollectiveTimeoutError)
@@ -117,16 +117,16 @@ BLAMING = (DisagreementError, PeerError, CollectiveTimeoutError)
 
 
 class RankFailedError(ClusterError):
-    """A rank of an emulated cluster failed."""
+    """The error of a rank of an emulated cluster that failed."""
 
 
 class RightsError(ClusterError):
-    """The machine does not grant what was asked."""
+    """The error of a machine that does not grant the rights that were asked for."""
 
 
 class NonFiniteError(CommlayerError, ArithmeticError):
-    """NaN or infinity in a tensor that was to be compressed, where the policy forbids it."""
+    """The error of NaN or infinity in a tensor that was to be compressed, where the policy forbids it."""
 
 
 class InternalError(CommlayerError, RuntimeError):
-    """Our own bug."""
+    """A bug of commlayer itself: please report it."""

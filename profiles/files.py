@@ -20,7 +20,7 @@ __all__ = ["MOST_BYTES", "StrPath", "read_file", "replacing", "write_file"]
 StrPath = Union[str, "os.PathLike[str]"]
 
 MOST_BYTES = 64 << 20
-"""Of a file that describes something: the largest that are shipped have some 30 KB."""
+"""The largest file that is read as a description of something; those that are shipped have 30 KB at most."""
 
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),

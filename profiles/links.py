@@ -16,7 +16,7 @@ __all__ = ["COLLECTIVES", "Peaks", "Resource", "bus_factor"]
 
 
 class Resource(str, Enum):
-    """What a step occupies while it runs. A resource does one step at a time.
+    """The resource that a step occupies while it runs. A resource does one step at a time.
 
     The first three are also the link classes on which curves are measured.
     """

@@ -43,7 +43,7 @@ _LEAST_DEVIATION = 0.01
 
 @dataclass(frozen=True)
 class Repeats:
-    """When a measurement has been repeated often enough.
+    """The rule by which a measurement has been repeated often enough.
 
     Attributes:
         warmup: runs whose times are thrown away (fewer when one already takes half of the budget).
@@ -101,7 +101,7 @@ class Samples:
 
 
 def measure(run: Callable[[], float], repeats: Repeats) -> Samples:
-    """Run until the median is known well enough.
+    """Repeat a measurement until its median is known well enough.
 
     Args:
         run: runs once and returns the time in µs that all ranks agreed on, more than 0.
@@ -143,7 +143,7 @@ def _is_enough(times: Sequence[float], repeats: Repeats) -> bool:
 
 
 def summarize(times_us: Sequence[float], confidence: float = 0.95) -> Samples:
-    """Statistics of agreed times in µs, at least one."""
+    """Summarise agreed times in µs, at least one."""
     if not times_us:
         raise UsageError("expected at least one time, got none")
     ordered = sorted(times_us)
@@ -245,7 +245,8 @@ def sweep(
 
 
 def sizes_between(min_bytes: int, max_bytes: int, factor: float = 2.0) -> tuple[int, ...]:
-    """nccl-tests' -b, -e, -f: from ``min_bytes`` on, each size ``factor`` times the one before, up to ``max_bytes``.
+    """List the sizes of nccl-tests' -b, -e, -f: from ``min_bytes`` on, each size ``factor`` times the one before, up to
+    ``max_bytes``.
 
     Raises:
         UsageError: a range or factor that gives no increasing sizes.
@@ -262,7 +263,7 @@ def sizes_between(min_bytes: int, max_bytes: int, factor: float = 2.0) -> tuple[
 
 
 def interference(alone_a_us: float, alone_b_us: float, beside_a_us: float, beside_b_us: float) -> tuple[float, float]:
-    """How much two steps slow each other down, from their times alone and side by side.
+    """Compute how much two steps slow each other down, from their times alone and side by side.
 
     Fluid model: both start together; while both are active each runs at 1 / slowdown of its speed, and what is left of
     the longer one runs at full speed. So the first to end was slowed down all the time: s = beside / alone. The other

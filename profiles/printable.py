@@ -8,7 +8,7 @@ __all__ = ["printable", "shortened"]
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """``text`` with whatever a terminal would obey, or would not show, spelt out: an escape is printed as ``\\x1b``.
+    """Return ``text`` with whatever a terminal would obey, or would not show, spelt out: an escape is printed as ``\\x1b``.
 
     That is control characters except those in ``keep``, marks that turn the direction of text, separators of lines, and halves
     of surrogate pairs, which no terminal can be sent.
@@ -31,7 +31,7 @@ def _spelt(char: str) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """``text``, or of a longer one than ``most`` characters its two ends, and how long it is."""
+    """Shorten ``text`` of more than ``most`` characters to its two ends, and say how long it is."""
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}…{text[-most // 4 :]} ({len(text)} characters)"

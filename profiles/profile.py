@@ -74,7 +74,7 @@ class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """What the links of one cluster can do. Make one with ``create`` or ``load_profile``; both see to the fingerprint.
+    """A cluster's profile: what its links can do. Make one with ``create`` or ``load_profile``; both see to the fingerprint.
 
     Attributes:
         name: for people; also the file name in the catalogue.
@@ -188,7 +188,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return curve
 
     def find(self, collective: str, link: Resource, group_size: int) -> Curve | None:
-        """As :meth:`curve`, but None where the profile has none."""
+        """Return the curve as :meth:`curve` does, but None where the profile has none."""
         return self._by_key.get((collective, link, group_size))
 
     def _missing(self, collective: str, link: str, group_size: int) -> str:
@@ -235,7 +235,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return {("all_to_all", "inter", nodes), ("copy", "device", 1)} | gather
 
     def slowdown(self, resource: Resource, other: Resource) -> float:
-        """How many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
+        """Return how many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
         return self._slowdowns.get((resource, other), 1.0)
 
     @cached_property

@@ -18,7 +18,7 @@ _KINDS = {list: "array", str: "string", bool: "boolean", type(None): "null"}
 
 
 def parse_object(data: bytes | str, where: str) -> dict[str, Any]:
-    """The JSON object in ``data``.
+    """Read the JSON object in ``data``.
 
     Raises:
         ProfileError: beginning with ``where``: not UTF-8, not JSON (with line and column), not an object, an object
@@ -61,7 +61,7 @@ def _unique(pairs: list[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 
 def convert(content: Any, target: type[_T], where: str, allowed: Mapping[str, str]) -> _T:
-    """``msgspec.convert``, with errors of the form "where: field curves[0].bytes[1]: reason".
+    """Convert as ``msgspec.convert`` does, with errors of the form "where: field curves[0].bytes[1]: reason".
 
     Args:
         content: plain dicts, lists, strings and numbers.

@@ -1,4 +1,4 @@
-"""Which rank sits on which node: discovered from the ranks' identities, or declared as a shape."""
+"""The topology of a job, which rank sits on which node: discovered from the ranks' identities, or declared as a shape."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes."""
+        """The number of nodes."""
         return len(self.nodes)
 
     @cached_property
     def world_size(self) -> int:
-        """How many ranks on all nodes together."""
+        """The number of ranks on all nodes together."""
         return sum(len(node) for node in self.nodes)
 
     @cached_property
@@ -153,17 +153,17 @@ class Topology:
         return self._place(rank)[1]
 
     def link_between(self, a: int, b: int) -> Resource:
-        """What bytes from rank ``a`` to rank ``b`` cross: INTER, INTRA, or, from a rank to itself, DEVICE."""
+        """The link class that bytes from rank ``a`` to rank ``b`` cross: INTER, INTRA, or, from a rank to itself, DEVICE."""
         if self.node_of(a) != self.node_of(b):
             return Resource.INTER
         return Resource.DEVICE if a == b else Resource.INTRA
 
     def spans(self, ranks: Iterable[int]) -> int:
-        """How many nodes ``ranks`` touch."""
+        """Count the nodes that ``ranks`` touch."""
         return len({self.node_of(rank) for rank in ranks})
 
     def parts_of(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """Of these ranks those on each node that has any, in order of the nodes; in a node in the order given."""
+        """Divide ``ranks`` by node: those on each node that has any, in order of the nodes; in a node in the order given."""
         members: dict[int, list[int]] = {}
         for rank in ranks:
             members.setdefault(self.node_of(rank), []).append(rank)

@@ -24,7 +24,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("profiles", "scheduler", "integrations")
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "dist", "out", "tests", "docs", "benchmarks"
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "out", "site", "tests", "docs", "benchmarks"
 )
 
 
@@ -85,7 +85,7 @@ def test_constraints_pin_what_the_project_asks_for(project: Any) -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line)
     extras = project["project"]["optional-dependencies"]
     asked = project["project"]["dependencies"] + extras["dev"]
-    for name in ("emulation", "plots", "trainers", "triton"):  # what dev asks for by name
+    for name in ("docs", "emulation", "plots", "trainers", "triton"):  # what dev asks for by name
         asked += extras[name]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in asked} - {"commlayer"}
     assert names == set(pins)

@@ -93,7 +93,7 @@ def bench(
 
 
 def refuse_wrong(result: BenchResult) -> None:
-    """Raises InternalError where any way delivered other bytes than torch.distributed."""
+    """Raise InternalError where any way delivered other bytes than torch.distributed."""
     if result.num_wrong:
         raise InternalError(f"{result.num_wrong} bytes differ from torch.distributed's result: see the column 'wrong'")
 
@@ -101,7 +101,7 @@ def refuse_wrong(result: BenchResult) -> None:
 def bench_job(
     profile: Profile | None, options: BenchOptions, place: Place, sweep: SweepOptions | None = None
 ) -> tuple[Profile, BenchResult, Timelines]:
-    """On every rank: measure the cluster where no profile is given, then run everything."""
+    """Measure, on every rank, the cluster where no profile is given, then run everything."""
     from dataclasses import replace
 
     from commlayer.agree.topology import discover_topology
@@ -151,7 +151,7 @@ def _latest(result: BenchResult) -> str:
 
 
 def print_result(result: BenchResult) -> None:
-    """One table for each size: what was predicted and measured, and, where times compare, the ratios to torch's."""
+    """Print one table for each size: what was predicted and measured, and, where times compare, the ratios to torch's."""
     from commlayer.units import format_bytes, format_us
 
     compares = result.is_comparable

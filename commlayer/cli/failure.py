@@ -14,7 +14,7 @@ __all__ = ["Failure", "exit_code", "wants_traceback"]
 
 
 class Failure(click.ClickException):
-    """``message``, with ``exit_code`` as the program's status."""
+    """A failure of the command: ``message``, with ``exit_code`` as the program's status."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class Failure(click.ClickException):
 
 
 def exit_code(error: Exception) -> int:
-    """2: wrong usage or a bad file; 3: a bug of ours; 1: the surroundings failed."""
+    """Return the exit status. 2: wrong usage or a bad file; 3: a bug of ours; 1: the surroundings failed."""
     if isinstance(error, UsageError):
         return 2
     return 3 if isinstance(error, InternalError) else 1
 
 
 def wants_traceback(ctx: click.Context) -> bool:
-    """Whether the user asked for one, by ``--traceback`` or ``COMMLAYER_DEBUG=detail``."""
+    """Tell whether the user asked for a traceback, by ``--traceback`` or ``COMMLAYER_DEBUG=detail``."""
     return bool(ctx.params.get("traceback")) or os.environ.get("COMMLAYER_DEBUG") == "detail"

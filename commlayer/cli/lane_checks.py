@@ -1,4 +1,6 @@
-"""What ``commlayer doctor`` says of lanes: by what means higher traffic goes first here, and which of them are not active."""
+"""The checks of lanes in ``commlayer doctor``: by what means higher traffic goes first here, and which of them are not
+active.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ __all__ = ["at_hand", "lane_lines"]
 
 Mark = Literal["ok", "warn"]
 Line = tuple[Mark, str, str, str]
-"""(mark, name, value, advice)."""
+"""The type of a line of the output: (mark, name, value, advice)."""
 
 _NO_CUDA = "not active: no CUDA here"
 _ORDER_SINCE = (2, 26)
@@ -27,7 +29,7 @@ def lane_lines(
     share: float = 0.05,
     traffic_classes: Mapping[str, int] | None = None,
 ) -> list[Line]:
-    """One line for each means. Pure: what is at hand is passed in.
+    """Make one line for each means. Pure: what is at hand is passed in.
 
     ``nccl_version``: such as (2, 28, 9); None where there is no CUDA device or no NCCL. ``config_fields``: what this torch can
     set of NCCL's configuration. ``is_on``, ``share``, ``traffic_classes``: the settings.
@@ -151,7 +153,7 @@ def _is_set(environment: Mapping[str, str], name: str) -> bool:
 
 
 def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:
-    """NCCL's version and the fields that this torch can set of it; (None, nothing) without CUDA."""
+    """Return NCCL's version and the fields that this torch can set of it; (None, nothing) without CUDA."""
     from commlayer.transport.nccl import config_fields, is_usable
 
     if not is_usable():

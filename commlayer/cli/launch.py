@@ -1,4 +1,6 @@
-"""Where a command runs: on an emulated cluster that it builds, or under torchrun, which has started it on every rank."""
+"""The place where a command runs: on an emulated cluster that it builds, or under torchrun, which has started it on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Place:
-    """``emulate`` None: this process is one rank under torchrun. Rates as tc writes them; None is unshaped."""
+    """The place where a command runs. ``emulate`` None: this process is one rank under torchrun. Rates as tc writes
+    them; None is unshaped.
+    """
 
     emulate: Topology | None
     inter: str | None = None
@@ -55,7 +59,7 @@ class Place:
 
 
 def place_options(command: Command) -> Command:
-    """The options that say where; see :func:`place_of`."""
+    """Add the options that say where; see :func:`place_of`."""
     for option in (
         click.option(
             "--timeout", type=DURATION_US, default="10m", show_default=True, help="Kill an emulated run after."
@@ -105,12 +109,12 @@ def _can_shape(inter: str, intra: str | None, delay_us: float) -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints: rank 0, or no rank at all."""
+    """Tell whether this process is the one that prints: rank 0, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def emulation() -> Emulation | None:
-    """On what an emulated cluster runs this rank; None on a rank of no such cluster.
+    """Return by what means an emulated cluster runs this rank; None on a rank of no such cluster.
 
     Asked on the ranks, not taken from the options: `commlayer emulate` starts ranks that look like torchrun's, and a
     machine without namespaces runs them on loopback whatever was asked for.

@@ -66,7 +66,9 @@ Shell completion, also of names of profiles, models and clusters (zsh and fish l
 
 
 class LazyGroup(click.Group):
-    """Knows names and one-line help of its commands without importing them; turns errors into exit statuses."""
+    """A group of commands that knows their names and one-line help without importing them; it turns errors into exit
+    statuses.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)

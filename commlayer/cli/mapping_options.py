@@ -1,4 +1,4 @@
-"""What the commands about mappings take alike: a job, a cluster, a trainer's software; degrees, once or several times."""
+"""Options that the commands about mappings share: a job, a cluster, a trainer's software; degrees, once or several times."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _stacked(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def cluster_options(function: F) -> F:
-    """--cluster, and what to change of it."""
+    """Add the option --cluster, and those that change what the cluster has."""
     return _stacked(
         [
             click.option(
@@ -109,7 +109,7 @@ def cluster_options(function: F) -> F:
 
 
 def job_options(function: F) -> F:
-    """The job, its cluster and its software: what :func:`read_request` reads."""
+    """Add the options of the job, its cluster and its software, which :func:`read_request` reads."""
     return _stacked(
         [
             click.option(
@@ -143,7 +143,7 @@ def job_options(function: F) -> F:
 
 
 def space_options(function: F) -> F:
-    """What narrows a search: what :func:`read_space` reads. Each may be repeated."""
+    """Add the options that narrow a search, which :func:`read_space` reads. Each may be repeated."""
     degrees = [
         click.option(f"--{name}", type=_COUNT, multiple=True, help=f"{words}  [any]")
         for name, words in _DEGREES.items()
@@ -160,7 +160,7 @@ def space_options(function: F) -> F:
 
 
 def setup_options(function: F) -> F:
-    """One mapping: what :func:`read_setup` reads."""
+    """Add the options of one mapping, which :func:`read_setup` reads."""
     degrees = [
         click.option(f"--{name}", type=_COUNT, default=1, help=f"{words}  [1]") for name, words in _DEGREES.items()
     ]
@@ -177,7 +177,7 @@ def setup_options(function: F) -> F:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked about."""
+    """The job, cluster and software that a command is asked about."""
 
     job: Job
     cluster: Cluster
@@ -188,12 +188,12 @@ class Request:
         return self.make(self.job, self.cluster, self.software)
 
     def make(self, job: Job, cluster: Cluster, software: Software) -> Estimator:
-        """For a variation of the job or the cluster."""
+        """Make the request for a variation of the job or the cluster."""
         return Estimator(job, cluster, software, efficiency=self.efficiency)
 
 
 def read_request(given: dict[str, Any]) -> Request:
-    """Takes what :func:`job_options` gave out of ``given``.
+    """Take what :func:`job_options` gave out of ``given``, and return the request.
 
     Raises UsageError: an unknown model or cluster, with close names; a number that cannot be.
     """
@@ -210,7 +210,7 @@ def read_request(given: dict[str, Any]) -> Request:
 
 
 def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
-    """Takes what :func:`cluster_options` gave out of ``given``. Raises as :func:`read_request`."""
+    """Take what :func:`cluster_options` gave out of ``given``, and return the cluster. Raises as :func:`read_request`."""
     name, gpu = given.pop("cluster_name"), given.pop("gpu")
     if _is_profile(name):
         if gpu is None:
@@ -244,7 +244,7 @@ def _is_profile(name: str) -> bool:
 
 
 def read_space(given: dict[str, Any]) -> Space:
-    """Takes what :func:`space_options` gave out of ``given``; what was not given stays open."""
+    """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open."""
     chosen: dict[str, Any] = {}
     for option in (*_DEGREES, *_WORDS):
         name = option.replace("-", "_")
@@ -258,6 +258,8 @@ def read_space(given: dict[str, Any]) -> Space:
 
 
 def read_setup(given: dict[str, Any], gpus: int) -> Setup:
-    """Takes what :func:`setup_options` gave out of ``given``. Raises GroupError for degrees that do not divide."""
+    """Take what :func:`setup_options` gave out of ``given``, and return the mapping. Raises GroupError for degrees that
+    do not divide.
+    """
     chosen = {name.replace("-", "_"): given.pop(name.replace("-", "_")) for name in (*_DEGREES, *_WORDS)}
     return Setup(gpus=gpus, folded=given.pop("folded"), **{**chosen, "zero": int(chosen["zero"])})

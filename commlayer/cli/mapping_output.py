@@ -1,4 +1,4 @@
-"""What the commands about mappings print alike: estimates as JSON, a mapping for a trainer, where a picture went."""
+"""Output that the commands about mappings share: estimates as JSON, a mapping for a trainer, where a picture went."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def job_dict(job: Job) -> dict[str, Any]:
 
 
 def estimate_dict(estimate: StepEstimate) -> dict[str, Any]:
-    """For ``--json``: times in µs, memory in bytes, the rest fractions."""
+    """Return an estimate for ``--json``: times in µs, memory in bytes, the rest fractions."""
     setup, memory = estimate.setup, estimate.memory
     return {
         "mapping": str(setup),
@@ -69,7 +69,7 @@ def export_dict(exported: Export | None) -> dict[str, Any] | None:
 
 
 def first_export(trainer: str, job: Job, setups: Sequence[Setup]) -> tuple[int, Export]:
-    """The first of ``setups`` that ``trainer`` can run, and its place. Raises UsageError where it can run none."""
+    """Find the first of ``setups`` that ``trainer`` can run, and its place. Raises UsageError where it can run none."""
     refusal: UsageError | None = None
     for place, setup in enumerate(setups):
         exported = _export(trainer, job, setup)
@@ -88,7 +88,7 @@ def _export(trainer: str, job: Job, setup: Setup) -> Export | UsageError:
 
 
 def print_export(exported: Export) -> None:
-    """The configuration alone on stdout, what to know of it on stderr."""
+    """Print the configuration alone on stdout, what to know of it on stderr."""
     for note in exported.notes:
         echo(f"note: {note}", err=True)
     echo(exported.text)

@@ -25,13 +25,13 @@ class Interface:
     speed_mbit: int | None
 
     def describe(self) -> str:
-        """Address, state and speed, as far as known."""
+        """Describe address, state and speed, as far as known."""
         speed = f"{self.speed_mbit} Mbit/s" if self.speed_mbit else ""
         return ", ".join(word for word in (self.address or "no IPv4 address", self.state, speed) if word)
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces of this network namespace."""
+    """List the interfaces of this network namespace."""
     return [Interface(name, _address(name), _state(name), _speed(name)) for _, name in socket.if_nameindex()]
 
 
@@ -65,7 +65,7 @@ def _speed(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class GlooChoice:
-    """What Gloo would listen on, and what to do about it; ``is_wrong`` where it could not start."""
+    """The interface that Gloo would listen on, and what to do about it; ``is_wrong`` where it could not start."""
 
     names: tuple[str, ...]
     address: str
@@ -74,7 +74,7 @@ class GlooChoice:
     is_wrong: bool = False
 
     def describe(self) -> str:
-        """Interface, address, and the rule that led there."""
+        """Describe interface, address, and the rule that led there."""
         return f"{', '.join(self.names) or '?'} ({self.address or 'no address'}): {self.why}"
 
 

@@ -125,7 +125,7 @@ def plan(
 
 
 def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
-    """The decision for ``--json``; times in µs, ``margin`` and ``tolerance`` as fractions."""
+    """Return the decision for ``--json``; times in µs, ``margin`` and ``tolerance`` as fractions."""
     traffic = decision.traffic
     return {
         "profile": {
@@ -185,7 +185,7 @@ def _stages(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def best_of_each(decision: Decision) -> dict[str, Timeline]:
-    """The fastest plan of each strategy by its name, and the chosen one, from simple to elaborate."""
+    """Find the fastest plan of each strategy by its name, and the chosen one, from simple to elaborate."""
     groups = groupby(decision.candidates, key=_kind)
     best = [min(group, key=lambda timeline: timeline.total_us) for _, group in groups]
     chosen = _kind(decision.timeline)

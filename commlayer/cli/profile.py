@@ -95,13 +95,13 @@ def profile(
 
 
 def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple[Profile, Rows] | None:
-    """Measure the cluster at ``place``; None on ranks that do not print."""
+    """Measure the cluster at ``place``; return None on ranks that do not print."""
     options = replace(options, inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
     return run(place, measure_job, options, place, name)
 
 
 def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[Profile, Rows]:
-    """On every rank: measure, with a progress bar on the first."""
+    """Measure on every rank, with a progress bar on the first."""
     from commlayer.agree.topology import discover_topology
     from commlayer.cli.progress import progress
     from commlayer.measure.profiler import measure_cluster, num_points
@@ -155,7 +155,7 @@ def _source(place: Place, shape: str) -> str:
 
 
 def link_rates(place: Place) -> dict[str, str]:
-    """What the environment of a profile or a result says about emulated links; nothing about real ones."""
+    """Return what the environment of a profile or a result says about emulated links; nothing for real ones."""
     mode = emulation()
     if mode is None:
         return {}

@@ -14,7 +14,7 @@ __all__ = ["progress", "progress_of"]
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function that advances the bar by one and shows what was just done."""
+    """Yield a function that advances the bar by one and shows what was just done."""
     if not is_first() or not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -32,7 +32,7 @@ _UPDATES_S = 0.1
 
 @contextmanager
 def progress_of(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function that is told how much is done and of how much, as often as it likes."""
+    """Yield a function that is told how much is done and of how much, as often as it likes."""
     if not is_first() or not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -1,4 +1,4 @@
-"""What commands print: lines, JSON, and tables that are readable on a terminal and in a pipe. rich is imported on first use.
+"""Output of commands: lines, JSON, and tables that are readable on a terminal and in a pipe. rich is imported on first use.
 
 All of it goes through here, because names, sources and hosts come from files that others have made: what a terminal would obey
 is spelt out, and nothing is markup.
@@ -51,12 +51,12 @@ def print_json(content: Any) -> None:
 
 
 def rounded(value: float, digits: int = 3) -> float:
-    """For JSON: µs to the nanosecond. More digits would only pretend."""
+    """Round µs to the nanosecond, for JSON: more digits would only pretend."""
     return round(value, digits)
 
 
 def console() -> Console:
-    """rich's console on the present stdout. In a pipe it is wide, so that no cell is cut where nobody can widen it."""
+    """Return rich's console on the present stdout. In a pipe it is wide, so that no cell is cut where nobody can widen it."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
@@ -64,7 +64,7 @@ def console() -> Console:
 
 
 def plain(text: str, style: str = "") -> Text:
-    """``text`` for a cell: on one line, no markup, nothing that a terminal obeys."""
+    """Make ``text`` fit for a cell: on one line, no markup, nothing that a terminal obeys."""
     from rich.text import Text
 
     return Text(printable(text, keep=""), style=style)

@@ -1,4 +1,4 @@
-"""What a command line says is to be moved, as Traffic on a profile's cluster."""
+"""Traffic from the options of a command line, on a profile's cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "wires_for", "wo
 _ROW_ELEMENTS = 1024
 """Of rows that share scales, where --hidden says nothing."""
 GROUPS = ("world", "node", "rail")
-"""All ranks, those of a node, one on each node."""
+"""The groups that may call: all ranks, those of a node, one on each node."""
 
 
 def size_of(
@@ -43,7 +43,7 @@ def size_of(
 def traffic_for(
     profile: Profile, nbytes: int, tp: int | None = None, ep: int | None = None, link: str | None = None
 ) -> Traffic:
-    """The traffic, by default between all nodes, with tokens replicated over each whole node.
+    """Make the traffic, by default between all nodes, with tokens replicated over each whole node.
 
     Raises:
         UsageError: groups that do not fit on the profile's cluster.
@@ -75,8 +75,9 @@ def traffic_for(
 
 
 def wires_for(text: str | None, dtype: str, row_elements: int | None) -> tuple[tuple[Wire, ...], int]:
-    """What ``--wire`` allows for elements of ``dtype``, and their bytes. Raises UsageError for formats that are none, or that
-    have no fewer bytes."""
+    """Return the formats that ``--wire`` allows for elements of ``dtype``, and the bytes of an element. Raises
+    UsageError for formats that are none, or that have no fewer bytes.
+    """
     if text is None:
         return (NATIVE,), 0
     element_bytes = dtype_bytes(dtype)
@@ -98,7 +99,7 @@ def group_traffic(
     others: Mapping[str, object],
     wires: tuple[tuple[Wire, ...], int] = ((NATIVE,), 0),
 ) -> Traffic:
-    """The traffic of a collective of the backend. ``others``: options that are for the all_to_all only. ``wires``: see
+    """Make the traffic of a collective of the backend. ``others``: options that are for the all_to_all only. ``wires``: see
     :func:`wires_for`.
 
     Raises:
@@ -122,7 +123,7 @@ def group_traffic(
 
 
 def words(traffic: Traffic) -> str:
-    """What moves, for people."""
+    """Describe the traffic for people."""
     size = format_bytes(traffic.logical_bytes)
     if traffic.collective == "all_to_all":
         return (

@@ -11,7 +11,7 @@ Mark = Literal["ok", "warn", "bad"]
 
 
 class Effect(NamedTuple):
-    """What a variable does: ``when`` are the values for which it is worth a warning, None for any value."""
+    """The effect of a variable: ``when`` are the values for which it is worth a warning, None for any value."""
 
     does: str
     when: tuple[str, ...] | None = ()
@@ -68,7 +68,7 @@ _FAMILY = "TORCH_NCCL_"
 
 
 def variable_findings(environment: Mapping[str, str]) -> list[tuple[Mark, str, str, str]]:
-    """(mark, name, value, effect) of each variable that is set; one line saying so where none is."""
+    """List (mark, name, value, effect) of each variable that is set; one line saying so where none is."""
     found: list[tuple[Mark, str, str, str]] = []
     for name, value in sorted(environment.items()):
         effect = _EFFECTS.get(name)

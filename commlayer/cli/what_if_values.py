@@ -7,7 +7,7 @@ from commlayer.profiles.errors import UsageError
 __all__ = ["WORDS", "values_of"]
 
 WORDS = ("gpu", "precision")
-"""Kinds whose values are words."""
+"""The kinds whose values are words."""
 _REAL = ("inter_gbps", "intra_gbps", "inter_factor", "intra_factor")
 _MUCH = 8.0
 
@@ -15,7 +15,8 @@ _MUCH = 8.0
 def values_of(
     kind: str, values: str | None, low: float | None, high: float | None, points: int
 ) -> tuple[float | int | str, ...]:
-    """What ``values`` lists, or from ``low`` to ``high``: rates at ``points`` places, all else doubling.
+    """Return the values that ``values`` lists, or those from ``low`` to ``high``: rates at ``points`` places, all else
+    doubling.
 
     Raises UsageError for both or neither, or for what is no number where numbers are meant.
     """

@@ -26,7 +26,7 @@ _REACH = 4.0
 
 @styled
 def efficiency_figure(profile: Profile) -> Figure:
-    """Bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines are extrapolated.
+    """Draw bus bandwidth over the link's peak, against bytes: markers were measured, dashed lines are extrapolated.
 
     One panel; where a profile has more curves than colours, one for each group of ranks that was measured.
     """

@@ -38,12 +38,12 @@ _BAR = 0.76
 _PREDICTED, _MEASURED = 0.38, 1.0
 """Opacity of bars."""
 BEYOND = (3.0, 2.0)
-"""Dashes of what was not measured."""
+"""The dashes of lines that were not measured."""
 
 
 @styled
 def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title: str = "") -> Figure:
-    """One plan as bars over time, a row for each resource; the prediction is pale and above what was measured."""
+    """Draw one plan as bars over time, a row for each resource; the prediction is pale and above what was measured."""
     shown = [predicted] + ([measured] if measured is not None else [])
     rows = _resources(shown)
     figure = new_figure(WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
@@ -66,7 +66,7 @@ def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title
 
 @styled
 def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: str | None = None) -> Figure:
-    """Several plans by their names, one above the other over one time axis."""
+    """Draw several plans by their names, one above the other over one time axis."""
     rows = {name: _resources([timeline]) for name, timeline in timelines.items()}
     counts = [len(each) for each in rows.values()]
     figure = new_figure(WIDTH, 1.3 + sum(0.42 + 0.3 * count for count in counts))
@@ -90,7 +90,7 @@ def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: 
 
 @styled
 def bench_figure(result: BenchResult) -> Figure:
-    """Time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios.
+    """Draw time over size of torch's flat all_to_all, of the chosen plan, of the best one and of the wire; below, the ratios.
 
     Raises:
         UsageError: a result without points.
@@ -214,7 +214,7 @@ def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:
 
 
 def byte_axis(axes: Axes, label: str, most: int = 10) -> None:
-    """Ticks at powers of two, at most ``most`` of them."""
+    """Put ticks at powers of two, at most ``most`` of them."""
     low, high = (math.log2(limit) for limit in axes.get_xlim())
     step = math.ceil((high - low) / most) or 1
     exponents = range(math.ceil(low / step) * step, math.floor(high) + 1, step)

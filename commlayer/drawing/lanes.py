@@ -1,4 +1,4 @@
-"""What the ranks of a job did, lane by lane over one time axis. Returns a matplotlib ``Figure``."""
+"""The figure of a job's traces: what its ranks did, lane by lane over one time axis."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class _Bars(NamedTuple):
 
 @styled
 def lanes_figure(ranks: Sequence[Selected], title: str = "") -> Figure:
-    """A band for each rank (of the first 16): where its program was blocked, and under it a row for each lane. Full colour:
-    a step of the lane was under way; pale: a call was, but held, or between its steps. Times are of rank 0's clock.
+    """Draw a band for each rank (of the first 16): where its program was blocked, and under it a row for each lane.
+    Full colour: a step of the lane was under way; pale: a call was, but held, or between its steps. Times are of rank
+    0's clock.
 
     Raises:
         UsageError: no call to draw.

@@ -47,7 +47,7 @@ _ACTIVATION_BYTES = 2
 
 
 def job_words(job: Job, cluster: str, software: str) -> str:
-    """What is trained, on what."""
+    """Describe a job: what is trained, on what."""
     counted = parameters.count(job.model)
     words = (
         f"{job.model.name} ({counted.total / 1e9:.4g} B parameters, {counted.active / 1e9:.4g} B active) on {job.gpus} GPUs of "
@@ -155,7 +155,7 @@ def closed_forms(job: Job, setup: Setup, cluster: Cluster) -> dict[str, float]:
 
 
 def closed_form_words(forms: Mapping[str, float]) -> list[str]:
-    """What :func:`closed_forms` found, in sentences."""
+    """Put into sentences what :func:`closed_forms` found."""
     size = {name: format_bytes(round(value)) for name, value in forms.items()}
     lines = []
     if "attention_by_tp" in forms:

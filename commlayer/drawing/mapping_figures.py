@@ -73,7 +73,7 @@ class Line(NamedTuple):
 
 
 def mapping_name(setup: Setup) -> str:
-    """``setup`` in two short lines: the degrees that are not 1, then what else is not as usual."""
+    """Name ``setup`` in two short lines: the degrees that are not 1, then what else is not as usual."""
     degrees = {
         "TP": setup.tp,
         "CP": setup.cp,
@@ -88,7 +88,9 @@ def mapping_name(setup: Setup) -> str:
 
 
 def named(result: SearchResult) -> dict[str, StepEstimate]:
-    """What a search found, by rank and mapping: the ranking, then the best folded or unfolded one if it is not among them."""
+    """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded or unfolded one if
+    it is not among them.
+    """
     found = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
     shown = {each.setup for each in result.ranked}
     for kind, best in (("folded", result.best_folded), ("unfolded", result.best_unfolded)):
@@ -99,7 +101,7 @@ def named(result: SearchResult) -> dict[str, StepEstimate]:
 
 @styled
 def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
-    """A bar for each mapping by its name, of its step's parts; behind it the step's time and MFU.
+    """Draw a bar for each mapping by its name, of its step's parts; behind it the step's time and MFU.
 
     Raises:
         UsageError: no mapping to draw.
@@ -115,7 +117,7 @@ def breakdown_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> 
 
 @styled
 def memory_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Figure:
-    """A bar for each mapping by its name, of what fills the fullest GPU, against what a GPU has for the job.
+    """Draw a bar for each mapping by its name, of what fills the fullest GPU, against what a GPU has for the job.
 
     Raises:
         UsageError: no mapping to draw.
@@ -140,7 +142,7 @@ def curves_figure(
     percent: bool = False,
     words: Sequence[str] = (),
 ) -> Figure:
-    """One result over one value, a curve for each alternative.
+    """Draw one result over one value, a curve for each alternative.
 
     Args:
         crossings: values at which two curves meet, and what to write there.

@@ -106,7 +106,7 @@ def write_what_if_report(
     table: tuple[Sequence[str], Sequence[Sequence[str]]],
     figures: Sequence[tuple[str, Figure]],
 ) -> None:
-    """Write what would change.
+    """Write the report of a what-if: what would change.
 
     Args:
         facts: below the title. sentences: what was found. table: columns and rows. figures: each with its label.

@@ -1,4 +1,4 @@
-"""What reports are put together from: the page with its style sheet, sections, figures, and the guide of `commlayer bench`."""
+"""The parts of a report: the page with its style sheet, sections, figures, and the guide of `commlayer bench`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ fitted as latency + bandwidth beyond what was measured.</dd>
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """One HTML file without anything from outside. ``parts``: its elements; empty ones are left out."""
+    """Return one HTML file without anything from outside. ``parts``: its elements; empty ones are left out."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -92,13 +92,13 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """``parts`` are elements; ``title`` is text."""
+    """Return a section of a page: ``parts`` are elements, ``title`` is text."""
     inner = "\n".join(parts)
     return f"<section>\n<h2>{escape(title)}</h2>\n{inner}\n</section>"
 
 
 def cards(items: Iterable[tuple[str, str]], bad: int = -1) -> str:
-    """A value and what it is, in a row of boxes; the one at ``bad`` is marked."""
+    """Show each value and what it is in a row of boxes; the one at ``bad`` is marked."""
     boxes = [
         f'<div class="card{" bad" if index == bad else ""}"><b>{escape(value)}</b><span>{escape(words)}</span></div>'
         for index, (value, words) in enumerate(items)
@@ -107,13 +107,15 @@ def cards(items: Iterable[tuple[str, str]], bad: int = -1) -> str:
 
 
 def definitions(facts: Iterable[tuple[str, str]]) -> str:
-    """Names and what they are."""
+    """List names and what they are."""
     lines = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts]
     return f"<dl>{''.join(lines)}</dl>"
 
 
 def figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:
-    """What ``draw`` draws, or why there is no figure. ``name``: unique on the page. ``label``: what a screen reader says."""
+    """Return the figure that ``draw`` draws as an element, or a sentence why there is none. ``name``: unique on the
+    page. ``label``: what a screen reader says.
+    """
     from commlayer.drawing.style import svg_fragment
 
     try:

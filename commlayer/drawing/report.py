@@ -31,7 +31,7 @@ def write_report(
     result: BenchResult,
     timelines: Sequence[tuple[str, Timeline, Timeline]] = (),
 ) -> None:
-    """Write what a run found.
+    """Write the report of what a run found.
 
     Without matplotlib the report has no figures, and says how to get them.
 

@@ -55,7 +55,7 @@ class _Row(NamedTuple):
 
 
 def courses(estimate: StepEstimate) -> dict[str, Forecast]:
-    """What was simulated, by name. Raises UsageError where the estimate has no course to show."""
+    """Return the simulated courses of an estimate, by name. Raises UsageError where the estimate has no course to show."""
     found = {"forward": estimate.forward, "backward": estimate.backward}
     kept = {name: forecast for name, forecast in found.items() if forecast is not None}
     if not kept:
@@ -120,7 +120,7 @@ def step_trace(estimate: StepEstimate) -> dict[str, Any]:
 
 @styled
 def course_figure(estimate: StepEstimate, title: str = "") -> Figure:
-    """The pipeline, forward, backward, one above the other, each over its own time.
+    """Draw the pipeline, forward and backward, one above the other, each over its own time.
 
     Of a pass: what the program computes (and waits for, dark), then a row for each lane. Full colour: a step of one of its calls
     occupies a link; pale: a call is under way, but held, or between its steps.

@@ -121,14 +121,14 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, inches. Not of pyplot: that would keep every figure alive, and open windows."""
+    """Make an empty figure of this size in inches. Not of pyplot: that would keep every figure alive, and open windows."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def check_picture(path: str | Path) -> None:
-    """Whether :func:`save_figure` could write ``path``: to be asked before the work that the figure shows.
+    """Check that :func:`save_figure` could write ``path``, before the work that the figure shows.
 
     Raises:
         UsageError: an ending that no picture has, or matplotlib is not installed.
@@ -142,7 +142,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def check_drawing() -> None:
-    """Raises UsageError where matplotlib is not installed. Does not import it."""
+    """Raise UsageError where matplotlib is not installed. Does not import it."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -165,7 +165,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 @styled
 def svg_fragment(figure: Figure, prefix: str, label: str) -> str:
-    """``figure`` as an ``<svg>`` element for a web page.
+    """Return ``figure`` as an ``<svg>`` element for a web page.
 
     Args:
         prefix: put before every id, so that the figures of one page do not share any.

@@ -22,7 +22,7 @@ _REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks there are, and on what they run."""
+    """The layout of a run: which ranks there are, and on what they run."""
 
     nodes: int
     ranks_per_node: int

@@ -51,12 +51,12 @@ class RankProcess:
 
     @property
     def reported(self) -> bool:
-        """Whether the rank has nothing more to say: its message is here, or it has ended."""
+        """Tell whether the rank has nothing more to say: its message is here, or it has ended."""
         return self.ended or self._frame is not None
 
     @property
     def failed(self) -> bool:
-        """Whether it is known already that the rank failed."""
+        """Tell whether it is known already that the rank failed."""
         if self._frame is not None and self._frame[0] != FRAME_RESULT:
             return True
         return self.ended and not self._fine()
@@ -92,7 +92,7 @@ class RankProcess:
             self.channel.shutdown(socket.SHUT_RDWR)
 
     def kill(self, because: str) -> None:
-        """SIGKILL the rank's whole process group."""
+        """Kill the rank's whole process group."""
         if not self.ended:
             if not self.reported and self.killed_because is None:
                 self.killed_because = because
@@ -119,14 +119,14 @@ class RankProcess:
                 signal.pidfd_send_signal(self.pid_fd, STACKS_SIGNAL)
 
     def stacks(self) -> str:
-        """What `ask_for_stacks` brought, without the frames of this package and of the forked parent."""
+        """Return the stacks that `ask_for_stacks` brought, without the frames of this package and of the forked parent."""
         text = os.pread(self.stacks_fd, 1 << 16, 0).decode(errors="replace")
         threads = (thread.split("\n") for thread in text.rstrip().split("\n\n"))
         own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
         return "\n".join("\n".join(lines) for lines in own)
 
     def outcome(self) -> tuple[float, RankOutcome]:
-        """What became of the rank, and when it became so (seconds, monotonic); call it once the rank has ended."""
+        """Return what became of the rank, and when (seconds, monotonic); call it once the rank has ended."""
         rank, node = self.job.rank, self.job.node
         raised: RaisedInRank | None = None
         if self._fine():

@@ -1,4 +1,4 @@
-"""Whether a cluster is made of namespaces or runs on loopback, and the checks of its arguments."""
+"""The mode of a cluster, namespaces or loopback, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _warned = False
 
 
 class EmulationWarning(UserWarning):
-    """Ranks run without an emulated network."""
+    """The warning that ranks run without an emulated network."""
 
 
 def checked_count(name: str, value: int) -> int:
-    """`value`, if it is a positive whole number."""
+    """Return `value` if it is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
     return value
 
 
 def link_spec(inter: str | None, intra: str | None, delay_us: float) -> LinkSpec:
-    """The wires that were asked for."""
+    """Make the properties of the wires that were asked for."""
     if not isinstance(delay_us, int | float) or not math.isfinite(delay_us) or not 0 <= delay_us <= _MAX_DELAY_US:
         raise UsageError(f"delay_us: expected 0 to {_MAX_DELAY_US:.0f} microseconds one way, got {delay_us!r}")
     return LinkSpec(
@@ -60,7 +60,7 @@ def _missing(spec: LinkSpec, granted: Rights) -> str:
 
 
 def decide_mode(mode: str, spec: LinkSpec) -> ActualMode:
-    """Namespaces or loopback.
+    """Decide between namespaces and loopback.
 
     Raises:
         UsageError: no such mode.

@@ -44,17 +44,17 @@ class RankSpaces:
 
 
 def node_name(node: int) -> str:
-    """Host name of a node."""
+    """Return the host name of a node."""
     return f"node{node}"
 
 
 def node_address(node: int) -> str:
-    """Address of a node on the cluster's wire, 10.77.0.1 and on (a /16)."""
+    """Return the address of a node on the cluster's wire, 10.77.0.1 and on (a /16)."""
     return f"10.77.{(node + 1) // 256}.{(node + 1) % 256}"
 
 
 def has_capabilities() -> bool:
-    """Whether this process may make namespaces and set up networks without a user namespace."""
+    """Tell whether this process may make namespaces and set up networks without a user namespace."""
     status = Path("/proc/self/status").read_text()
     effective = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff")), 0)
     return all(effective >> capability & 1 for capability in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN))
@@ -138,7 +138,7 @@ def _processes_in(networks: Sequence[str]) -> list[int]:
 
 
 def kill_processes_in(networks: Sequence[str], patience_s: float = 5.0) -> None:
-    """SIGKILL every process in these networks, again until none is left (they may fork while we look)."""
+    """Kill every process in these networks, again until none is left (they may fork while we look)."""
     deadline = time.monotonic() + patience_s
     while (pids := _processes_in(networks)) and time.monotonic() < deadline:
         for pid in pids:

@@ -1,4 +1,4 @@
-"""What became of the ranks of one run, and the errors that tell it."""
+"""Outcomes of the ranks of one run, and the errors that report them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RankFailure", "RankOutcome", "RanksFailedError", "RanksTimedOutError
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
     node: int
@@ -24,7 +24,9 @@ class RankFailure:
     signal: int | None
     """The signal that ended the rank, None if it exited."""
     exception: BaseException | None
-    """What the rank's function raised; None if nothing, or if it cannot be pickled (the traceback is there anyway)."""
+    """The exception that the rank's function raised; None if nothing, or if it cannot be pickled (the traceback is
+    there anyway).
+    """
     traceback: str
     """The rank's own traceback as text, or what is known instead of one."""
     reason: str
@@ -33,18 +35,18 @@ class RankFailure:
     """True if the cluster killed the rank, because another had failed or the time was up."""
 
     def describe(self) -> str:
-        """The failure with rank, node and traceback, several lines."""
+        """Describe the failure with rank, node and traceback, several lines."""
         return _describe([self])
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What became of one rank: a value or a failure."""
+    """The outcome of one rank: a value or a failure."""
 
     rank: int
     node: int
     value: Any
-    """What the function returned; None if the rank failed."""
+    """The value that the function returned; None if the rank failed."""
     failure: RankFailure | None
 
     @property
@@ -54,7 +56,7 @@ class RankOutcome:
 
 
 class RanksFailedError(RankFailedError):
-    """Ranks of an emulated cluster failed; ``failures`` in the order of time, the first one is the cause.
+    """The error of a run in which ranks failed; ``failures`` in the order of time, the first one is the cause.
 
     Attributes:
         failures: one `RankFailure` for each failed rank, the first to fail first.
@@ -68,11 +70,11 @@ class RanksFailedError(RankFailedError):
 
 
 class RanksTimedOutError(RanksFailedError, TimeoutError):
-    """Ranks were still running when the time was up; all were killed."""
+    """The error of a run whose ranks were still running when the time was up; all were killed."""
 
 
 def signal_name(number: int) -> str:
-    """``9 (SIGKILL)``."""
+    """Name a signal, such as ``9 (SIGKILL)``."""
     try:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:
@@ -93,7 +95,7 @@ def _describe(failures: Sequence[RankFailure]) -> str:
 
 
 def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure]) -> RanksFailedError:
-    """The error of a run in which ranks failed; chained to the first rank's own exception."""
+    """Make the error of a run in which ranks failed; chained to the first rank's own exception."""
     head = f"{len(failures)} of {len(outcomes)} ranks failed, first rank {failures[0].rank}"
     message = f"{head}:\n{_describe(failures)}"
     error = RanksFailedError(message, failures, [outcome.value for outcome in outcomes])
@@ -104,7 +106,7 @@ def failed_error(outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure
 def timed_out_error(
     outcomes: Sequence[RankOutcome], failures: Sequence[RankFailure], running: Sequence[int], timeout_s: float
 ) -> RanksTimedOutError:
-    """The error of a run that was not done in time; names the ranks that were running and where they hung."""
+    """Make the error of a run that was not done in time; it names the ranks that were running and where they hung."""
     names = ", ".join(str(rank) for rank in running)
     head = (
         f"{len(running)} of {len(outcomes)} ranks still ran after {timeout_s:g} s and were killed: rank {names} "

@@ -1,4 +1,4 @@
-"""What the parent, the ranks and the fabric process say to each other: one JSON object a message."""
+"""The protocol between the parent, the ranks and the fabric process: one JSON object a message."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ CONTROL_ADDRESS = "\0commlayer-emulation"
 """Abstract Unix address, in every node's own namespace, where the fabric listens for requests."""
 
 MESSAGE_BYTES = 65_536
-"""No message is larger."""
+"""The size of the largest message."""
 
 
 @dataclass(frozen=True)
 class LinkSpec:
-    """What the wires shall be. Rates in bytes per second (None: unshaped); delay one way, between nodes."""
+    """The wanted properties of the wires. Rates in bytes per second (None: unshaped); delay one way, between nodes."""
 
     inter: int | None
     intra: int | None
     delay_us: float
     delay_by: str
-    """``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
+    """The means of delay: ``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
 
 
 def error_reply(error: Exception) -> dict[str, Any]:

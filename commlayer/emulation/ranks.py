@@ -27,14 +27,14 @@ from commlayer.emulation.namespaces import RankSpaces, enter
 __all__ = ["FRAME_ERROR", "FRAME_HEADER", "FRAME_RESULT", "RaisedInRank", "RankJob", "flush_stdio", "rank_main"]
 
 FRAME_HEADER = struct.Struct("<cQ")
-"""Every message from a rank: kind, length of the payload."""
+"""The header of every message from a rank: kind, length of the payload."""
 FRAME_RESULT = b"R"
-"""Payload: the pickled return value."""
+"""The kind of message whose payload is the pickled return value."""
 FRAME_ERROR = b"E"
-"""Payload: a pickled `RaisedInRank`."""
+"""The kind of message whose payload is a pickled `RaisedInRank`."""
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""On this signal a rank writes where its threads are."""
+"""The signal on which a rank writes where its threads are."""
 
 
 @dataclass(frozen=True)

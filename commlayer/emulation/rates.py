@@ -25,14 +25,16 @@ _EXAMPLES = "for example '400mbit', '3.2gbit' or '50mbyte'; None leaves the link
 _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", re.IGNORECASE)
 
 MIN_BYTES_PER_S = 8_000
-"""Below this one 64 KiB packet takes longer than the queue's patience: 64 kbit/s."""
+"""The least rate, 64 kbit/s: below it one packet of 64 KiB takes longer than the queue's patience."""
 
 MAX_BYTES_PER_S = 4_000_000_000
-"""The kernel's 32-bit rate field of the token bucket ends at 4.29 GB/s; a veth pair does not carry more anyway."""
+"""The highest rate. The kernel's 32-bit rate field of the token bucket ends at 4.29 GB/s; a veth pair does not carry
+more anyway.
+"""
 
 
 def parse_rate(rate: str, name: str = "rate") -> int:
-    """Bytes per second of a rate such as ``400mbit``, ``3.2gbit`` or ``50mbyte`` (k, m, g are powers of 1000).
+    """Read a rate as bytes per second, such as ``400mbit``, ``3.2gbit`` or ``50mbyte`` (k, m, g are powers of 1000).
 
     tc's ``mbps`` family is refused on purpose: tc reads it as mega*bytes*, most people as megabits.
 
@@ -61,7 +63,7 @@ def parse_rate(rate: str, name: str = "rate") -> int:
 
 
 def format_rate(bytes_per_s: int | None) -> str:
-    """The shortest tc spelling: ``50_000_000`` is ``400mbit``; None is ``unshaped``."""
+    """Write a rate in tc's shortest spelling: ``50_000_000`` is ``400mbit``; None is ``unshaped``."""
     if bytes_per_s is None:
         return "unshaped"
     bits = bytes_per_s * 8

@@ -103,7 +103,7 @@ class Relay:
         self._by_mac = dict(zip(macs, self._queues, strict=True))
 
     def run(self) -> NoReturn:
-        """Forever."""
+        """Run for ever."""
         ports = [queue.port for queue in self._queues]
         while True:
             now_ns = time.time_ns()

@@ -1,4 +1,4 @@
-"""What a process inside the cluster can ask for: another rate."""
+"""Requests of processes inside the cluster: another rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine lets us emulate."""
+"""The rights that emulation needs, and which of them this machine grants."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ _REMEDY = "run as root, in a container with --cap-add SYS_ADMIN --cap-add NET_AD
 
 @dataclass(frozen=True)
 class Rights:
-    """What the kernel grants this process."""
+    """The rights that the kernel grants this process."""
 
     netns: bool
-    """Nodes can be network namespaces."""
+    """Whether nodes can be network namespaces."""
     shaping: bool
-    """Links can have a rate (sch_tbf)."""
+    """Whether links can have a rate (sch_tbf)."""
     delay: str
-    """``netem`` (the kernel's), ``relay`` (a userspace process between the cables) or ``none``."""
+    """The means of delay: ``netem`` (the kernel's), ``relay`` (a userspace process between the cables) or ``none``."""
     reason: str
-    """What is missing and what to do; empty if nothing is."""
+    """The right that is missing and what to do about it; empty if none is."""
     user_namespace: bool = False
-    """The rights come from a user namespace of our own, not from the process itself."""
+    """Whether the rights come from a user namespace of our own, not from the process itself."""
 
 
 def rights() -> Rights:
-    """Find out, once per process, by trying: a forked child makes a namespace and a veth pair with a token bucket."""
+    """Find out which rights there are, once per process, by trying: a forked child makes a namespace and a veth pair
+    with a token bucket.
+    """
     return _probe()
 
 

@@ -105,12 +105,12 @@ def make_dumpable() -> None:
 
 
 def set_timer_slack_ns(slack_ns: int) -> None:
-    """How late the kernel may wake this thread from a timed wait (50 µs by default)."""
+    """Set how late the kernel may wake this thread from a timed wait (50 µs by default)."""
     _prctl(_PR_SET_TIMERSLACK, slack_ns)
 
 
 def fork() -> int:
-    """`os.fork` without the warning that Python 3.12 raises in a parent with threads.
+    """Fork as `os.fork` does, without the warning that Python 3.12 raises in a parent with threads.
 
     Where warnings are errors it would be raised after the fork, and nobody would know the child's number. The children
     of this package run Python code of their own and whatever the caller gives them; that the caller's threads hold no

@@ -1,4 +1,4 @@
-"""What the checks of a communicator share: its claims, sizes, and tensors that every rank can compute by itself."""
+"""Shared parts of the checks of a communicator: its claims, sizes, and tensors that every rank can compute by itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FEW = 5
 
 @dataclass(frozen=True)
 class Claims:
-    """What a communicator says it can do; see `check_communicator`."""
+    """The capabilities that a communicator claims; see `check_communicator`."""
 
     dtypes: tuple[torch.dtype, ...]
     reduce_dtypes: tuple[torch.dtype, ...]
@@ -35,14 +35,14 @@ class Claims:
 
 
 class Pieces:
-    """A rank of the communicator under test."""
+    """One rank of the communicator under test, and its test data."""
 
     def __init__(self, verbs: Verbs, claims: Claims) -> None:
         self.verbs, self.claims = verbs, claims
         self.rank, self.n, self.device = verbs.rank, verbs.size, claims.device
 
     def block(self, rows: int, dtype: torch.dtype, *key: int) -> torch.Tensor:
-        """[rows, WIDTH], the same wherever it is made with the same key."""
+        """Make a block [rows, WIDTH], the same wherever it is made with the same key."""
         return bits((rows, WIDTH), dtype, *key).to(self.device)
 
     def join(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:

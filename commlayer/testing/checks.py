@@ -1,4 +1,4 @@
-"""What `check_communicator` checks, each check under its name.
+"""The checks that `check_communicator` makes, each under its name.
 
 Expected results are computed locally, from seeds that all ranks know, so that no check relies on the communicator that it
 judges. A check makes all its calls before it compares anything: a rank that sees a wrong result must not leave the others
@@ -22,7 +22,7 @@ __all__ = ["checks"]
 
 
 def checks(verbs: Verbs, claims: Claims) -> Iterator[Check]:
-    """All checks, in the same order on all ranks."""
+    """List all checks, in the same order on all ranks."""
     group = _Checks(verbs, claims)
     yield from group.moves()
     yield from group.reductions()

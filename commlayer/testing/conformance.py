@@ -26,11 +26,11 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-"""What a communicator is taken to move, unless told otherwise: what Gloo does."""
+"""The dtypes that a communicator is expected to move unless told otherwise: Gloo's."""
 REDUCE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-"""What it is taken to reduce."""
+"""The dtypes that it is expected to reduce."""
 OPS: tuple[ReduceOp, ...] = ("sum", "product", "min", "max")
-"""How."""
+"""The reductions that it is expected to have."""
 _REQUIRED = {torch.float32, torch.uint8, torch.int64}
 """Checks of other matters than dtypes use these."""
 
@@ -44,7 +44,7 @@ class FailedCheck:
 
 
 class ConformanceError(CommlayerError, AssertionError):
-    """A communicator does not keep the contract of `Verbs`.
+    """The error of a communicator that does not keep the contract of `Verbs`.
 
     Attributes:
         failures: the checks that failed on this rank, in their order.

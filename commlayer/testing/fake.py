@@ -44,7 +44,7 @@ class _Call:
 
 
 class FakeWorld:
-    """n ranks in one process. Calls wait ``timeout_s`` seconds for their peers."""
+    """A world of n ranks in one process. Calls wait ``timeout_s`` seconds for their peers."""
 
     def __init__(self, size: int, timeout_s: float = 10.0) -> None:
         if size < 1:

@@ -1,4 +1,4 @@
-"""What the collectives of the in-process fake compute: every rank's part in, every rank's result out. Slow and obvious."""
+"""Results of the collectives of the in-process fake: every rank's part in, every rank's result out. Slow and obvious."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Part", "complete"]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank brings to a collective."""
+    """The part of one rank in a collective."""
 
     verb: str
     agreed: tuple[Any, ...]  # dtype, root, op: equal on all ranks

@@ -30,7 +30,7 @@ _VERBS = (
 
 
 class InjectedFault(ClusterError):
-    """Raised by a `fail_at`: the rank's call fails before anything was moved."""
+    """The error that a `fail_at` raises: the rank's call fails before anything was moved."""
 
 
 @dataclass
@@ -52,17 +52,17 @@ class Fault:
 
 
 def fail_at(rank: int, call: int | str) -> Fault:
-    """That call of that rank raises `InjectedFault`; its peers are left waiting, as for a rank that died."""
+    """Make that call of that rank raise `InjectedFault`; its peers are left waiting, as for a rank that died."""
     return Fault("fail", rank, call)
 
 
 def delay_at(rank: int, call: int | str, seconds: float) -> Fault:
-    """That rank comes ``seconds`` late to that call."""
+    """Make that rank come ``seconds`` late to that call."""
     return Fault("delay", rank, call, seconds)
 
 
 def wrong_bytes_at(rank: int, call: int | str) -> Fault:
-    """One bit of what that rank gets from that call is flipped, in the last element; nothing is raised.
+    """Flip one bit of what that rank gets from that call, in the last element; nothing is raised.
 
     Has no effect, and does not count as fired, where the rank gets nothing (no elements, `send`, `barrier`).
     """
@@ -70,7 +70,7 @@ def wrong_bytes_at(rank: int, call: int | str) -> Fault:
 
 
 class FaultyVerbs:
-    """``inner`` with faults; without any it is ``inner``. See `Verbs` for what each method does.
+    """A communicator with faults: ``inner``, unless a fault strikes. See `Verbs` for what each method does.
 
     Every rank may be given all faults: each strikes on its own rank only. `InjectedFault` is the only new error.
     """
@@ -82,7 +82,7 @@ class FaultyVerbs:
                 raise UsageError(f"{fault}: expected a rank from 0 to {inner.size - 1}")
 
     def assert_fired(self) -> None:
-        """Raises AssertionError where a fault of this rank never struck."""
+        """Raise AssertionError where a fault of this rank never struck."""
         silent = [str(fault) for fault in self._faults if fault.rank == self.rank and not fault.num_fired]
         if silent:
             raise AssertionError(

@@ -52,7 +52,7 @@ def outcomes_on_nodes(
     timeout_s: float = 120.0,
     grace_s: float = 5.0,
 ) -> list[RankOutcome]:
-    """As :func:`run_on_nodes`, but one `RankOutcome` per rank instead of an error where ranks fail.
+    """Run as :func:`run_on_nodes` does, and return one `RankOutcome` per rank instead of raising where ranks fail.
 
     Raises RanksTimedOutError when the time is up.
     """

@@ -19,7 +19,7 @@ def _generator(*key: int) -> torch.Generator:
 
 
 def bits(shape: tuple[int, ...], dtype: torch.dtype, *key: int) -> torch.Tensor:
-    """Random bytes, so that NaNs with payloads and denormals are among the values; bool holds 0 and 1."""
+    """Make random bytes, so that NaNs with payloads and denormals are among the values; bool holds 0 and 1."""
     count = torch.Size(shape).numel()
     if dtype is torch.bool:
         return torch.randint(0, 2, shape, generator=_generator(*key)).bool()
@@ -28,7 +28,7 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, *key: int) -> torch.Tensor:
 
 
 def integers(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, *key: int) -> torch.Tensor:
-    """Small integers, which every dtype holds and of which every order of reduction gives the same: powers of two for
+    """Make small integers, which every dtype holds and of which every order of reduction gives the same: powers of two for
     products, else from -4 to 4 (from 0 where there is no sign)."""
     low = 0 if dtype is torch.uint8 else -4
     values = torch.randint(low, 5, shape, generator=_generator(*key))
@@ -38,14 +38,14 @@ def integers(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, *key: int
 
 
 def fractions(shape: tuple[int, ...], dtype: torch.dtype, *key: int) -> torch.Tensor:
-    """Values of very different size, whose sum depends on the order of addition in its last bits."""
+    """Make values of very different size, whose sum depends on the order of addition in its last bits."""
     generator = _generator(*key)
     exponents = torch.randint(-6, 7, shape, generator=generator)
     return torch.ldexp(torch.randn(shape, generator=generator), exponents).to(dtype)
 
 
 def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """What a reduction of `integers` must give."""
+    """Return what a reduction of `integers` must give."""
     stack = torch.stack([part.to(torch.int64) for part in parts])
     if op == "sum":
         total = stack.sum(0)
@@ -57,14 +57,14 @@ def reduced(parts: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def stale(like: torch.Tensor) -> torch.Tensor:
-    """An output buffer with something in it that is no result."""
+    """Make an output buffer with something in it that is no result."""
     buffer = torch.empty_like(like, memory_format=torch.contiguous_format)
     buffer.view(-1).view(torch.uint8).fill_(1 if like.dtype is torch.bool else _STALE_BYTE)
     return buffer
 
 
 def expect_bits(got: torch.Tensor, wanted: torch.Tensor, rank: int, what: str = "the output") -> None:
-    """Raises AssertionError with the first element whose bits differ."""
+    """Raise AssertionError with the first element whose bits differ."""
     ours, theirs = (as_row(plain(each.cpu())) for each in (got, wanted))
     a, b = ours.view(torch.uint8), theirs.view(torch.uint8)
     if torch.equal(a, b):
@@ -84,7 +84,7 @@ def _shown(flat: torch.Tensor, index: int) -> str:
 
 
 def expect_sum(got: torch.Tensor, parts: Sequence[torch.Tensor], rank: int) -> None:
-    """Raises AssertionError where ``got`` is further from the sum of ``parts`` than additions in its dtype can bring it."""
+    """Raise AssertionError where ``got`` is further from the sum of ``parts`` than additions in its dtype can bring it."""
     stack = torch.stack([part.to(torch.float64) for part in parts])
     bound = len(parts) * torch.finfo(got.dtype).eps * stack.abs().sum(0) + torch.finfo(got.dtype).tiny
     error = (got.detach().cpu().to(torch.float64) - stack.sum(0)).abs()

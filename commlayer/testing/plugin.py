@@ -20,7 +20,7 @@ __all__ = ["ClusterFactory", "emulated_cluster"]
 
 
 class ClusterFactory(Protocol):
-    """What the fixture `emulated_cluster` is: `EmulatedCluster` itself, closed when the test ends."""
+    """The type of the fixture `emulated_cluster`: it makes an `EmulatedCluster`, which is closed when the test ends."""
 
     def __call__(
         self,

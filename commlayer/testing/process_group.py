@@ -26,7 +26,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class ProcessGroupVerbs:
-    """`Verbs` that are nothing but torch.distributed's calls on ``group`` (None: the world). See `Verbs` for each of them.
+    """An adapter: `Verbs` that are torch.distributed's calls on ``group`` (None: the world). See `Verbs` for each of them.
 
     Raises:
         UsageError: this process is not a member of the group.

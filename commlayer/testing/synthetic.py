@@ -26,7 +26,7 @@ def synthetic_profile(
     error: float | None = None,
     name: str = "synthetic",
 ) -> Profile:
-    """A profile of nodes × ranks_per_node whose times are latency + bytes / rate, sampled at powers of four.
+    """Make a profile of nodes × ranks_per_node whose times are latency + bytes / rate, sampled at powers of four.
 
     ``latency_us`` and ``bytes_per_us`` override single links ("inter", "intra", "device"). ``error`` is the hold-out error
     of every curve. It describes no machine: use it to test decisions, never to make them.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Pending", "ReduceOp", "Verbs"]
 
 ReduceOp = Literal["sum", "product", "min", "max"]
-"""How elements of several ranks become one."""
+"""The reduction by which elements of several ranks become one."""
 
 
 @runtime_checkable
@@ -88,7 +88,7 @@ class Verbs(Protocol):
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> Pending | None:
-        """Block r of all ranks' ``source``, reduced, is rank r's ``output``.
+        """Reduce all ranks' ``source``; block r of the result is rank r's ``output``.
 
         Args:
             output: [S, …], overwritten.
@@ -101,7 +101,7 @@ class Verbs(Protocol):
         """
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
-        """All ranks' ``tensor``, reduced element by element, in place on every rank; the same bits on all of them.
+        """Reduce all ranks' ``tensor`` element by element, in place on every rank; the same bits on all of them.
 
         Args:
             tensor: any shape, the same on all ranks.
@@ -154,7 +154,7 @@ class Verbs(Protocol):
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> Pending | None:
-        """All ranks' ``tensor``, reduced element by element, in place on ``root``; what the others' holds then is undefined.
+        """Reduce all ranks' ``tensor`` element by element, in place on ``root``; what the others' holds then is undefined.
 
         Args:
             tensor: any shape, the same on all ranks.

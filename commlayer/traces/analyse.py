@@ -1,4 +1,4 @@
-"""What the traces of a job's ranks say together: time by lane, who comes late, what was predicted. No files, no printing."""
+"""Analysis of the traces of a job's ranks: time by lane, who comes late, what was predicted. No files, no printing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Key = tuple[str, tuple[int, ...], int, int]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which calls to look at: those that the program issued in this part of the job.
+    """The window of an analysis: the calls that the program issued in this part of the job.
 
     ``step``: in the mark "step 3" of each rank. ``since_us``, ``until_us``: in this time from the first call or mark of any rank.
     """
@@ -40,13 +40,13 @@ class Selected:
 
     @property
     def span_ns(self) -> int:
-        """From the first call issued to the last one's end, or the end of the program's waiting."""
+        """The time from the first call issued to the last one's end, or to the end of the program's waiting."""
         ends = [max([call.end_ns, call.enqueue_ns, *(end for _, end in call.waited)]) for call in self.calls]
         return max(ends) - min(call.enqueue_ns for call in self.calls) if ends else 0
 
 
 def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Selected]:
-    """The calls of each rank that lie in the window. Raises UsageError for a step that no rank has marked."""
+    """Select the calls of each rank that lie in the window. Raises UsageError for a step that no rank has marked."""
     window = window or Window()
     clocks = [trace.job_clock() for trace in traces]
     begin_ns = min((_first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)), default=0)
@@ -119,7 +119,7 @@ class LaneTimes:
 
 
 def lanes(ranks: Sequence[Selected], *, together: bool = False) -> list[LaneTimes]:
-    """Each lane that has calls, those that go first above. ``together``: all of them as one, named "all"."""
+    """Add up each lane that has calls, those that go first above. ``together``: all of them as one, named "all"."""
     found: dict[str, LaneTimes] = {}
     for rank in ranks:
         by_lane: defaultdict[str, list[CallRecord]] = defaultdict(list)
@@ -155,7 +155,7 @@ def _add_rank(times: LaneTimes, calls: Sequence[CallRecord]) -> None:
 
 @dataclass(slots=True)
 class RankLateness:
-    """How late one rank comes to the calls that it shares with others, µs after the first rank of each call.
+    """The lateness of one rank at the calls that it shares with others, µs after the first rank of each call.
 
     A rank has come to a call when its queue has: from then on the others wait for it. ``num_last``: calls to which it came last,
     and later than the first by more than the clocks can be wrong. ``worst``: the call of ``worst_us``.
@@ -172,8 +172,9 @@ class RankLateness:
 
 
 def lateness(ranks: Sequence[Selected]) -> list[RankLateness]:
-    """Each rank, also one without calls; those that are last most often first. Calls of one rank alone do not count, and so no
-    batch of messages: nobody says which of another rank's belongs to it."""
+    """Compute the lateness of each rank, also of one without calls; those that are last most often first. Calls of one
+    rank alone do not count, and so no batch of messages: nobody says which of another rank's belongs to it.
+    """
     found = {rank.trace.rank: RankLateness(rank.trace.rank, rank.trace.host) for rank in ranks}
     errors = {rank.trace.rank: max(rank.trace.error_ns, 0) for rank in ranks}
     for shared in _matched(ranks).values():
@@ -231,7 +232,9 @@ class PlanErrors:
 
 
 def plans(ranks: Sequence[Selected]) -> list[PlanErrors]:
-    """By collective and plan, of the calls that had a prediction and have ended; times are medians."""
+    """Compare predicted and measured times by collective and plan, of the calls that had a prediction and have ended;
+    medians.
+    """
     alone: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     together: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     held: Counter[tuple[str, str]] = Counter()

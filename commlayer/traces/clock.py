@@ -28,7 +28,7 @@ __all__ = ["ClockReading", "Stamps", "clock_identity", "clock_offset_ns", "excha
 
 _ROUNDS = 16
 Stamps = tuple[int, int, int, int]
-"""Of one all-gather, ns: rank 0's clock before and after, this rank's before and after."""
+"""The clock stamps of one all_gather, in ns: rank 0's before and after, this rank's before and after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ClockReading:
 
 
 def clock_offset_ns(samples: Sequence[Stamps]) -> tuple[int, int]:
-    """The offset that makes this clock rank 0's, and the bound of its error, ns. Raises ValueError without samples."""
+    """Compute the offset that makes this clock rank 0's, and the bound of its error, ns. Raises ValueError without samples."""
     if not samples:
         raise ValueError("expected the stamps of one all-gather at least, got none")
     least = max(before_0 - after for before_0, _, _, after in samples)
@@ -96,8 +96,9 @@ def exchange_clocks(
 
 
 def to_job_ns(readings: Sequence[ClockReading]) -> Callable[[int], int]:
-    """Of a rank's readings: turns its stamps into ns since the job's origin. Between two readings, and beyond the last, the
-    clock is taken to drift evenly. Without readings stamps stay as they are."""
+    """Return a function that turns a rank's stamps into ns since the job's origin, by its readings. Between two
+    readings, and beyond the last, the clock is taken to drift evenly. Without readings stamps stay as they are.
+    """
     if not readings:
         return lambda ns: ns
     first, last = readings[0], readings[-1]
@@ -109,7 +110,9 @@ def to_job_ns(readings: Sequence[ClockReading]) -> Callable[[int], int]:
 
 
 def clock_identity() -> int:
-    """Equal for all processes of this machine that read one clock, below 2^63; where that cannot be known, unique."""
+    """Return a number that is equal for all processes of this machine that read one clock, below 2^63; where that
+    cannot be known, unique.
+    """
     try:
         if "CLOCK_MONOTONIC" not in time.get_clock_info("perf_counter").implementation:
             return secrets.randbits(63)

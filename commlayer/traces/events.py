@@ -29,12 +29,12 @@ _RESOURCES = [resource.value for resource in Resource]
 
 
 def call_label(call: CallRecord) -> str:
-    """How a call is called in pictures and tables."""
+    """Return the name of a call in pictures and tables."""
     return f"{call.collective} #{call.sequence} {call.plan}"
 
 
 def running(call: CallRecord) -> list[Interval]:
-    """When each step of ``call`` was under way, ns: from its post, or the end of the step before it on its resource."""
+    """Return when each step of ``call`` was under way, ns: from its post, or the end of the step before it on its resource."""
     free: dict[str, int] = {}
     spans = []
     for step in call.steps:
@@ -175,7 +175,7 @@ def _queued(rank: int, calls: Sequence[CallRecord], to_us: Callable[[int], float
 
 
 def lane_place(lane: str) -> tuple[int, str]:
-    """Sorts lanes: those that go first, those nobody knows, none at all."""
+    """Return a key that sorts lanes: those that go first, those nobody knows, none at all."""
     return _LANES.index(lane) if lane in LANES else len(_LANES) + (not lane), lane
 
 

@@ -53,12 +53,14 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
     def job_clock(self) -> Callable[[int], int]:
-        """Turns a stamp of this rank into ns since the job's origin on rank 0's clock; without readings, since the opening."""
+        """Return the function that turns a stamp of this rank into ns since the job's origin on rank 0's clock; without
+        readings, since the opening.
+        """
         return to_job_ns(self.readings or (ClockReading(self.opened_ns, 0, -1, self.opened_ns),))
 
     @property
     def error_ns(self) -> int:
-        """By how much its times may be wrong against rank 0's; −1: not known."""
+        """The bound by which its times may be wrong against rank 0's; −1: not known."""
         return max((reading.error_ns for reading in self.readings), default=-1)
 
 
@@ -123,7 +125,7 @@ def write_trace(path: Path, events: Iterable[Any], **more: Any) -> None:
 
 
 def read_folder(folder: Path, job: str | None = None) -> Iterator[RankTrace]:
-    """The traces in ``folder``, one file after the other, by rank; :func:`rank_paths` says which.
+    """Read the traces in ``folder``, one file after the other, by rank; :func:`rank_paths` says which.
 
     Args:
         job: only the files of this one, or of the one whose name begins so.  [the only one]
@@ -155,7 +157,7 @@ def read_folder(folder: Path, job: str | None = None) -> Iterator[RankTrace]:
 
 
 def rank_paths(folder: Path) -> list[Path]:
-    """The files of ranks in ``folder``, first those of the first job. Raises UsageError where there are none."""
+    """List the files of ranks in ``folder``, first those of the first job. Raises UsageError where there are none."""
     numbers = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
     places = {path: (int(found[2] or 1), int(found[1])) for path, found in numbers.items() if found}
     if not places:

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals in order; empty ones are left out."""
+    """Return the same moments as disjoint intervals in order; empty ones are left out."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -26,12 +26,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """How long at least one of them lasts."""
+    """Return how long at least one of them lasts."""
     return sum(end - start for start, end in union(intervals))
 
 
 def rows_without_overlap(items: Sequence[tuple[Interval, _T]]) -> list[list[tuple[Interval, _T]]]:
-    """``items`` in as few rows as hold them without two of one row at a time; each row in order."""
+    """Lay ``items`` out in as few rows as hold them without two of one row at a time; each row in order."""
     rows: list[list[tuple[Interval, _T]]] = []
     busy: list[tuple[int, int]] = []  # (end, row), a heap, and beside it the rows whose last one has ended
     idle: list[int] = []

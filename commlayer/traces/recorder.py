@@ -1,4 +1,4 @@
-"""What one rank did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and written when the job ends.
+"""The recorder of one rank: what it did and when, kept in memory for ``COMMLAYER_TRACE=folder`` and written when the job ends.
 
 A recorder costs a call a few allocations; everything else happens when it is closed. All times are of
 ``time.perf_counter_ns``, the rank's own clock; the file says how it relates to that of rank 0: :mod:`commlayer.traces.clock`.
@@ -133,12 +133,12 @@ class Recorder:
             self._unpaid.append(record)
 
     def wait(self, record: CallRecord, start_ns: int, end_ns: int) -> None:
-        """A thread of the program was blocked so long by this call."""
+        """Note that a thread of the program was blocked so long by this call."""
         with self._lock:
             record.waited.append((start_ns, end_ns))
 
     def mark(self, name: str, start_ns: int, end_ns: int) -> None:
-        """The program did ``name`` in this time; ``commlayer trace --step 3`` looks for "step 3"."""
+        """Note that the program did ``name`` in this time; ``commlayer trace --step 3`` looks for "step 3"."""
         if self._has_room():
             self.marks.append(Mark(name, start_ns, end_ns))
 

@@ -1,4 +1,5 @@
-"""Watches what a wire format does to the values, and leaves it where the error exceeds its budget.
+"""The governor of wire formats, which watches what a format does to the values, and leaves it where the error exceeds
+its budget.
 
 One call in ``sample_every``, on average, measures the relative error ‖decoded − x‖ / ‖x‖ of its own tensor on each rank; the
 largest over ranks decides, so that all ranks leave a format at the same call. Rejected: each rank by itself, which would be a
@@ -21,7 +22,7 @@ from commlayer.scheduler.wire import WireFormat, WirePolicy
 __all__ = ["Governor"]
 
 Measure = Callable[[WireFormat], tuple[float, float]]
-"""Of a format: the squared norms of this rank's error, and of its tensor."""
+"""The type of functions that measure a format: the squared norms of this rank's error, and of its tensor."""
 
 
 class Governor:
@@ -40,8 +41,10 @@ class Governor:
         self._chance = random.Random(0)
 
     def allowed(self, usable: Sequence[WireFormat], measure: Measure) -> tuple[WireFormat, ...]:
-        """Of ``usable``, what this call may take. Collective where a sample is due. Samples every format that may be chosen,
-        the coarsest first: each that stays within the budget says so, and each that does not is left for good."""
+        """Return those of ``usable`` that this call may take. Collective where a sample is due. Samples every format
+        that may be chosen, the coarsest first: each that stays within the budget says so, and each that does not is
+        left for good.
+        """
         policy = self._policy
         self._calls += 1
         is_due = self._calls == 1 or self._chance.random() * policy.sample_every < 1

@@ -41,9 +41,10 @@ __all__ = ["TrainOptions", "Trained", "main", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How long and on what. ``text``: a file; None: sentences of a small grammar. ``sequence``, ``batch``: of a whole step.
-    ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, which hands rounding on more gently: AdamW divides every gradient
-    by its size, the smallest ones too, which are rounding alone."""
+    """The options of a training run. ``text``: a file; None: sentences of a small grammar. ``sequence``, ``batch``: of
+    a whole step. ``optimizer``: ``adamw``, or ``sgd`` with momentum 0.9, which hands rounding on more gently: AdamW
+    divides every gradient by its size, the smallest ones too, which are rounding alone.
+    """
 
     steps: int = 50
     sequence: int = 64
@@ -57,8 +58,9 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Trained:
-    """``losses`` of every step, before its update; the same on all ranks. ``dispatch``: how often tokens went which way, in how
-    many chunks, on this rank, and why in the end. ``step_us``: the median step."""
+    """The record of a training run. ``losses``: of every step, before its update; the same on all ranks. ``dispatch``:
+    how often tokens went which way, in how many chunks, on this rank, and why in the end. ``step_us``: the median step.
+    """
 
     losses: list[float]
     dispatch: dict[str, int]

@@ -1,4 +1,4 @@
-"""What ranks must have alike before tokens move, and how they find out: it travels with the counts.
+"""Agreement of the ranks before tokens move: what must be equal on all of them is compared with the exchange of counts.
 
 Shapes: T tokens of this rank, K choices of each, E experts.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
 
 FINEST = 8
-"""Into how many slices tokens are counted, so that their chunks may be chosen when all counts are known."""
+"""The number of slices in which tokens are counted, so that their chunks may be chosen when all counts are known."""
 HEAD = (
     "place in EP",
     "place in ETP",
@@ -35,14 +35,16 @@ HEAD = (
     "needs a gradient",
     "refusal",
 )
-"""What goes before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would hang in the rows."""
+"""The fields that go before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would
+hang in the rows.
+"""
 _AGREED = slice(HEAD.index("choices"), HEAD.index("needs a gradient"))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """What this rank brings to the exchange of counts.
+    """The part of one rank in the exchange of counts.
 
     ``like``: its tokens [T, H], where they are known. ``way``: a number for how the dispatcher is set up. ``needs_gradient``:
     whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at.
@@ -56,7 +58,9 @@ class Offer:
     error: Exception | None = None
 
     def message(self, grid: Grid) -> torch.Tensor:
-        """int64: the head, then rows for each slice of the tokens and expert. On the host. Raises TensorError."""
+        """Return what goes to the other ranks, int64: the head, then rows for each slice of the tokens and expert. On
+        the host. Raises TensorError.
+        """
         if self.error is not None:
             empty = torch.zeros(len(HEAD) + FINEST * grid.num_experts, dtype=torch.int64)
             empty[HEAD.index("refusal")] = 1
@@ -97,7 +101,8 @@ _agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakre
 
 
 def agree_on_experts(grid: Grid) -> None:
-    """Once for a group: counts of another number of experts are a message of another length, of which a rank may die.
+    """Check, once for a group, that its ranks have as many experts: counts of another number of experts are a message
+    of another length, of which a rank may die.
 
     Collective at the first call with a number. Not seen: a later layer with a number that is new on some ranks only. Raises
     DisagreementError.
@@ -116,7 +121,7 @@ def agree_on_experts(grid: Grid) -> None:
 
 
 def number_of(parts: Sequence[int]) -> int:
-    """One number for what all ranks must have alike."""
+    """Return one number that stands for what all ranks must have alike."""
     number = 1
     for part in parts:
         number = number * (FINEST + 1) + part

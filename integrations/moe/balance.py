@@ -1,4 +1,4 @@
-"""What keeps experts evenly used: auxiliary losses, the bias of loss-free balancing, and how a loss joins the backward pass.
+"""Load balance of experts: auxiliary losses, the bias of loss-free balancing, and how a loss joins the backward pass.
 
 Shapes: T tokens, K choices per token, E experts, D devices.
 """
@@ -19,7 +19,7 @@ __all__ = ["Usage", "attach_loss", "device_balance_loss", "expert_balance_loss",
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Usage:
-    """How the experts were used by T tokens, maybe of several ranks.
+    """The use of experts by T tokens, maybe of several ranks.
 
     ``fractions`` [E] of the T·K choices, before any are dropped; no gradient. ``probabilities`` [E]: the tokens' mean, which
     sums to 1. ``squared_logsumexp``: the mean over tokens of ``logsumexp(logits)²``. All are 0 where there are no tokens.
@@ -38,8 +38,9 @@ def usage(
     *,
     is_refused: bool = False,
 ) -> Usage:
-    """Of ``logits`` and ``probabilities`` [T, E] and the choices per expert ``chosen`` [E]; over the tokens of all ranks of
-    ``over`` (one all_reduce), so that it does not depend on how tokens are spread.
+    """Count how much each expert is used, by ``logits`` and ``probabilities`` [T, E] and the choices per expert
+    ``chosen`` [E]; over the tokens of all ranks of ``over`` (one all_reduce), so that it does not depend on how tokens
+    are spread.
 
     Raises DisagreementError on every rank where one comes with ``is_refused``: its tokens are none.
     """
@@ -69,7 +70,8 @@ def usage(
 
 
 def expert_balance_loss(usage: Usage) -> torch.Tensor:
-    """``E · Σ_i f_i · P_i``: 1 where all experts are used evenly, E where one gets everything (with K = 1).
+    """The auxiliary loss of experts, ``E · Σ_i f_i · P_i``: 1 where all experts are used evenly, E where one gets
+    everything (with K = 1).
 
     f_i is the fraction of the choices that fell on expert i, P_i the mean of its probability. Switch Transformer (Fedus et
     al. 2021), equations 4 to 6, with K choices per token as in DeepSeek-V2, equations 23 to 25: dividing by K keeps 1 as the
@@ -79,7 +81,8 @@ def expert_balance_loss(usage: Usage) -> torch.Tensor:
 
 
 def device_balance_loss(usage: Usage, num_devices: int) -> torch.Tensor:
-    """``D · Σ_d F_d · P_d`` with F_d and P_d the sums of f and P over the E/D consecutive experts of device d.
+    """The auxiliary loss of devices, ``D · Σ_d F_d · P_d``, with F_d and P_d the sums of f and P over the E/D
+    consecutive experts of device d.
 
     MegaScale-MoE, section 3.2, "we treat the experts placed on the same GPU as a group"; DeepSeek-V2, equations 26 to 28,
     which take the mean of E·f over a group: the same number.
@@ -90,7 +93,8 @@ def device_balance_loss(usage: Usage, num_devices: int) -> torch.Tensor:
 
 @torch.no_grad()
 def step_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float, over: Gathering | None) -> None:
-    """``bias += rate · sign(mean(counts) − counts)``, in place, with counts [E] summed over the ranks of ``over``.
+    """Step the balancing bias in place, ``bias += rate · sign(mean(counts) − counts)``, with counts [E] summed over the
+    ranks of ``over``.
 
     Loss-free balancing (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1;
     DeepSeek-V3, section 2.1.2).
@@ -102,7 +106,7 @@ def step_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float, over: Gathe
 
 
 def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """``output`` unchanged; whenever a gradient flows back through it, ``scale · loss`` is differentiated as well.
+    """Return ``output`` unchanged; whenever a gradient flows back through it, ``scale · loss`` is differentiated as well.
 
     So ``attach_loss(y, loss)`` and then ``main(y).backward()`` give the gradients of ``main(y) + scale · loss`` though no
     caller hands the loss on (as Megatron-Core's MoEAuxLossAutoScaler). Where nothing flows back through the output the loss

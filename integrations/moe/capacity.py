@@ -1,4 +1,4 @@
-"""Which choices are kept where experts, or devices, take a limited number.
+"""Capacity: which choices are kept where experts, or devices, take a limited number.
 
 Capacity counts choices, as MoE Parallel Folding's text has it; its equation 4 is for one choice per token.
 
@@ -22,7 +22,8 @@ __all__ = ["Choices", "Gathering", "Limits", "capacity", "gather_choices", "keep
 
 
 class Gathering(Protocol):
-    """What the router asks of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one. All ranks call alike.
+    """The collectives that the router needs of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one.
+    All ranks call alike.
 
     Tensors come without gradients; the router asks for nothing in the backward pass.
     """
@@ -34,18 +35,20 @@ class Gathering(Protocol):
     def size(self) -> int: ...
 
     def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ."""
+        """Return the ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' ``x``, floating or integer."""
+        """Return the sum of the ranks' ``x``, floating or integer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """What is decided upon: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept; ``positions`` [T] of
-    the tokens in their sequence, None: the order in which they lie here. Where priorities are equal the earlier is kept."""
+    """The choices that capacity is applied to: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept;
+    ``positions`` [T] of the tokens in their sequence, None: the order in which they lie here. Where priorities are
+    equal the earlier is kept.
+    """
 
     indices: torch.Tensor
     priority: torch.Tensor
@@ -54,7 +57,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much experts and devices take, as multiples of an even share; None: all. Devices have consecutive experts."""
+    """The capacity of experts and devices, as multiples of an even share; None: all. Devices have consecutive experts."""
 
     num_experts: int
     expert_factor: float | None
@@ -62,7 +65,7 @@ class Limits:
     device_factor: float | None
 
     def capacities(self, num_choices: int) -> tuple[int | None, int | None]:
-        """Of an expert, and of a device, for T·K choices."""
+        """Return the capacity of an expert and that of a device, for T·K choices."""
         expert, device = self.expert_factor, self.device_factor
         return (
             None if expert is None else capacity(expert, num_choices, self.num_experts),
@@ -82,7 +85,7 @@ class Limits:
 
 
 def capacity(factor: float, num_choices: int, num_bins: int) -> int:
-    """``ceil(factor · T·K / bins)``, at least 1 unless there are no tokens.
+    """The capacity of a bin, ``ceil(factor · T·K / bins)``, at least 1 unless there are no tokens.
 
     ``factor`` counts as the decimal that was written: 0.07 · 100 is 7, not 7.000000000000001, whose ceiling is 8.
     """
@@ -90,7 +93,7 @@ def capacity(factor: float, num_choices: int, num_bins: int) -> int:
 
 
 def keep_within(bins: torch.Tensor, choices: Choices, num_bins: int, capacity: int) -> torch.Tensor:
-    """Of the choices with one bin, the ``capacity`` of highest priority: [T, K] of bool.
+    """Mark, in every bin, the ``capacity`` choices of highest priority: [T, K] of bool.
 
     ``bins`` [T, K]: 0 ≤ bin < ``num_bins``, or −1: out of the contest, not kept. Sorts are stable, so that the decision
     depends on nothing but the choices: highest priority first, then earliest token, then the token's earlier choice.

@@ -1,4 +1,4 @@
-"""The token dispatcher: from tokens to the experts that they chose, and back.
+"""The token dispatcher: it sends tokens to the experts that they chose, and brings the results back.
 
 The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names): dispatch_preprocess (permute),
 token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by expert), and their mirror:
@@ -163,7 +163,7 @@ class TokenDispatcher:
         return Offer(indices, capacity, like, way, any(_needs_gradient(given) for given in (like, weights, experts)))
 
     def refuse(self, error: Exception) -> NoReturn:
-        """In place of :meth:`prepare`, where this rank cannot go on: tells the others, then raises ``error``."""
+        """Refuse a call in place of :meth:`prepare`, where this rank cannot go on: tell the others, then raise ``error``."""
         agree_on_experts(self.grid)
         Layout.exchange(self.grid, Offer(_NO_INDICES, error=error))
         raise error
@@ -181,7 +181,7 @@ class TokenDispatcher:
         return weights_of_rows(weights, chunk.rows)
 
     def hold(self, rows: torch.Tensor, chunk: Chunk) -> Held:
-        """Rows for a later :meth:`token_dispatch`: the backward pass waits for their gradient here."""
+        """Hold rows for a later :meth:`token_dispatch`: the backward pass waits for their gradient here."""
         return (self.grid.all if chunk.is_gathered else self.grid.ep).hold(rows)
 
     def token_dispatch(self, rows: torch.Tensor | Held, chunk: Chunk) -> Pending:
@@ -195,13 +195,13 @@ class TokenDispatcher:
         return self.grid.ep.start_all_to_all(weights, chunk.send_rows, chunk.receive_rows)
 
     def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """All ETP ranks' rows, sorted by expert: [R, H]."""
+        """Gather all ETP ranks' rows and sort them by expert: [R, H]."""
         if chunk.is_gathered:
             return gather_rows(rows, chunk.rows)
         return permute_rows(self.grid.etp.all_gather(rows, chunk.gather_rows), chunk.by_expert)
 
     def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
-        """The mirror of :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
+        """Mirror :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
         if chunk.is_gathered:
             if weights is not None:
                 assert chunk.choices is not None  # as in every chunk of this kind
@@ -217,13 +217,13 @@ class TokenDispatcher:
         return self.ways.home.start_all_to_all(rows, chunk.receive_rows, chunk.send_rows, most_rows=chunk.most_rows)
 
     def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
-        """``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""
+        """Sum over choices, ``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""
         return rows if chunk.is_gathered else combine_rows(rows, weights, chunk.rows)
 
     # Whole
 
     def dispatch(self, x: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Tokens [T, H] → (rows [R, H] sorted by expert, rows of each local expert). Collective.
+        """Send tokens to their experts: [T, H] → (rows [R, H] sorted by expert, rows of each local expert). Collective.
 
         Again with the same handle, the same rows come again (recompute). Raises TensorError for another number of tokens,
         UsageError for a handle of another dispatcher, or one of several chunks (see :meth:`run`).
@@ -237,7 +237,7 @@ class TokenDispatcher:
         return self.dispatch_postprocess(sent.wait(), chunk), chunk.expert_rows
 
     def combine(self, rows: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Experts' outputs [R, H] → tokens [T, H], each choice times its weight [T, K]. Collective.
+        """Bring experts' outputs back: [R, H] → tokens [T, H], each choice times its weight [T, K]. Collective.
 
         Raises TensorError for shapes that are not the handle's, UsageError for a handle that has come back already.
         """
@@ -265,7 +265,8 @@ class TokenDispatcher:
         *,
         beside: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Dispatch, ``experts``, combine, chunk by chunk: chunk j+1 goes out and chunk j−1 comes back while chunk j computes.
+        """Run dispatch, ``experts`` and combine, chunk by chunk: chunk j+1 goes out and chunk j−1 comes back while
+        chunk j computes.
 
         ``weights`` [T, K] are applied in the combine, or, with ``weights_travel``, by the experts. ``beside``: what else may be
         computed while the first chunk travels, such as shared experts. The backward pass overlaps in the same way (see

@@ -37,7 +37,8 @@ def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """``x`` [R, in] times each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each expert has.
+    """Multiply ``x`` [R, in] by each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each
+    expert has.
 
     Under autocast in its dtype. Raises TensorError for ``rows`` that are not those of ``x`` and ``weight``, and for two dtypes.
     """
@@ -99,8 +100,9 @@ _loop: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = cas
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) ⊙ up``, of which nothing but the two is kept. Raises TensorError for another shape, dtype or device of
-    the two."""
+    """Compute ``silu(gate) ⊙ up``, of which nothing but the two is kept. Raises TensorError for another shape, dtype or
+    device of the two.
+    """
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.device != up.device or gate.dim() == 0:
         raise TensorError(
             f"swiglu of {list(gate.shape)} ({gate.dtype}, {gate.device}) and {list(up.shape)} ({up.dtype}, {up.device}): "
@@ -146,7 +148,7 @@ _swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = cast("Any", _Swi
 
 
 class GroupedExperts(nn.Module):
-    """``w_down · (silu(w_gate · x) ⊙ w_up · x)`` for each expert on its rows.
+    """The experts of one rank: ``w_down · (silu(w_gate · x) ⊙ w_up · x)`` for each expert on its rows.
 
     Weights are drawn expert by expert, each from a seed of its own, and cut: they are the same under every mapping.
 
@@ -214,8 +216,9 @@ class GroupedExperts(nn.Module):
         return gate[self._shard].clone(), up[self._shard].clone(), down[:, self._shard].contiguous()
 
     def forward(self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` [R, H], ``rows`` of each expert → [R, H]. ``weights`` [R, 1]: multiply each row by its gating weight between
-        SwiGLU and ``w_down``, where MegaScale-MoE does (its section 4.1), so that no output need be kept for it.
+        """Run the experts on ``x`` [R, H], of which each expert has its number of ``rows``. ``weights`` [R, 1]:
+        multiply each row by its gating weight between SwiGLU and ``w_down``, where MegaScale-MoE does (its section
+        4.1), so that no output need be kept for it.
 
         Raises TensorError for another hidden size or number of experts.
         """

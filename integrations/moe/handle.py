@@ -1,4 +1,4 @@
-"""What one exchange of counts finds out: the way of every token, kept for combine, backward and recompute.
+"""The handle of a dispatch: the way of every token, found by one exchange of counts, for combine, backward and recompute.
 
 Shapes: T tokens of this rank, K choices of each, E experts, R rows that this rank's experts receive.
 """
@@ -53,7 +53,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Use:
-    """How often a handle's tokens went out and came back, and what they were: [T, H] of which dtype."""
+    """The use of a handle: how often its tokens went out and came back, and what they were: [T, H] of which dtype."""
 
     dispatched: int = 0
     combined: int = 0
@@ -63,9 +63,11 @@ class Use:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchHandle:
-    """``kind``: ``all_to_all`` or ``all_gather``. ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the
-    dispatcher that prepared it. ``needs_gradient``: whether any rank's tokens, weights or experts need one.
-    ``sound_weights``: those that were found finite."""
+    """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: ``all_to_all`` or ``all_gather``.
+    ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the dispatcher that prepared it.
+    ``needs_gradient``: whether any rank's tokens, weights or experts need one. ``sound_weights``: those that were found
+    finite.
+    """
 
     kind: str
     num_tokens: int
@@ -88,7 +90,7 @@ class Grid:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """How many each EP rank has, the first ones one more where they do not divide."""
+        """The number of experts of each EP rank; the first ones one more where they do not divide."""
         return even_rows(self.num_experts, self.ep.size)
 
     @property
@@ -113,7 +115,7 @@ class Layout:
 
     @classmethod
     def exchange(cls, grid: Grid, offer: Offer) -> Layout:
-        """Collective over EP × ETP.
+        """Exchange the counts of all ranks. Collective over EP × ETP.
 
         Raises what this rank refuses; DisagreementError where another one does, or where ranks offer different things;
         GroupError for groups that are no grid.
@@ -153,11 +155,11 @@ class Layout:
 
     @property
     def gathered_rows(self) -> tuple[int, ...]:
-        """For each EP rank, the rows of all its ETP ranks together."""
+        """Add up, for each EP rank, the rows of all its ETP ranks together."""
         return tuple(_by_rank(self.counts.sum((0, 1, 2)), self.grid.experts).tolist())
 
     def chunks(self, slices: Sequence[int]) -> tuple[Chunk, ...]:
-        """The tokens in as many chunks as ``slices``, each so many of the FINEST slices, exchanged over EP."""
+        """Divide the tokens into as many chunks as ``slices``, each so many of the FINEST slices, exchanged over EP."""
         total = self.indices.shape[0]
         if self.capacity is not None:  # padded: all rows go in one chunk
             return (self._chunk(self.indices, self.counts.sum(2)),)
@@ -189,7 +191,9 @@ class Layout:
         )
 
     def gathered(self) -> tuple[Chunk, ...]:
-        """All tokens come here, and each rank takes the rows of its experts. Collective: the indices travel."""
+        """Make the one chunk of an all_gather: all tokens come here, and each rank takes the rows of its experts.
+        Collective: the indices travel.
+        """
         grid = self.grid
         everyones = grid.all.all_gather(self.indices, self.tokens) - grid.first_local_expert
         is_local = (everyones >= 0) & (everyones < grid.num_local_experts)

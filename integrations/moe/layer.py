@@ -42,12 +42,13 @@ class SharedExperts(nn.Module):
         self.down = nn.Parameter(torch.randn(hidden, width, generator=generator) * width**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] → [T, H]."""
+        """Run the MLP on tokens [T, H]."""
         return F.linear(swiglu(F.linear(x, self.gate), F.linear(x, self.up)), self.down)
 
 
 class MoELayer(nn.Module):
-    """``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a mesh; plus the shared experts.
+    """A mixture-of-experts layer, ``Σ_k weight_k · expert_k(x)``, over the EP and ETP groups of a mesh; plus the shared
+    experts.
 
     Weights are the same
     under every mapping for one seed.
@@ -134,7 +135,8 @@ class MoELayer(nn.Module):
                 mark_replicated(self.shared)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` [..., H] → the same shape. Collective over EP × ETP, also where this rank has no tokens.
+        """Run the layer on ``x`` [..., H]; the result has the same shape. Collective over EP × ETP, also where this
+        rank has no tokens.
 
         ``positions`` [tokens] int64: for the router, where it drops from a sequence of which ranks hold no consecutive slices.
         Raises TensorError for another hidden size, dtype or device, PeerError and CollectiveTimeoutError as collectives do.

@@ -1,4 +1,4 @@
-"""What the work on one rank takes, measured at the first call: the experts, and rows that are moved in memory.
+"""Measurements of the work on one rank at the first call: the experts, and rows that are moved in memory.
 
 All ranks measure at the same time, as they will work, so that what they share (cores, memory) is shared here too.
 """
@@ -31,8 +31,10 @@ _PARTS = (8, 2, 1)
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """What decides how rows are moved, and what a row takes: ``top_k`` choices of ``num_experts``, of which each of ``ranks``
-    has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes back through all."""
+    """The parameters on which the time of moving a row depends: ``top_k`` choices of ``num_experts``, of which each of
+    ``ranks`` has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes
+    back through all.
+    """
 
     ranks: int
     top_k: int
@@ -53,16 +55,18 @@ class MoveTimes:
 
 
 class Measurements:
-    """What all ranks of a grid have measured alike. Each method is collective where something is to be measured: all ranks ask
-    with the same numbers, and so find alike whether it is."""
+    """The measurements on which all ranks of a grid agree. Each method is collective where something is to be measured:
+    all ranks ask with the same numbers, and so find alike whether it is.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._experts: dict[tuple[Any, ...], ExpertTimes] = {}
 
     def moves(self, like: torch.Tensor, tokens: int, shape: MoveShape) -> MoveTimes:
-        """For ``tokens`` of all ranks such as ``like``; shared by all layers on the same group, and measured anew for calls of
-        more than twice as many tokens. Raises as :meth:`experts`."""
+        """Return the times of moving rows, for ``tokens`` of all ranks such as ``like``; shared by all layers on the
+        same group, and measured anew for calls of more than twice as many tokens. Raises as :meth:`experts`.
+        """
         owner: object = self._grid.all.group or self._grid.all
         shared = _moves_of_group.setdefault(owner, {})
         key, wanted = (shape, *_kind_of(like)), _measured_tokens(tokens, like)
@@ -72,7 +76,7 @@ class Measurements:
         return shared[key]
 
     def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
-        """For up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
+        """Return the times of experts, for up to ``most_rows`` rows on a rank; measured anew for more than twice as many.
 
         Raises what measuring raises on this rank; DisagreementError where it failed on another.
         """
@@ -118,7 +122,7 @@ def _measured_tokens(tokens: int, like: torch.Tensor) -> int:
 
 
 def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, float]:
-    """What a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
+    """Time what a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
     choices are spread evenly: µs for a row that is exchanged, and for a token that is gathered; medians.
 
     Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
@@ -175,7 +179,7 @@ def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> tor
 
 
 def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, sizes: Sequence[int]) -> list[float]:
-    """µs of a forward pass of ``experts`` on each number of rows, spread evenly over them; the median of five."""
+    """Time a forward pass, in µs, of ``experts`` on each number of rows, spread evenly over them; the median of five."""
     times = []
     # Dropout in the experts must draw, in a recomputation of the forward pass, what it drew there.
     with torch.no_grad(), torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):

@@ -1,4 +1,4 @@
-"""How the tokens of a call go to their experts: by all_to_all or all_gather, and in how many chunks.
+"""The plan of a dispatch: whether tokens go to their experts by all_to_all or all_gather, and in how many chunks.
 
 Decided on every rank alike, from the exchanged counts, the profile's curves and the experts' own times, which are measured at
 the first call and agreed.
@@ -35,7 +35,7 @@ _MOST_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class DispatchDecision:
-    """What was chosen for one call, and why.
+    """The choice that was made for one call, and its reason.
 
     ``slices``: eighths of the tokens in each chunk. ``kinds_us``: what each kind is predicted to take, out and back, and where
     there is a gradient its way too; ``slices_us``: what each is, with the experts, forward and backward. Empty where there was
@@ -54,13 +54,13 @@ class DispatchDecision:
 
     @property
     def name(self) -> str:
-        """Such as ``all_to_all × 4 (1:3:3:1)``."""
+        """The decision's name, such as ``all_to_all × 4 (1:3:3:1)``."""
         shares = "" if len(set(self.slices)) == 1 else f" ({':'.join(map(str, self.slices))})"
         return f"{self.kind} × {self.chunks}{shares}"
 
     @property
     def predicted_us(self) -> float | None:
-        """Of the exchanges and the experts, forward and backward."""
+        """The predicted time of exchanges and experts, forward and backward."""
         return self.slices_us.get(self.slices)
 
 
@@ -232,7 +232,7 @@ class DispatchPlanner:
 
 
 def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
-    """What a user may fix, as the eighths of the tokens in each chunk. Raises UsageError."""
+    """Read a user's ``chunks`` as the eighths of the tokens in each chunk. Raises UsageError."""
     if type(chunks) is int and chunks in (1, 2, 4, FINEST):  # True is no number of chunks
         return even_rows(FINEST, chunks)
     if isinstance(chunks, Sequence) and not isinstance(chunks, str):
@@ -252,7 +252,9 @@ def _rounded(count: int) -> int:
 
 
 def is_sharded(experts: Experts | None) -> bool:
-    """Whether FSDP2 shards them: then a call of them is a collective over EDP, whose ranks see other counts than these."""
+    """Tell whether FSDP2 shards the experts: then a call of them is a collective over EDP, whose ranks see other counts
+    than these.
+    """
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 
 

@@ -13,17 +13,19 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 __all__ = ["reference_combine", "reference_experts", "reference_moe"]
 
 Weights = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""For each expert of the model: w_gate [F, H], w_up [F, H], w_down [H, F]."""
+"""The weights of each expert of the model: w_gate [F, H], w_up [F, H], w_down [H, F]."""
 
 
 def reference_experts(x: torch.Tensor, expert: int, weights: Weights) -> torch.Tensor:
-    """One expert on one token [H] → [H]."""
+    """Run one expert on one token [H]; return [H]."""
     gate, up, down = weights[expert]
     return down @ (F.silu(gate @ x) * (up @ x))
 
 
 def reference_combine(choices: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``Σ_k weights[k] · choices[k]``: the sum of the first half plus the sum of the second, down to single products."""
+    """Sum over choices, ``Σ_k weights[k] · choices[k]``: the sum of the first half plus the sum of the second, down to
+    single products.
+    """
     if len(choices) == 1:
         return choices[0] * weights[0]
     half = len(choices) // 2
@@ -31,7 +33,9 @@ def reference_combine(choices: Sequence[torch.Tensor], weights: Sequence[torch.T
 
 
 def reference_moe(x: torch.Tensor, indices: torch.Tensor, gates: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """Tokens ``x`` [T, H], the experts ``indices`` [T, K] that each chose (−1: dropped) and their ``gates`` [T, K] → [T, H]."""
+    """Run the mixture on tokens ``x`` [T, H], the experts ``indices`` [T, K] that each chose (−1: dropped) and their
+    ``gates`` [T, K] → [T, H].
+    """
     outputs = []
     for token in range(x.shape[0]):
         chosen = [int(expert) for expert in indices[token]]

@@ -1,4 +1,4 @@
-"""Tokens that all ranks of a tensor-parallel group hold: attention without sequence parallelism leaves them so.
+"""Dispatch of tokens that all ranks of a tensor-parallel group hold: attention without sequence parallelism leaves them so.
 
 Two ways to the experts, neither of which sends a token twice between nodes:
 
@@ -57,7 +57,8 @@ class ReplicatedDispatcher:
     def run(
         self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, capacity: int, experts: Experts
     ) -> torch.Tensor:
-        """``x`` [T, H], ``indices`` [T, K] (−1: dropped) and ``weights`` [T, K], the same on all ranks of the group → [T, H].
+        """Run experts on ``x`` [T, H], with ``indices`` [T, K] (−1: dropped) and ``weights`` [T, K], the same on all
+        ranks of the group → [T, H].
 
         ``capacity``: rows of every expert, from each rank of EP. Collective over the grid, and differentiable.
         Raises TensorError where an expert has more choices than that.
@@ -86,7 +87,9 @@ def run_shares(
     weights: torch.Tensor,
     experts: Experts,
 ) -> torch.Tensor:
-    """Dropless: each rank of ``group``, which all hold ``x`` [T, H], takes its share of the tokens through ``dispatcher``."""
+    """Run experts without dropping: each rank of ``group``, which all hold ``x`` [T, H], takes its share of the tokens
+    through ``dispatcher``.
+    """
     share = take_share(x, group)
     own = indices.split(list(even_rows(indices.shape[0], group.size)))[group.rank]
     of_share = take_share(weights, group)
@@ -96,12 +99,14 @@ def run_shares(
 
 
 def take_share(x: torch.Tensor, group: GroupCommunicator) -> torch.Tensor:
-    """This rank's rows of ``x`` [T, …], which all ranks of ``group`` hold; the gradient is gathered, so all hold it too."""
+    """Take this rank's rows of ``x`` [T, …], which all ranks of ``group`` hold; the gradient is gathered, so all hold
+    it too.
+    """
     return x if group.size == 1 else _take(x, group)
 
 
 def gather_shares(x: torch.Tensor, group: GroupCommunicator, num_tokens: int) -> torch.Tensor:
-    """The inverse of :func:`take_share`: [T, …] on all ranks of ``group``, whose gradients are the same."""
+    """Undo :func:`take_share`: [T, …] on all ranks of ``group``, whose gradients are the same."""
     return x if group.size == 1 else _gather(x, group, num_tokens)
 
 

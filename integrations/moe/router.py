@@ -127,7 +127,8 @@ class Router(torch.nn.Module):
         return Routing(indices, weights, counts, chosen, *capacities, config.pad_to_capacity, losses)
 
     def update_bias(self, counts: torch.Tensor) -> None:
-        """After an optimizer step: raise the bias of experts with less than the mean of ``counts`` [E], lower the others'.
+        """Update the balancing bias after an optimizer step: raise the bias of experts with less than the mean of
+        ``counts`` [E], lower the others'.
 
         ``counts``: the sum of ``Routing.chosen`` since the last update; the ranks of ``balance`` are summed here. Collective.
         """

@@ -1,4 +1,4 @@
-"""What a router has decided: where tokens go, and the checks of what another router decided.
+"""The decisions of a router, which experts each token goes to, and checks of those that another router made.
 
 Shapes: T tokens, E experts, K choices per token.
 """
@@ -17,7 +17,7 @@ __all__ = ["Routing", "count_choices", "refuse_any", "who"]
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where tokens go.
+    """The routing of tokens: the experts that they go to, with weights.
 
     ``indices`` [T, K] int64: the expert of each choice, best first; −1 where it was dropped. ``weights`` [T, K] float32
     (float64 for float64 tokens): differentiable; 0 where it was dropped. ``counts`` [E] int64: kept choices per expert;
@@ -41,12 +41,13 @@ class Routing:
 
     @property
     def dropped(self) -> int:
-        """How many choices were dropped. (Waits for the device.)"""
+        """The number of choices that were dropped. (Waits for the device.)"""
         return int((self.indices < 0).sum())
 
     @classmethod
     def of(cls, indices: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routing:
-        """What another router decided: ``indices`` [T, K], −1 where a choice is dropped, and floating ``weights`` [T, K].
+        """Make a routing of what another router decided: ``indices`` [T, K], −1 where a choice is dropped, and floating
+        ``weights`` [T, K].
 
         Raises:
             TensorError: shapes or types that do not fit, indices out of range, a token that chooses an expert twice, weights
@@ -95,7 +96,7 @@ def who() -> str:
 
 
 def count_choices(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Choices per expert [E]; dropped ones (−1) are left out."""
+    """Count choices per expert [E]; dropped ones (−1) are left out."""
     flat = indices.flatten().long()
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat + 1, torch.ones_like(flat))
     return counts[1:].contiguous()

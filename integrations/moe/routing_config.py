@@ -1,4 +1,4 @@
-"""What a router may be told: how tokens choose experts, what balances them, what is dropped."""
+"""The configuration of a router: how tokens choose experts, what balances them, what is dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RouterConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """How tokens choose experts.
+    """The configuration of a :class:`~commlayer.integrations.moe.router.Router`.
 
     Args:
         num_experts: E, of the whole layer.

@@ -33,7 +33,7 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Where the choices of T tokens lie in N rows, which are sorted by expert, then by token.
+    """The row map of T tokens: where their choices lie in N rows, which are sorted by expert, then by token.
 
     ``token_of_row`` [N] and ``choice_of_row`` [N] (flat: t·K + k); ``row_of_choice`` [T, K]. Where a choice has no row
     (dropped) ``is_kept`` [T, K] is False and its row any; where a row has no choice (padding) ``is_filled`` [N] is False and
@@ -90,7 +90,7 @@ class Permutation:
 
 
 def regroup(lengths: torch.Tensor, order: Sequence[int]) -> Permutation | None:
-    """What brings segments of rows into another order; None where they are in it already.
+    """Return the permutation that brings segments of rows into another order; None where they are in it already.
 
     ``lengths`` int64, on the host: rows of each segment, in the order in which they lie (the last dimension fastest).
     ``order``: the dimensions in the order in which they are to lie.
@@ -108,17 +108,17 @@ def regroup(lengths: torch.Tensor, order: Sequence[int]) -> Permutation | None:
 
 
 def permute_rows(x: torch.Tensor, permutation: Permutation | None) -> torch.Tensor:
-    """``x`` [R, H] with its rows rearranged; None: as they are."""
+    """Rearrange the rows of ``x`` [R, H]; None: leave them as they are."""
     return x if permutation is None else _permute(x, permutation)
 
 
 def gather_rows(x: torch.Tensor, rows: RowMap) -> torch.Tensor:
-    """Each row its token: [T, H] → [N, H]; padding is zero. The gradient of a token is the sum of its rows', in pairs."""
+    """Give each row its token: [T, H] → [N, H]; padding is zero. The gradient of a token is the sum of its rows', in pairs."""
     return _gather(x, rows)
 
 
 def combine_rows(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) -> torch.Tensor:
-    """``out[t] = Σ_k weights[t, k] · y[row_of_choice[t, k]]``, in pairs: [N, H] → [T, H].
+    """Sum over choices, ``out[t] = Σ_k weights[t, k] · y[row_of_choice[t, k]]``, in pairs: [N, H] → [T, H].
 
     The sum of the first half of the choices plus that of the second, and so on within: so k equal choices with weights 1/k,
     k a power of two, give their value bit for bit, which one after the other they do not. Products and sums in the wider
@@ -128,7 +128,7 @@ def combine_rows(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) ->
 
 
 def weights_of_rows(weights: torch.Tensor, rows: RowMap) -> torch.Tensor:
-    """Each row the weight of its choice: [T, K] → [N, 1]; padding any."""
+    """Give each row the weight of its choice: [T, K] → [N, 1]; padding gets any."""
     if weights.numel() == 0:
         return weights.new_zeros(rows.choice_of_row.shape[0], 1) + weights.sum()  # still part of the graph
     return weights.reshape(-1, 1).index_select(0, rows.choice_of_row)
@@ -240,8 +240,9 @@ def _sum_pairs(choices: range, part: Callable[[int], torch.Tensor]) -> torch.Ten
 def spread_rows(
     gradient: torch.Tensor, y: torch.Tensor | None, weights: torch.Tensor | None, rows: RowMap, *, of_rows: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of the weighted sum: each row's gradient, ``w[t, k] · gradient[t]`` [N, H], and each weight's, ``gradient[t] · y[row]``
-    [T, K], for which ``y`` is there; None where not asked for. A block of rows at a time."""
+    """Compute the gradients of the weighted sum: each row's, ``w[t, k] · gradient[t]`` [N, H], and each weight's,
+    ``gradient[t] · y[row]`` [T, K], for which ``y`` is there; None where not asked for. A block of rows at a time.
+    """
     num_rows = rows.token_of_row.shape[0]
     if weights is None or gradient.shape[0] == 0:
         taken = _take(gradient, rows) if of_rows else None

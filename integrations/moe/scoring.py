@@ -1,4 +1,4 @@
-"""From tokens to scores to choices: pure functions of tensors, whose rows do not depend on each other.
+"""Scores of tokens, and the choices that follow from them: pure functions of tensors, whose rows do not depend on each other.
 
 Shapes: T tokens, H hidden, E experts, K choices per token, G groups of experts.
 """
@@ -22,7 +22,7 @@ _BLOCK_TOKENS_CPU, _BLOCK_TOKENS = 128, 1024
 
 
 def fixed_shape_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, H] times ``weight`` [E, H]: logits [T, E] in FP32 or FP64, whose rows depend on nothing but the token."""
+    """Multiply ``x`` [T, H] by ``weight`` [E, H]: logits [T, E] in FP32 or FP64, whose rows depend on nothing but the token."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     num_experts = weight.shape[0]
     columns = pad(weight.to(dtype), (0, 0, 0, -num_experts % _TILE_EXPERTS)).t()
@@ -37,7 +37,9 @@ def fixed_shape_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def score(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [T, E], by which experts are chosen and weighed, and probabilities [T, E], which sum to 1, for the losses."""
+    """Compute scores [T, E], by which experts are chosen and weighed, and probabilities [T, E], which sum to 1, for the
+    losses.
+    """
     if config.score == "sigmoid":
         # In FP64: the FP32 one's last bit depends on where an element lies on the CPU (vector body or scalar tail).
         scores = logits.double().sigmoid().to(logits.dtype)
@@ -47,7 +49,7 @@ def score(logits: torch.Tensor, config: RouterConfig) -> tuple[torch.Tensor, tor
 
 
 def weigh(scores: torch.Tensor, config: RouterConfig) -> torch.Tensor:
-    """The chosen experts' scores [T, K] → weights [T, K]."""
+    """Turn the chosen experts' scores [T, K] into weights [T, K]."""
     if config.order == "topk_softmax":
         scores = scores.softmax(-1)
     elif config.normalise and config.top_k > 1:
@@ -66,7 +68,9 @@ def first_highest(scores: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def limit_to_groups(scores: torch.Tensor, num_groups: int, top_groups: int, num_summed: int) -> torch.Tensor:
-    """``scores`` [T, E] with −inf outside of the best groups: those with the highest sum of ``num_summed`` best scores."""
+    """Return ``scores`` [T, E] with −inf outside of the best groups: those with the highest sum of ``num_summed`` best
+    scores.
+    """
     grouped = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
     of_group = grouped.topk(min(num_summed, grouped.shape[2])).values.sum(-1)
     outside = torch.ones_like(of_group, dtype=torch.bool).scatter(1, first_highest(of_group, top_groups), False)

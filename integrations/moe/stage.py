@@ -50,7 +50,7 @@ class Stage:
         return self.dispatcher.token_dispatch(self.dispatcher.dispatch_preprocess(x, self.chunk), self.chunk)
 
     def compute(self, experts: Experts, part_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-        """``part_of`` gives the chunk's tokens of all of ``x``: for when they are sent again."""
+        """Run the experts on the chunk. ``part_of`` gives the chunk's tokens of all of ``x``: for when they are sent again."""
         dispatcher, chunk = self.dispatcher, self.chunk
         arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
         self._going = []
@@ -78,8 +78,9 @@ class Stage:
 
 
 def returned(computed: object, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What experts made of rows [R, H], in the tokens' dtype: all ranks go back in one, whatever autocast or an expert without
-    rows has made of it here. Raises TensorError for another shape."""
+    """Return the experts' output for rows [R, H] in the tokens' dtype: all ranks send back in one dtype, whatever
+    autocast or an expert without rows has made of it here. Raises TensorError for another shape.
+    """
     if not isinstance(computed, torch.Tensor) or computed.shape != tuple(shape):
         got = list(computed.shape) if isinstance(computed, torch.Tensor) else repr(computed)
         raise TensorError(
@@ -99,7 +100,7 @@ class _Arriving:
 
 
 def cut(sizes: list[int], j: int, x: torch.Tensor) -> torch.Tensor:
-    """Chunk j of all tokens [T, H] or [S, B, H]."""
+    """Cut chunk j out of all tokens [T, H] or [S, B, H]."""
     part: torch.Tensor = x.flatten(0, -2).split(sizes)[j]
     return part
 

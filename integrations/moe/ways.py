@@ -21,7 +21,7 @@ _NATIVE = WirePolicy()
 
 @dataclass(frozen=True, slots=True)
 class DispatchWire:
-    """What the rows of a dispatcher may go in: to the experts and back, and their gradients in the backward pass.
+    """The wire formats that rows of a dispatcher may take: to the experts and back, and their gradients in the backward pass.
 
     ``dispatch_gradient`` is of the rows that ``dispatch`` sent, and travels as the combine does; ``combine_gradient`` the other
     way round.
@@ -44,8 +44,9 @@ class DispatchWire:
 
 
 def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
-    """What a user gives: a name such as ``fp8_e4m3`` is for the dispatch, and the combine may then go in BF16; None takes the
-    setting ``COMMLAYER_WIRE`` of lane ep, and without it all is native. Raises UsageError."""
+    """Read what a user gives for ``wire``: a name such as ``fp8_e4m3`` is for the dispatch, and the combine may then go
+    in BF16; None takes the setting ``COMMLAYER_WIRE`` of lane ep, and without it all is native. Raises UsageError.
+    """
     if isinstance(wire, DispatchWire):
         return wire
     if wire is None:
@@ -61,12 +62,14 @@ def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
 
 
 def number_of_wire(wire: DispatchWire) -> int:
-    """A number below 2¹⁸ that differs where ranks allow different things, but for chance."""
+    """Return a number below 2¹⁸ that differs where ranks allow different things, but for chance."""
     return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
 
 
 class Ways:
-    """``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are gathered."""
+    """The communicators of a dispatcher: ``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are
+    gathered.
+    """
 
     def __init__(self, ep: GroupCommunicator, both: GroupCommunicator, wire: DispatchWire) -> None:
         self.wire = wire

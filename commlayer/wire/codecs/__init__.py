@@ -1,4 +1,6 @@
-"""Rows to fewer bytes and back: the wire formats that :mod:`commlayer.scheduler.wire` describes. See docs/codecs.md."""
+"""Codecs, which turn rows into fewer bytes and back: the wire formats that :mod:`commlayer.scheduler.wire` describes.
+See docs/codecs.md.
+"""
 
 from __future__ import annotations
 

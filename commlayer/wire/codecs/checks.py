@@ -1,4 +1,4 @@
-"""What a codec's callers can get wrong, and how they are told."""
+"""Checks of the arguments of a codec, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_codec(wire: Wire, dtype: torch.dtype, non_finite: str) -> None:
-    """Raises UsageError for the native format or an unknown ``non_finite``, TensorError for a dtype that has no place in it."""
+    """Raise UsageError for the native format or an unknown ``non_finite``, TensorError for a dtype that has no place in it."""
     if wire.format is WireFormat.NATIVE:
         raise UsageError("a native wire carries the tensor's own bytes: there is nothing to encode")
     if non_finite not in ("raise", "pass"):
@@ -33,7 +33,7 @@ def check_codec(wire: Wire, dtype: torch.dtype, non_finite: str) -> None:
 
 
 def check_rows(rows: torch.Tensor, wire: Wire, *dtypes: torch.dtype, contiguous: bool) -> None:
-    """Raises TensorError for rows that are not of ``dtypes``, not [r, W] where there are scales, or not contiguous."""
+    """Raise TensorError for rows that are not of ``dtypes``, not [r, W] where there are scales, or not contiguous."""
     if rows.dtype not in dtypes:
         raise TensorError(f"expected rows of {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {rows.dtype}")
     if wire.format is not WireFormat.BF16 and (rows.dim() != 2 or rows.shape[1] != wire.row_elements):
@@ -43,7 +43,7 @@ def check_rows(rows: torch.Tensor, wire: Wire, *dtypes: torch.dtype, contiguous:
 
 
 def check_index(index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raises TensorError for what is no map to ``rows``. On a GPU nothing waits: there a wrong entry is a device assertion."""
+    """Raise TensorError for what is no map to ``rows``. On a GPU nothing waits: there a wrong entry is a device assertion."""
     if rows.dim() != 2 or index.dim() != 1 or index.dtype is not torch.int64 or index.device != rows.device:
         raise TensorError(
             f"an index is int64 [n], of rows [r, W] on the same device; got {index.dtype} {list(index.shape)} on "
@@ -61,7 +61,7 @@ def check_index(index: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def check_weights(weights: torch.Tensor, count: int) -> None:
-    """Raises TensorError unless there is one FP32 weight for each of ``count`` rows, in one piece."""
+    """Raise TensorError unless there is one FP32 weight for each of ``count`` rows, in one piece."""
     if weights.dtype is not torch.float32 or list(weights.shape) != [count] or not weights.is_contiguous():
         raise TensorError(
             f"expected weights float32 [{count}], contiguous, one for each row, got {weights.dtype} {list(weights.shape)}"
@@ -69,7 +69,7 @@ def check_weights(weights: torch.Tensor, count: int) -> None:
 
 
 def check_message(message: torch.Tensor, rows: torch.Tensor, expected: int, multiple: int) -> None:
-    """Raises TensorError unless ``message`` is ``expected`` bytes on the device of ``rows``, beginning at ``multiple``."""
+    """Raise TensorError unless ``message`` is ``expected`` bytes on the device of ``rows``, beginning at ``multiple``."""
     if message.dtype is not torch.uint8 or message.dim() != 1 or message.shape[0] != expected:
         raise TensorError(
             f"expected an encoded message of {expected} bytes (uint8, 1-D), got {message.dtype} {list(message.shape)}"
@@ -84,7 +84,7 @@ def check_message(message: torch.Tensor, rows: torch.Tensor, expected: int, mult
 
 
 def non_finite_error(rows: torch.Tensor, wire: Wire) -> NonFiniteError:
-    """The error for ``rows`` [r, W] that have NaN or infinity: how many, and the first row."""
+    """Make the error for ``rows`` [r, W] that have NaN or infinity: how many, and the first row."""
     is_bad = ~rows.isfinite()
     first = int(is_bad.any(1).nonzero()[0])
     return NonFiniteError(

@@ -1,4 +1,4 @@
-"""The Codec: what encodes rows for the wire, decodes them, and adds them up. It checks, and picks the path for the device."""
+"""The Codec, which encodes rows for the wire, decodes them, and adds them up. It checks, and picks the path for the device."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ class Codec:
         self._is_scaled = wire.format.is_scaled
 
     def wire_bytes(self, rows: int) -> int:
-        """Bytes of ``rows`` encoded rows of ``wire.row_elements``, scales included."""
+        """Return the bytes of ``rows`` encoded rows of ``wire.row_elements``, scales included."""
         return self.wire.wire_bytes(rows)
 
     def encode(self, rows: torch.Tensor, out: torch.Tensor, index: torch.Tensor | None = None) -> None:
-        """``out`` (uint8) gets the message of ``rows``; with ``index`` (int64 [n]) that of rows[index[0]], rows[index[1]], …
+        """Write the message of ``rows`` to ``out`` (uint8); with ``index`` (int64 [n]) that of rows[index[0]],
+        rows[index[1]], …
 
         ``rows`` may have any strides; what is not contiguous is copied first. Raises NonFiniteError for NaN or infinity where
         they are not passed, before anything is written (on a GPU the host waits for that); TensorError for a wrong dtype,
@@ -73,7 +74,7 @@ class Codec:
         _kernels().encode(rows, self.wire, out, index)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, index: torch.Tensor | None = None) -> None:
-        """``out`` [r, W] (``dtype``, contiguous) gets the rows of a message; with ``index`` row i goes to out[index[i]].
+        """Write the rows of a message to ``out`` [r, W] (``dtype``, contiguous); with ``index`` row i goes to out[index[i]].
 
         Of rows that go to the same place one wins. Raises TensorError for a wrong dtype, width, size, device or index,
         UsageError for CUDA tensors without Triton.
@@ -91,7 +92,7 @@ class Codec:
         weights: torch.Tensor | None = None,
         index: torch.Tensor | None = None,
     ) -> None:
-        """``into`` [n, W] += the rows of a message: row i, times ``weights`` [i] (FP32), to row ``index`` [i], or to row i.
+        """Add the rows of a message to ``into`` [n, W]: row i, times ``weights`` [i] (FP32), to row ``index`` [i], or to row i.
 
         ``into`` is contiguous, FP32 or of ``dtype``. Decoded rows enter in FP32. Sums are in FP32 and in the order of the
         rows, also where an index comes more than once, so they have the same bits in every run; in a narrower ``into`` they
@@ -110,7 +111,8 @@ class Codec:
             _path(into).add(encoded, self.wire, self.dtype, into, weights, index)
 
     def error(self, rows: torch.Tensor) -> tuple[float, float]:
-        """(sum of squares of what encoding and decoding changes, sum of squares of ``rows``), in FP64, of finite elements.
+        """Return (sum of squares of what encoding and decoding changes, sum of squares of ``rows``), in FP64, of finite
+        elements.
 
         It allocates, and on a GPU the host waits for it: for a sample of the calls. Raises as :meth:`encode` does.
         """

@@ -1,4 +1,5 @@
-"""Whole messages on the CPU: what a :class:`commlayer.wire.codecs.Codec` does for tensors in host memory.
+"""Encoding and decoding of whole messages on the CPU: what a :class:`commlayer.wire.codecs.Codec` does for tensors in
+host memory.
 
 Arguments are checked there. Each call uses one core: the caller's thread, or the progress thread that runs the step.
 """
@@ -29,7 +30,9 @@ class HostRows:
     def encode(
         rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None, *, passes: bool
     ) -> None:
-        """``message`` (uint8) gets the encoded ``rows``, or rows[index]; NaN and infinity too where FP8 ``passes`` them."""
+        """Write the encoded ``rows``, or rows[index], to ``message`` (uint8); NaN and infinity too where FP8 ``passes``
+        them.
+        """
         if wire.format is WireFormat.BF16:
             _encode_bf16(rows, message.view(torch.bfloat16), index)
             return
@@ -44,7 +47,7 @@ class HostRows:
     def decode(
         message: torch.Tensor, wire: Wire, dtype: torch.dtype, out: torch.Tensor, index: torch.Tensor | None
     ) -> None:
-        """``out`` (or its rows ``index``) gets the rows of ``message``, whose elements were of ``dtype``."""
+        """Write the rows of ``message`` to ``out`` (or its rows ``index``), whose elements were of ``dtype``."""
         if wire.format is WireFormat.BF16 and index is None:
             out.copy_(message.view(torch.bfloat16).view(out.shape))
             return
@@ -66,7 +69,7 @@ class HostRows:
         weights: torch.Tensor | None,
         index: torch.Tensor | None,
     ) -> None:
-        """``into`` += the rows of ``message``, weighted, to the rows that ``index`` names; in the message's order."""
+        """Add the rows of ``message``, weighted, to the rows of ``into`` that ``index`` names; in the message's order."""
         if wire.format is WireFormat.BF16 and weights is None and index is None:
             _add_bf16(message.view(torch.bfloat16), into.view(-1))
         elif index is None:

@@ -20,7 +20,7 @@ Group = tuple[slice, slice]
 
 
 def encode(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The message (uint8) of ``rows`` [r, W]; NaN and infinity are passed on."""
+    """Encode as a message (uint8) the ``rows`` [r, W]; NaN and infinity are passed on."""
     scales, codes = [], torch.zeros(rows.shape, dtype=torch.uint8)
     for group in _groups(wire, rows.shape[0]):
         scale, codes[group] = _encode_group(rows[group].float(), FORMATS[wire.format], wire.power_of_two)
@@ -29,7 +29,7 @@ def encode(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 
 def decode(encoded: torch.Tensor, rows: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
-    """The ``rows`` × W elements of a message, in ``dtype``."""
+    """Decode the ``rows`` × W elements of a message, in ``dtype``."""
     return _decode(encoded, rows, wire, dtype).to(dtype)
 
 
@@ -41,7 +41,7 @@ def add(
     weights: torch.Tensor,
     index: torch.Tensor,
 ) -> torch.Tensor:
-    """``into`` (any float dtype) with weights[i] · row i added to its row index[i]: in FP32, in the order of i, rounded once."""
+    """Add weights[i] · row i to row index[i] of ``into`` (any float dtype): in FP32, in the order of i, rounded once."""
     total = into.float()
     decoded = _decode(encoded, len(index), wire, dtype)
     for i, row in enumerate(index.tolist()):

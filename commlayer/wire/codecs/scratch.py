@@ -14,8 +14,10 @@ import torch
 __all__ = ["TILE_ELEMENTS", "constant", "pieces", "scratch"]
 
 TILE_ELEMENTS = 131072
-"""Elements worked on at a time: half a MiB in FP32, about a core's second-level cache. With a quarter of it the calls of torch
-(1 to 3 µs each, seven for a tile) weigh half as much as their work; with four times as much nothing is gained."""
+"""The number of elements that are worked on at a time: half a MiB in FP32, about a core's second-level cache. With a
+quarter of it the calls of torch (1 to 3 µs each, seven for a tile) weigh half as much as their work; with four times as
+much nothing is gained.
+"""
 _MAX_VIEWS = 256
 
 
@@ -29,21 +31,21 @@ _MEMORY = _Memory()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of this thread with any content: the same for all shapes of one name and dtype."""
+    """Return memory of this thread with any content: the same for all shapes of one name and dtype."""
     key = (name, shape, dtype)
     view = _MEMORY.views.get(key)
     return _make_view(key, name, dtype, shape, None) if view is None else view
 
 
 def constant(value: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor full of ``value``, for integer operations: they are twice as fast with a tensor as with a scalar."""
+    """Return a tensor full of ``value``, for integer operations: they are twice as fast with a tensor as with a scalar."""
     key = (value, shape, dtype)
     view = _MEMORY.views.get(key)
     return _make_view(key, value, dtype, shape, value) if view is None else view
 
 
 def pieces(x: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """``x.split(size)``, without the 5 µs that it takes where there is nothing to split."""
+    """Split as ``x.split(size)`` does, without the 5 µs that it takes where there is nothing to split."""
     return (x,) if x.shape[0] <= size else x.split(size)
 
 

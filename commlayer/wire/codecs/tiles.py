@@ -1,4 +1,4 @@
-"""FP8 rows on the CPU, some rows at a time: as many as a core's cache holds with all that is made of them.
+"""Encoding of FP8 rows on the CPU, some rows at a time: as many as a core's cache holds with all that is made of them.
 
 Encoding looks at the rows twice: for the scales, then for the payload. So nothing is written when NaN or infinity forbid it,
 and 128 rows that share their channels' scales need not be in the cache together. Magnitudes are compared as integers of the
@@ -66,7 +66,9 @@ def write_payload(
     index: torch.Tensor | None,
     has_marks: bool,
 ) -> None:
-    """``payload`` [r, W] (uint8) gets the rounded quotients of ``rows`` (or of those that ``index`` names) and ``scales``."""
+    """Write the rounded quotients of ``rows`` (or of those that ``index`` names) and ``scales`` to ``payload`` [r, W]
+    (uint8).
+    """
     count = len(payload)
     height, kind = tile_rows(wire, count), FORMATS[wire.format]
     inverse = _grid_parts(scales.abs().reciprocal_(), wire, height, count)

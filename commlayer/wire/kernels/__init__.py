@@ -18,7 +18,7 @@ __all__ = ["row_kernels"]
 
 
 def row_kernels() -> type[rows.RowKernels]:
-    """What encodes, decodes and adds rows with kernels. Raises UsageError without Triton."""
+    """Return the object that encodes, decodes and adds rows with kernels. Raises UsageError without Triton."""
     try:
         from commlayer.wire.kernels.rows import RowKernels
     except ImportError as error:

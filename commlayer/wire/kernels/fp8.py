@@ -1,4 +1,4 @@
-"""What happens to one element, inside kernels: the rule of :mod:`commlayer.wire.codecs.fp8` in integer arithmetic.
+"""The encoding of one element inside kernels: the rule of :mod:`commlayer.wire.codecs.fp8` in integer arithmetic.
 
 No cast to FP8 is used: GPUs before compute capability 8.9 have none, and neither has Triton's interpreter one that rounds
 rightly. ``kind`` is 4 for E4M3 and 5 for E5M2: the bits of the exponent. 8 is BF16, which has no scales.
@@ -22,7 +22,7 @@ def magnitude(x):
 
 @triton.jit
 def make_scale(largest, largest_finite, kind: tl.constexpr, power_of_two: tl.constexpr):
-    """(scale, what to multiply by, whether the group is marked) of groups with these largest magnitudes, as bits."""
+    """Return (scale, what to multiply by, whether the group is marked) of groups with these largest magnitudes, as bits."""
     is_marked = largest >= 0x7F800000
     amax = tl.maximum(largest_finite.to(tl.float32, bitcast=True), 1e-4)
     limit = tl.where(is_marked, 416.0, 448.0) if kind == 4 else amax * 0.0 + 57344.0
@@ -83,5 +83,5 @@ def round_bf16(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """x (FP32) in ``dtype``, to nearest even. The interpreter's own cast to BF16 cuts off."""
+    """Round x (FP32) to ``dtype``, to nearest even. The interpreter's own cast to BF16 cuts off."""
     return round_bf16(x).to(tl.bfloat16, bitcast=True) if dtype == tl.bfloat16 else x.to(dtype)

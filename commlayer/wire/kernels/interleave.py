@@ -29,7 +29,7 @@ def interleave_chunks(staged, out, bounds, first_chunk, num_blocks, block_words,
 
 
 def interleave(staged: torch.Tensor, out: torch.Tensor, bounds: Sequence[int], chunk: int | None = None) -> None:
-    """``out`` [blocks][block bytes] gets what ``staged`` holds as [chunks][blocks][slice bytes]; both 1-D uint8.
+    """Copy what ``staged`` holds as [chunks][blocks][slice bytes] to ``out`` [blocks][block bytes]; both 1-D uint8.
 
     Chunk c is the bytes from bounds[c] to bounds[c + 1] of every block, so slices need not be equal; the last bound is the
     bytes of a block. ``chunk``: only that one, as it arrives.

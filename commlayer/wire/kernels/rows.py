@@ -21,12 +21,13 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 class RowKernels:
-    """What :class:`commlayer.wire.codecs.Codec` does for tensors on a GPU; arguments are checked there. Nothing waits on the
-    host."""
+    """The kernels behind :class:`commlayer.wire.codecs.Codec`, for tensors on a GPU; arguments are checked there.
+    Nothing waits on the host.
+    """
 
     @staticmethod
     def encode(rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None) -> None:
-        """``message`` (uint8) gets the encoded ``rows`` [r, W], or rows[index]; NaN and infinity are passed on."""
+        """Write the encoded ``rows`` [r, W], or rows[index], to ``message`` (uint8); NaN and infinity are passed on."""
         count, width = len(rows if index is None else index), rows.shape[1]
         if wire.format is WireFormat.BF16:
             if index is None:
@@ -52,7 +53,7 @@ class RowKernels:
     def decode(
         message: torch.Tensor, wire: Wire, dtype: torch.dtype, out: torch.Tensor, index: torch.Tensor | None
     ) -> None:
-        """``out`` [r, W] (or its rows ``index``) gets the rows of ``message``, whose elements were of ``dtype``."""
+        """Write the rows of ``message`` to ``out`` [r, W] (or its rows ``index``), whose elements were of ``dtype``."""
         count, width = len(out if index is None else index), out.shape[1]
         scales, payload = _parts(message, wire, count)
         decode_rows[(count, triton.cdiv(width, _TILE))](
@@ -75,7 +76,9 @@ class RowKernels:
         weights: torch.Tensor | None,
         index: torch.Tensor | None,
     ) -> None:
-        """``into`` [n, W] += the rows of ``message``, weighted, to the rows that ``index`` names; in the message's order."""
+        """Add the rows of ``message``, weighted, to the rows of ``into`` [n, W] that ``index`` names; in the message's
+        order.
+        """
         width, order, starts = into.shape[1], None, None
         if index is not None:
             by_target, order = index.sort(stable=True)
