@@ -13,9 +13,10 @@ from functools import partial
 import torch
 
 from commlayer.engine.lanes import Gate
-from commlayer.scheduler.moves import Moves, moves, staging_bytes
+from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.price import Timeline
+from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.transport.contract import Call, Transport, Whole
 
 __all__ = ["Executor", "drive"]
@@ -97,7 +98,10 @@ class Executor:
         if len(self._prepared) >= _MAX_PREPARED:
             self._prepared.clear()
         prepared = _Prepared(
-            plan, moves(plan, *self._place), staging_bytes(plan), self.transport.whole(plan, self._timeout_s)
+            plan,
+            replicated_moves(plan, *self._place),
+            staging_bytes(plan),
+            self.transport.whole(plan, self._timeout_s),
         )
         self._prepared[id(plan)] = prepared
         return prepared

@@ -25,7 +25,7 @@ from commlayer.failures.board import Failure, FailureBoard, Wait
 from commlayer.failures.waits import end_wait, keep
 from commlayer.failures.waits import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError, PlanError
-from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Reduction, Region, tags_per_step
+from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Reduction, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 
 __all__ = [
@@ -153,7 +153,7 @@ class GlooTransport:
         coder: Coder | None = None,
     ) -> GlooCall:
         """See Transport. ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded messages."""
-        if len(steps) * tags_per_step(plan) > MAX_TAGS:
+        if len(steps) * plan.tags_per_step > MAX_TAGS:
             raise PlanError(
                 f"{plan.name} over {plan.traffic.group_size} ranks needs more than {MAX_TAGS} message tags: use fewer chunks"
             )
