@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.legs import Exchange, Schedule
+from commlayer.scheduler.legs import ExchangeLeg, Schedule
 from commlayer.scheduler.moves import Buffer, Message, Moves, Region, cut, filled
 from commlayer.scheduler.plan import Cut, Op, Plan, Span
 
@@ -33,11 +33,8 @@ class BroadcastPlace:
         return Region(Buffer.OUTPUT, low, high)
 
 
-class Scatter(Exchange):
+class Scatter(ExchangeLeg):
     """The root gives each rank of its node a slice: an all_to_all, of which only one rank has anything to send."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
 
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         return profile.curve("all_to_all", self.resource(plan.traffic), self.ranks(plan.traffic))
@@ -51,11 +48,11 @@ class Scatter(Exchange):
         return filled([Message(peer, tag, place.slice_of(place.a, i, chunk)) for i, peer in peers])
 
 
-class SendOn(Exchange):
+class SendOn(ExchangeLeg):
     """The ranks of the root's node send their slices to the other nodes."""
 
     def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks * len(cut.traffic.nodes) / max(cut.traffic.nodes)
+        return super().size(cut) * len(cut.traffic.nodes) / max(cut.traffic.nodes)
 
     def moves(self, place: BroadcastPlace, tag: int, chunk: int) -> Moves:
         mine = place.slice_of(place.a, place.i, chunk)
@@ -71,11 +68,8 @@ class SendOn(Exchange):
         )
 
 
-class Gather(Exchange):
+class GatherInNode(ExchangeLeg):
     """The ranks of every node give each other their slices; the root has them."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
 
     def moves(self, place: BroadcastPlace, tag: int, chunk: int) -> Moves:
         mine = place.slice_of(place.a, place.i, chunk)
@@ -94,6 +88,6 @@ _OUT = Buffer.OUTPUT
 
 SCATTER = Scatter("scatter in node", Op.SCATTER, Span.NODE, _OUT, _OUT)
 SEND_ON = SendOn("send on", Op.ALL_GATHER, Span.RAIL, _OUT, _OUT, (SCATTER,))
-GATHER = Gather("gather in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (SEND_ON,))
+GATHER = GatherInNode("gather in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (SEND_ON,))
 
 BROADCAST = Schedule(((SCATTER, 0),), ((SEND_ON, 0),), ((GATHER, 0),))

@@ -12,23 +12,21 @@ first is waited for.
 from __future__ import annotations
 
 from commlayer.scheduler.encoded_moves import EncodedPlace, ExchangePlace
-from commlayer.scheduler.group_legs import SHARE, SUM_NODE, Cross, Spread, SumNodes
-from commlayer.scheduler.group_moves import Piece, numbered
-from commlayer.scheduler.legs import AHEAD, LATE, Coded, Exchange, Local, Schedule
+from commlayer.scheduler.group_legs import SHARE, SUM_NODE, Cross, SpreadSlices, SumNodes
+from commlayer.scheduler.group_moves import Piece
+from commlayer.scheduler.legs import AHEAD, LATE, CodedLeg, ExchangeLeg, LocalLeg, Schedule
 from commlayer.scheduler.moves import Buffer, Copy, Decode, Encode, Message, Moves, Reduction, filled
 from commlayer.scheduler.plan import Cut, Op, Span
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = [
-    "CODED_ALL_GATHER",
-    "CODED_ALL_REDUCE",
-    "CODED_EXCHANGE",
-    "CODED_EXCHANGE_OVER_NODES",
-    "CODED_REDUCE_SCATTER",
-    "DIRECT_CODED_ALL_GATHER",
-    "DIRECT_CODED_ALL_REDUCE",
-    "DIRECT_CODED_REDUCE_SCATTER",
-]
+__all__ = ["EXCHANGE_OVER_NODES", "ON_ONE_LEVEL", "OVER_NODES"]
+
+
+class _Send(ExchangeLeg):
+    """Encoded messages of a chunk."""
+
+    def size(self, cut: Cut) -> float:
+        return super().size(cut) * cut.ratio
 
 
 # Sums on one level
@@ -38,38 +36,27 @@ def _blocks(place: EncodedPlace, i: int, chunk: int) -> list[Piece]:
     return place.pieces(0, i, chunk)
 
 
-class EncodeBlocks(Coded):
+class EncodeBlocks(CodedLeg):
     """Everyone's block of this rank's input, its own too."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         pieces = [piece for i in range(len(place.here)) for piece in _blocks(place, i, chunk)]
         return Moves(encodes=tuple(Encode(place.layout.region(self.source, p), place.outgoing(0, p)) for p in pieces))
 
 
-class SendBlocks(Exchange):
+class SendBlocks(_Send):
     """Everyone's block goes to its owner."""
 
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks * cut.ratio
-
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for i in place.ring():
-            peer = place.here[i]
-            sends += numbered(tag, peer, [place.outgoing(0, p) for p in _blocks(place, i, chunk)])
-            receives += numbered(tag, peer, [place.crossed(i, p) for p in _blocks(place, place.i, chunk)])
-        return Moves(tuple(sends), tuple(receives))
+        return place.inside(
+            tag,
+            lambda i: [place.outgoing(0, p) for p in _blocks(place, i, chunk)],
+            lambda i: [place.crossed(i, p) for p in _blocks(place, place.i, chunk)],
+        )
 
 
-class DecodeBlocks(Coded):
+class DecodeBlocks(CodedLeg):
     """The owner adds what the ranks have encoded, in rank order."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         sums = []
@@ -83,7 +70,7 @@ class DecodeBlocks(Coded):
 # Sums over nodes
 
 
-class EncodeSums(Coded):
+class EncodeSums(CodedLeg):
     """This node's sums of the other nodes' blocks."""
 
     def size(self, cut: Cut) -> float:
@@ -95,14 +82,14 @@ class EncodeSums(Coded):
         return Moves(encodes=tuple(Encode(place.partial(b, p), place.outgoing(b, p)) for b, p in pieces))
 
 
-class DecodeSums(Coded, SumNodes):
+class DecodeSums(CodedLeg, SumNodes):
     """The owner adds the other nodes' sums to its own node's, which is not rounded."""
 
 
 # Gathers
 
 
-class EncodeOwn(Coded):
+class EncodeOwn(CodedLeg):
     """This rank's block, for whoever gets it; and decoded again in its own output, so that all ranks hold the same bits."""
 
     def size(self, cut: Cut) -> float:
@@ -116,22 +103,21 @@ class EncodeOwn(Coded):
         return Moves(encodes=encodes, decodes=tuple(Decode(place.gathered(p), place.output(p)) for p in own))
 
 
-class CodedRails(Exchange):
+class CodedRails(ExchangeLeg):
     """Each owner's pieces go to the ranks that handle them on the other nodes."""
 
     def size(self, cut: Cut) -> float:
         return cut.size / cut.chunks / max(cut.traffic.nodes) * cut.ratio
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for b in place.away:
-            sends += [Message(peer, tag, place.gathered(piece)) for peer, piece in place.mine(b, chunk)]
-            receives += [Message(p.owner, tag, place.coming(p)) for p in place.pieces(b, place.i, chunk)]
-        return Moves(tuple(sends), tuple(receives))
+        return place.across(
+            tag,
+            lambda b: [(peer, place.gathered(p)) for peer, p in place.mine(b, chunk)],
+            lambda b: [(p.owner, place.coming(p)) for p in place.pieces(b, place.i, chunk)],
+        )
 
 
-class DecodeRails(Coded):
+class DecodeRails(CodedLeg):
     """What this rank handles of the other nodes' blocks."""
 
     def size(self, cut: Cut) -> float:
@@ -143,23 +129,15 @@ class DecodeRails(Coded):
         return Moves(decodes=tuple(Decode(place.coming(p), place.output(p)) for p in pieces))
 
 
-class SendToAll(Exchange):
+class SendToAll(_Send):
     """Each owner's block goes to everyone."""
 
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks * cut.ratio
-
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
         mine = [place.gathered(piece) for piece in place.own(chunk)]
-        for i in place.ring():
-            sends += numbered(tag, place.here[i], mine)
-            receives += numbered(tag, place.here[i], [place.coming(p) for p in _blocks(place, i, chunk)])
-        return Moves(tuple(sends), tuple(receives))
+        return place.inside(tag, lambda i: mine, lambda i: [place.coming(p) for p in _blocks(place, i, chunk)])
 
 
-class DecodeAll(Coded):
+class DecodeAll(CodedLeg):
     """Everyone else's block."""
 
     def size(self, cut: Cut) -> float:
@@ -179,7 +157,7 @@ def _far(traffic: Traffic) -> float:
     return (traffic.group_size - max(traffic.nodes)) / traffic.group_size if len(traffic.nodes) > 1 else 1.0
 
 
-class EncodeFar(Coded):
+class EncodeFar(CodedLeg):
     """What goes to ranks that are far, or has come from them."""
 
     def size(self, cut: Cut) -> float:
@@ -189,11 +167,8 @@ class EncodeFar(Coded):
         return Moves(encodes=tuple(Encode(n, e) for _, n, e in place.coded(Buffer.INPUT, chunk)))
 
 
-class SendFar(Exchange):
+class SendFar(_Send):
     """Encoded messages to, and from, ranks that are far."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks * cut.ratio
 
     def moves(self, place: ExchangePlace, tag: int, chunk: int) -> Moves:
         sends = tuple(Message(k, tag, e) for k, _, e in place.coded(Buffer.INPUT, chunk))
@@ -205,7 +180,7 @@ class DecodeFar(EncodeFar):
         return Moves(decodes=tuple(Decode(e, n) for _, n, e in place.coded(Buffer.OUTPUT, chunk)))
 
 
-class SendNear(Exchange):
+class SendNear(ExchangeLeg):
     """Messages to ranks of the own node."""
 
     is_whole = True
@@ -218,7 +193,7 @@ class SendNear(Exchange):
         return filled(sends, (Message(k, tag, place.whole(Buffer.OUTPUT, k)) for k in place.near))
 
 
-class KeepOwn(Local):
+class KeepOwn(LocalLeg):
     """What a rank has for itself."""
 
     is_whole = True
@@ -238,14 +213,14 @@ SEND_BLOCKS = SendBlocks("send blocks", Op.ALL_TO_ALL, Span.GROUP, _CODED, _ARRI
 DECODE_BLOCKS = DecodeBlocks("decode and sum", Op.DECODE, Span.GROUP, _ARRIVED, _OUT, (SEND_BLOCKS,))
 
 ENCODE_SUMS = EncodeSums("encode sums", Op.ENCODE, Span.RAIL, _STAGED, _CODED, (SUM_NODE,))
-CROSS_CODED = Cross("cross rails", Op.ALL_TO_ALL, Span.RAIL, _CODED, _ARRIVED, (ENCODE_SUMS,))
-DECODE_SUMS = DecodeSums("decode and sum nodes", Op.DECODE, Span.RAIL, _ARRIVED, _OUT, (CROSS_CODED,))
+CROSS = Cross("cross rails", Op.ALL_TO_ALL, Span.RAIL, _CODED, _ARRIVED, (ENCODE_SUMS,))
+DECODE_SUMS = DecodeSums("decode and sum nodes", Op.DECODE, Span.RAIL, _ARRIVED, _OUT, (CROSS,))
 
 ENCODE_OWN = EncodeOwn("encode own block", Op.ENCODE, Span.SELF, _IN, _CODED)
 ENCODE_SUM = EncodeOwn("encode own sum", Op.ENCODE, Span.SELF, _OUT, _CODED, (DECODE_BLOCKS, DECODE_SUMS))
 RAILS = CodedRails("rails", Op.ALL_GATHER, Span.RAIL, _CODED, _ARRIVED, (ENCODE_OWN, ENCODE_SUM))
 DECODE_RAILS = DecodeRails("decode", Op.DECODE, Span.RAIL, _ARRIVED, _OUT, (RAILS,))
-SPREAD = Spread("spread in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (DECODE_RAILS,))
+SPREAD = SpreadSlices("spread in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (DECODE_RAILS,))
 SEND_TO_ALL = SendToAll("send to all", Op.ALL_GATHER, Span.GROUP, _CODED, _ARRIVED, (ENCODE_OWN, ENCODE_SUM))
 DECODE_ALL = DecodeAll("decode all", Op.DECODE, Span.GROUP, _ARRIVED, _OUT, (SEND_TO_ALL,))
 
@@ -255,17 +230,18 @@ SEND_NEAR = SendNear("send in node", Op.ALL_TO_ALL, Span.NODE, _IN, _OUT)
 KEEP_OWN = KeepOwn("keep own", Op.COPY, Span.SELF, _IN, _OUT)
 DECODE_FAR = DecodeFar("decode from others", Op.DECODE, Span.GROUP, _ARRIVED, _OUT, (SEND_FAR,))
 
-CODED_ALL_GATHER = Schedule(((ENCODE_OWN, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE)))
-CODED_REDUCE_SCATTER = Schedule(
-    ((ENCODE_SUMS, AHEAD), (CROSS_CODED, AHEAD), (SHARE, 0), (DECODE_SUMS, 2 * AHEAD), (SUM_NODE, AHEAD - 1))
-)
-CODED_ALL_REDUCE = CODED_REDUCE_SCATTER + Schedule(((ENCODE_SUM, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE)))
-DIRECT_CODED_ALL_GATHER = Schedule(((ENCODE_OWN, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE)))
-DIRECT_CODED_REDUCE_SCATTER = Schedule(((ENCODE_BLOCKS, 0), (SEND_BLOCKS, 0), (DECODE_BLOCKS, LATE)))
-DIRECT_CODED_ALL_REDUCE = DIRECT_CODED_REDUCE_SCATTER + Schedule(
-    ((ENCODE_SUM, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))
-)
-CODED_EXCHANGE = Schedule(((ENCODE_FAR, 0), (SEND_FAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),))
-CODED_EXCHANGE_OVER_NODES = Schedule(
-    ((ENCODE_FAR, 0), (SEND_FAR, 0), (SEND_NEAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),)
-)
+_SUMS = Schedule(((ENCODE_SUMS, AHEAD), (CROSS, AHEAD), (SHARE, 0), (DECODE_SUMS, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
+OVER_NODES = {
+    "all_gather": Schedule(((ENCODE_OWN, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
+    "reduce_scatter": _SUMS,
+    "all_reduce": _SUMS + Schedule(((ENCODE_SUM, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
+}
+_SUMS_OF_ALL = Schedule(((ENCODE_BLOCKS, 0), (SEND_BLOCKS, 0), (DECODE_BLOCKS, LATE)))
+ON_ONE_LEVEL = {
+    "all_gather": Schedule(((ENCODE_OWN, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
+    "reduce_scatter": _SUMS_OF_ALL,
+    "all_reduce": _SUMS_OF_ALL + Schedule(((ENCODE_SUM, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
+    "all_to_all_v": Schedule(((ENCODE_FAR, 0), (SEND_FAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),)),
+}
+EXCHANGE_OVER_NODES = Schedule(((ENCODE_FAR, 0), (SEND_FAR, 0), (SEND_NEAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),))
+"""An all_to_all where some of the ranks are on this one's node."""

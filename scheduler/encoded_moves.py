@@ -18,7 +18,7 @@ __all__ = ["EncodedPlace", "ExchangePlace", "encoded_moves", "exchange_moves"]
 Key = tuple[object, ...]
 
 
-class _Memory:
+class _EncodedMemory:
     """Memory of encoded messages in one buffer: each piece of the tensor has its place, given at its first use."""
 
     def __init__(self, buffer: Buffer, plan: Plan) -> None:
@@ -54,7 +54,7 @@ class EncodedPlace(GroupPlace):
 
     def __init__(self, plan: Plan, group: Group) -> None:
         super().__init__(plan, group, plan.traffic.cut_bytes(plan.wire))
-        self.encoded, self.arrived = _Memory(Buffer.ENCODED, plan), _Memory(Buffer.ARRIVED, plan)
+        self.encoded, self.arrived = _EncodedMemory(Buffer.ENCODED, plan), _EncodedMemory(Buffer.ARRIVED, plan)
         self.staging_bytes = 0 if len(self.nodes) == 1 else self.arrivals
 
     def outgoing(self, b: int, piece: Piece) -> Region:
@@ -97,7 +97,7 @@ class ExchangePlace:
         self.near = [k for k in ring if not is_inside and k in here]
         self.sizes = {Buffer.INPUT: source_bytes, Buffer.OUTPUT: target_bytes}
         self.bases = {buffer: [0, *accumulate(sizes)] for buffer, sizes in self.sizes.items()}
-        self.encoded, self.arrived = _Memory(Buffer.ENCODED, plan), _Memory(Buffer.ARRIVED, plan)
+        self.encoded, self.arrived = _EncodedMemory(Buffer.ENCODED, plan), _EncodedMemory(Buffer.ARRIVED, plan)
         self.row = plan.traffic.row_bytes(plan.wire)
 
     def coded(self, buffer: Buffer, chunk: int) -> list[tuple[int, Region, Region]]:

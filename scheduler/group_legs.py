@@ -10,27 +10,15 @@ On one level the whole group is one node, so the same legs share, sum and spread
 
 from __future__ import annotations
 
-from commlayer.scheduler.group_moves import GroupPlace, numbered
-from commlayer.scheduler.legs import AHEAD, LATE, Exchange, Local, Schedule
-from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Reduction, Region
+from commlayer.scheduler.group_moves import GroupPlace
+from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LocalLeg, Schedule
+from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
 from commlayer.scheduler.plan import Cut, Op, Span
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "DIRECT_ALL_GATHER",
-    "DIRECT_ALL_REDUCE",
-    "DIRECT_REDUCE_SCATTER",
-    "REDUCE_SCATTER",
-    "SHARE",
-    "SUM_NODE",
-    "Cross",
-    "Spread",
-    "SumNodes",
-]
+__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "Cross", "SpreadSlices", "SumNodes"]
 
 
-class OwnBlock(Local):
+class OwnBlock(LocalLeg):
     """An all_gather's own block, copied to its place."""
 
     is_whole = True
@@ -44,24 +32,19 @@ class OwnBlock(Local):
         return Moves(copies=(copy,)) if size else Moves()
 
 
-class Share(Exchange):
+class Share(ExchangeLeg):
     """Each peer gets its slices of this rank's input."""
 
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
-
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
         mine = place.handled(place.i, chunk)
-        for i in place.ring():
-            peer = place.here[i]
-            sends += numbered(tag, peer, [place.layout.region(Buffer.INPUT, p) for _, p in place.handled(i, chunk)])
-            receives += numbered(tag, peer, [place.arrival(i, b, p) for b, p in mine])
-        return Moves(tuple(sends), tuple(receives))
+        return place.inside(
+            tag,
+            lambda i: [place.layout.region(Buffer.INPUT, piece) for _, piece in place.handled(i, chunk)],
+            lambda i: [place.arrival(i, b, piece) for b, piece in mine],
+        )
 
 
-class SumShares(Local):
+class SumShares(LocalLeg):
     """The sum over the ranks that have shared, in their order."""
 
     def size(self, cut: Cut) -> float:
@@ -84,7 +67,7 @@ class SumShares(Local):
         return Moves(reductions=tuple(sums))
 
 
-class Cross(Exchange):
+class Cross(ExchangeLeg):
     """The nodes' sums go to the owners of the blocks."""
 
     is_in_pieces = True
@@ -94,17 +77,15 @@ class Cross(Exchange):
         return cut.size / max(cut.traffic.nodes) / cut.chunks / cut.pieces * cut.ratio
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
         parts = place.plan.pieces
-        for b in place.away:
-            handled = place.pieces(b, place.i, chunk, parts)
-            sends += [Message(piece.owner, tag, place.outgoing(b, piece)) for piece in handled]
-            receives += [Message(peer, tag, place.crossed(b, piece)) for peer, piece in place.mine(b, chunk, parts)]
-        return Moves(tuple(sends), tuple(receives))
+        return place.across(
+            tag,
+            lambda b: [(p.owner, place.outgoing(b, p)) for p in place.pieces(b, place.i, chunk, parts)],
+            lambda b: [(peer, place.crossed(b, p)) for peer, p in place.mine(b, chunk, parts)],
+        )
 
 
-class SumNodes(Local):
+class SumNodes(LocalLeg):
     """The sum over the nodes, this one first. Nodes of different sizes cut this rank's block at different places: then one node
     after the other is added to what is there."""
 
@@ -125,7 +106,7 @@ class SumNodes(Local):
         return Moves(reductions=tuple(sums))
 
 
-class Rails(Exchange):
+class Rails(ExchangeLeg):
     """Each owner's pieces go to the ranks that handle them on the other nodes."""
 
     is_in_pieces = True
@@ -134,17 +115,17 @@ class Rails(Exchange):
         return cut.size / max(cut.traffic.nodes) / cut.chunks / cut.pieces
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
         parts = place.plan.pieces
-        for b in place.away:
-            sends += [Message(peer, tag, place.owned(self.source, p)) for peer, p in place.mine(b, chunk, parts)]
-            handled = place.pieces(b, place.i, chunk, parts)
-            receives += [Message(p.owner, tag, place.layout.region(Buffer.OUTPUT, p)) for p in handled]
-        return Moves(tuple(sends), tuple(receives))
+        return place.across(
+            tag,
+            lambda b: [(peer, place.owned(self.source, p)) for peer, p in place.mine(b, chunk, parts)],
+            lambda b: [
+                (p.owner, place.layout.region(Buffer.OUTPUT, p)) for p in place.pieces(b, place.i, chunk, parts)
+            ],
+        )
 
 
-class Spread(Exchange):
+class SpreadSlices(ExchangeLeg):
     """Every rank gets what each of its peers handles.
 
     It waits for the chunk before as well: what has arrived is copied out by whoever waits for it, and the time for that is now,
@@ -153,17 +134,11 @@ class Spread(Exchange):
 
     is_in_turn = True
 
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
-
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
-        sends: list[Message] = []
-        receives: list[Message] = []
         mine = [place.output(piece) for _, piece in place.handled(place.i, chunk)]
-        for i in place.ring():
-            sends += numbered(tag, place.here[i], mine)
-            receives += numbered(tag, place.here[i], [place.output(p) for _, p in place.handled(i, chunk)])
-        return Moves(tuple(sends), tuple(receives))
+        return place.inside(
+            tag, lambda i: mine, lambda i: [place.output(piece) for _, piece in place.handled(i, chunk)]
+        )
 
 
 _IN, _OUT, _STAGED = Buffer.INPUT, Buffer.OUTPUT, Buffer.STAGING
@@ -175,15 +150,23 @@ CROSS = Cross("cross rails", Op.ALL_TO_ALL, Span.RAIL, _STAGED, _STAGED, (SUM_NO
 SUM_NODES = SumNodes("sum nodes", Op.REDUCE, Span.RAIL, _STAGED, _OUT, (CROSS,))
 RAILS = Rails("rails", Op.ALL_GATHER, Span.RAIL, _IN, _OUT)
 RAILS_OF_SUMS = Rails("rails of sums", Op.ALL_GATHER, Span.RAIL, _OUT, _OUT, (SUM_NODES,))
-SPREAD = Spread("spread in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (OWN_BLOCK, SUM_NODES, RAILS, RAILS_OF_SUMS))
+SPREAD = SpreadSlices(
+    "spread in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (OWN_BLOCK, SUM_NODES, RAILS, RAILS_OF_SUMS)
+)
 
 SHARE_WITH_ALL = Share("share with all", Op.ALL_TO_ALL, Span.GROUP, _IN, _STAGED)
 SUM_ALL = SumShares("sum all", Op.REDUCE, Span.GROUP, _STAGED, _OUT, (SHARE_WITH_ALL,))
-SPREAD_TO_ALL = Spread("spread to all", Op.ALL_GATHER, Span.GROUP, _OUT, _OUT, (OWN_BLOCK, SUM_ALL))
+SPREAD_TO_ALL = SpreadSlices("spread to all", Op.ALL_GATHER, Span.GROUP, _OUT, _OUT, (OWN_BLOCK, SUM_ALL))
 
-ALL_GATHER = Schedule(((OWN_BLOCK, 0), (RAILS, 0), (SPREAD, LATE)))
-REDUCE_SCATTER = Schedule(((CROSS, AHEAD), (SHARE, 0), (SUM_NODES, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
-ALL_REDUCE = REDUCE_SCATTER + Schedule(((RAILS_OF_SUMS, 0), (SPREAD, LATE)))
-DIRECT_ALL_GATHER = Schedule(((OWN_BLOCK, 0), (SPREAD_TO_ALL, 0)))
-DIRECT_REDUCE_SCATTER = Schedule(((SHARE_WITH_ALL, 0), (SUM_ALL, AHEAD - 1)))
-DIRECT_ALL_REDUCE = DIRECT_REDUCE_SCATTER + Schedule(((SPREAD_TO_ALL, 0),))
+_SUMS = Schedule(((CROSS, AHEAD), (SHARE, 0), (SUM_NODES, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
+OVER_NODES = {
+    "all_gather": Schedule(((OWN_BLOCK, 0), (RAILS, 0), (SPREAD, LATE))),
+    "reduce_scatter": _SUMS,
+    "all_reduce": _SUMS + Schedule(((RAILS_OF_SUMS, 0), (SPREAD, LATE))),
+}
+_SUMS_OF_ALL = Schedule(((SHARE_WITH_ALL, 0), (SUM_ALL, AHEAD - 1)))
+ON_ONE_LEVEL = {
+    "all_gather": Schedule(((OWN_BLOCK, 0), (SPREAD_TO_ALL, 0))),
+    "reduce_scatter": _SUMS_OF_ALL,
+    "all_reduce": _SUMS_OF_ALL + Schedule(((SPREAD_TO_ALL, 0),)),
+}

@@ -12,7 +12,7 @@ are encoded (:mod:`commlayer.scheduler.encoded_moves`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -20,9 +20,11 @@ from commlayer.scheduler.broadcast import BroadcastPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy
 
-__all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves", "numbered"]
+__all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves"]
 
 Nodes = tuple[tuple[int, ...], ...]
+_Regions = Callable[[int], list[Region]]
+_Addressed = Callable[[int], list[tuple[int, Region]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,6 @@ class Layout:
         return Region(buffer, base + piece.start, base + piece.stop)
 
 
-def numbered(tag: int, peer: int, regions: Sequence[Region]) -> list[Message]:
-    """Messages of one step to, or from, one peer."""
-    return [Message(peer, tag + nth, region) for nth, region in enumerate(regions)]
-
-
 class GroupPlace:
     """Where a rank stands in an all_gather, reduce_scatter or all_reduce, and where what passes it lies in its buffers.
 
@@ -123,6 +120,24 @@ class GroupPlace:
         self.slices = [0, *accumulate(last - first for first, last in edges)]
         self.arrivals = (len(self.here) - 1) * self.slices[-1] if is_summed else 0
         self.staging_bytes = self.arrivals + (len(self.away) * group.blocks[group.rank] if is_summed else 0)
+
+    def inside(self, tag: int, sent: _Regions, received: _Regions) -> Moves:
+        """Messages to, and from, each other rank i of this node: the regions of ``sent(i)``, of ``received(i)``."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for i in self.ring():
+            sends += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(sent(i)))
+            receives += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(received(i)))
+        return Moves(tuple(sends), tuple(receives))
+
+    def across(self, tag: int, sent: _Addressed, received: _Addressed) -> Moves:
+        """Messages to, and from, ranks of each other node b: by their rank, the regions of ``sent(b)``, of ``received(b)``."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for b in self.away:
+            sends += (Message(peer, tag, region) for peer, region in sent(b))
+            receives += (Message(peer, tag, region) for peer, region in received(b))
+        return Moves(tuple(sends), tuple(receives))
 
     def ring(self) -> list[int]:
         """The places of the other ranks of this node, each rank beginning with another one."""

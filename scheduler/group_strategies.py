@@ -26,48 +26,20 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import encoded_legs, group_legs
 from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
-from commlayer.scheduler.legs import OwnCall, Schedule
+from commlayer.scheduler.legs import OwnCallLeg, Schedule
 from commlayer.scheduler.moves import MAX_TAGS, Buffer
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.two_level import TWO_LEVEL
 from commlayer.scheduler.wire import NATIVE, Wire
 
 __all__ = ["build_group", "finer_plans", "group_candidates", "schedule_of"]
 
 _OWN_CALLS = {
-    collective: Schedule(((OwnCall(f"own {collective}", op, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT), 0),))
-    for collective, op in {
-        "all_gather": Op.ALL_GATHER,
-        "all_reduce": Op.ALL_REDUCE,
-        "all_to_all_v": Op.ALL_TO_ALL,
-        "broadcast": Op.BROADCAST,
-        "reduce_scatter": Op.REDUCE_SCATTER,
-    }.items()
+    name: Schedule(((OwnCallLeg(f"own {name}", op, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT), 0),))
+    for name, op in ((name, Op(name.removesuffix("_v"))) for name in GROUP_COLLECTIVES)
 }
-_DIRECT = {
-    "all_gather": group_legs.DIRECT_ALL_GATHER,
-    "all_reduce": group_legs.DIRECT_ALL_REDUCE,
-    "reduce_scatter": group_legs.DIRECT_REDUCE_SCATTER,
-}
-_OVER_NODES = {
-    "all_gather": group_legs.ALL_GATHER,
-    "all_reduce": group_legs.ALL_REDUCE,
-    "all_to_all_v": TWO_LEVEL,
-    "broadcast": BROADCAST,
-    "reduce_scatter": group_legs.REDUCE_SCATTER,
-}
-_DIRECT_CODED = {
-    "all_gather": encoded_legs.DIRECT_CODED_ALL_GATHER,
-    "all_reduce": encoded_legs.DIRECT_CODED_ALL_REDUCE,
-    "all_to_all_v": encoded_legs.CODED_EXCHANGE,
-    "reduce_scatter": encoded_legs.DIRECT_CODED_REDUCE_SCATTER,
-}
-_CODED_OVER_NODES = {
-    "all_gather": encoded_legs.CODED_ALL_GATHER,
-    "all_reduce": encoded_legs.CODED_ALL_REDUCE,
-    "reduce_scatter": encoded_legs.CODED_REDUCE_SCATTER,
-}
+_OVER_NODES = {**group_legs.OVER_NODES, "all_to_all_v": TWO_LEVEL, "broadcast": BROADCAST}
 _IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")
 _PIECES = (16, 12, 8, 6, 4, 3, 2)
 _FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
@@ -95,15 +67,14 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
 
 def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire) -> Schedule:
     """The legs of a strategy that applies to the traffic."""
-    collective = traffic.collective
+    collective, is_direct = traffic.collective, strategy is Strategy.DIRECT
     if strategy is Strategy.FLAT:
         return _OWN_CALLS[collective]
-    is_direct = strategy is Strategy.DIRECT
     if wire.is_native:
-        return (_DIRECT if is_direct else _OVER_NODES)[collective]
+        return (group_legs.ON_ONE_LEVEL if is_direct else _OVER_NODES)[collective]
     if collective == "all_to_all_v" and len(traffic.nodes) > 1 and max(traffic.nodes) > 1:
-        return encoded_legs.CODED_EXCHANGE_OVER_NODES  # some of the ranks are on this one's node
-    return (_DIRECT_CODED if is_direct else _CODED_OVER_NODES)[collective]
+        return encoded_legs.EXCHANGE_OVER_NODES
+    return (encoded_legs.ON_ONE_LEVEL if is_direct else encoded_legs.OVER_NODES)[collective]
 
 
 def group_candidates(

@@ -15,7 +15,7 @@ from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Cut, Leg, Op, Plan, Step
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["AHEAD", "LATE", "Coded", "Exchange", "Local", "OwnCall", "Phase", "Schedule"]
+__all__ = ["AHEAD", "LATE", "CodedLeg", "ExchangeLeg", "LocalLeg", "OwnCallLeg", "Phase", "Schedule"]
 
 AHEAD = 2
 _BF16_BYTES = 2
@@ -39,18 +39,15 @@ _OWN_CALLS = {
 """The curves of the backend's own calls, where messages have one of the operation's name."""
 
 
-class Exchange(Leg):
+class ExchangeLeg(Leg):
     """Messages, which are timed by the curve of the same name on as many ranks."""
 
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         return profile.curve(self.op.value, self.resource(plan.traffic), self.ranks(plan.traffic))
 
 
-class OwnCall(Exchange):
+class OwnCallLeg(ExchangeLeg):
     """A collective as one call of the backend's own, whatever that does inside; but for an all_to_all it is a ring."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size
 
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         traffic = plan.traffic
@@ -70,7 +67,7 @@ class OwnCall(Exchange):
         raise InternalError(f"{self.name} is a call of the backend's own: nothing else moves its bytes")
 
 
-class Local(Leg):
+class LocalLeg(Leg):
     """Work in the rank's own memory, timed by the curve of the operation; its span says whose data it works on."""
 
     is_exchange = False
@@ -91,7 +88,7 @@ class Local(Leg):
         return profile.curve(self.op.value, Resource.DEVICE, 1)
 
 
-class Coded(Local):
+class CodedLeg(LocalLeg):
     """Encoding into the plan's wire format, or decoding. What FP8 costs goes by elements, and its curves are of BF16."""
 
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
@@ -135,11 +132,11 @@ class Schedule:
 def _order(schedule: Schedule, chunks: int, pieces: int, late: int) -> tuple[_Place, ...]:
     """Which steps are posted one after the other. The same for calls of all sizes, so it is kept."""
     order: list[_Place] = []
-    lines: dict[int, _Line] = {}
+    lines: dict[int, _Posted] = {}
     for phase in schedule.phases:
         rows = []
         for leg, lag in phase:
-            line = lines[id(leg)] = _Line(leg, len(lines), chunks, pieces, order)
+            line = lines[id(leg)] = _Posted(leg, len(lines), chunks, pieces, order)
             rows.append((line, late if lag == LATE else lag))
         for line, _ in rows:  # some wait for legs that are posted earlier and listed later
             line.waits = [lines[id(leg)] for leg in line.leg.after if id(leg) in lines]
@@ -154,14 +151,14 @@ def _order(schedule: Schedule, chunks: int, pieces: int, late: int) -> tuple[_Pl
     return tuple(order)
 
 
-class _Line:
+class _Posted:
     """The steps of one leg, as far as they have been posted."""
 
     def __init__(self, leg: Leg, number: int, chunks: int, pieces: int, order: list[_Place]) -> None:
         self.leg, self.number, self.order = leg, number, order
         self.chunks = 1 if leg.is_whole else chunks
         self.pieces = pieces if leg.is_in_pieces else 1
-        self.waits: list[_Line] = []
+        self.waits: list[_Posted] = []
         self.posted: list[tuple[int, ...]] = []
         """By chunk: the indices of its steps."""
 

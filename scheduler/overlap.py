@@ -12,7 +12,7 @@ from functools import lru_cache
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.legs import Local, OwnCall, Schedule
+from commlayer.scheduler.legs import LocalLeg, OwnCallLeg, Schedule
 from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.price import Timeline, schedule
@@ -28,11 +28,8 @@ Micros = Callable[[float], float]
 """Bytes → µs."""
 
 
-class Experts(Local):
+class ExpertWork(LocalLeg):
     """The experts' own work on the rows of a chunk. No profile knows what it takes."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks
 
     def resource(self, traffic: Traffic) -> Resource:
         return Resource.COMPUTE
@@ -44,9 +41,9 @@ class Experts(Local):
         return Moves()
 
 
-DISPATCH = OwnCall("dispatch", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT)
-EXPERTS = Experts("experts", Op.COMPUTE, Span.SELF, Buffer.INPUT, Buffer.OUTPUT, (DISPATCH,))
-COMBINE = OwnCall("combine", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT, (EXPERTS,))
+DISPATCH = OwnCallLeg("dispatch", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT)
+EXPERTS = ExpertWork("experts", Op.COMPUTE, Span.SELF, Buffer.INPUT, Buffer.OUTPUT, (DISPATCH,))
+COMBINE = OwnCallLeg("combine", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT, (EXPERTS,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,9 +138,9 @@ class Leg(ABC):
     is_exchange: ClassVar[bool] = True
     """Whether bytes leave the rank."""
 
-    @abstractmethod
     def size(self, cut: Cut) -> float:
-        """The bytes of a step. See :class:`Step`."""
+        """The bytes of a step (see :class:`Step`): if nothing else is said, those of a chunk."""
+        return cut.size / cut.chunks
 
     @abstractmethod
     def moves(self, place: Any, tag: int, chunk: int) -> Moves:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.legs import Exchange, Local, Phase, Schedule
+from commlayer.scheduler.legs import ExchangeLeg, LocalLeg, Phase, Schedule
 from commlayer.scheduler.moves import ALIGN, Buffer, Copy, Message, Moves, Region, filled
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span
 from commlayer.scheduler.traffic import Traffic
@@ -91,7 +91,7 @@ class ReplicatedPlace:
         return Region(Buffer.STAGING, start + place * size, start + (place + 1) * size)
 
 
-class Slices(Exchange):
+class Slices(ExchangeLeg):
     """Each rank sends its 1/t slice of every block to that block's rank, and waits for nothing: all chunks may go at once."""
 
     def size(self, cut: Cut) -> float:
@@ -130,9 +130,6 @@ class WholeBlocks(Slices):
     """The whole buffer, as torch.distributed sends it; where the profile knows such calls, a small one is a call of the
     backend's own."""
 
-    def size(self, cut: Cut) -> float:
-        return cut.size
-
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         traffic = plan.traffic
         if traffic.group_size > 1:
@@ -141,39 +138,39 @@ class WholeBlocks(Slices):
                 return single
         return super().curve(profile, plan, size)
 
+    def size(self, cut: Cut) -> float:
+        return cut.size
 
-class GatherSlices(Exchange):
+
+class GatherSlices(ExchangeLeg):
     """The holders of the same tokens give each other their slices, block by block, where they belong."""
 
     def size(self, cut: Cut) -> float:
         return _gathered_bytes(cut)
 
+    def regions(self, place: ReplicatedPlace, chunk: int, nth: int) -> list[tuple[int, Region]]:
+        """What holder ``nth`` gives the others, with the numbers of the messages."""
+        return [(block, place.slice_of(Buffer.OUTPUT, block, chunk, nth)) for block in place.gathered]
+
     def moves(self, place: ReplicatedPlace, tag: int, chunk: int) -> Moves:
-        sends, receives = [], []
+        sends: list[Message] = []
+        receives: list[Message] = []
+        mine = self.regions(place, chunk, place.tp)
         for distance in range(1, place.t):
             source, target = (place.tp - distance) % place.t, (place.tp + distance) % place.t
-            for block in place.gathered:
-                receives.append(Message(source, tag + block, place.slice_of(self.target, block, chunk, source)))
-                sends.append(Message(target, tag + block, place.slice_of(self.source, block, chunk, place.tp)))
+            receives += (Message(source, tag + n, region) for n, region in self.regions(place, chunk, source))
+            sends += (Message(target, tag + n, region) for n, region in mine)
         return filled(sends, receives)
 
 
-class GatherStaged(Exchange):
+class GatherStaged(GatherSlices):
     """The same in staging, where all blocks are one message."""
 
-    def size(self, cut: Cut) -> float:
-        return _gathered_bytes(cut)
-
-    def moves(self, place: ReplicatedPlace, tag: int, chunk: int) -> Moves:
-        sends, receives = [], []
-        for distance in range(1, place.t):
-            source, target = (place.tp - distance) % place.t, (place.tp + distance) % place.t
-            receives.append(Message(source, tag, place.staged(chunk, source)))
-            sends.append(Message(target, tag, place.staged(chunk, place.tp)))
-        return filled(sends, receives)
+    def regions(self, place: ReplicatedPlace, chunk: int, nth: int) -> list[tuple[int, Region]]:
+        return [(0, place.staged(chunk, nth))]
 
 
-class PlaceChunk(Local):
+class PlaceChunk(LocalLeg):
     """What lies in staging is copied to its place; over HOLDERS, in turn with the all_gather, and else beside it."""
 
     def size(self, cut: Cut) -> float:
@@ -192,13 +189,13 @@ class PlaceChunk(Local):
         )
 
 
-class LocalBlock(Local):
+class LocalBlock(LocalLeg):
     """The block that stays on this rank: copied while the wire is busy, instead of gathered."""
 
     is_whole = True
 
     def size(self, cut: Cut) -> float:
-        return float(cut.traffic.block_bytes)
+        return cut.block
 
     def moves(self, place: ReplicatedPlace, tag: int, chunk: int) -> Moves:
         start, stop = place.ep * place.block, (place.ep + 1) * place.block

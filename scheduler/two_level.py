@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from commlayer.scheduler.legs import Exchange, Local, Schedule
+from commlayer.scheduler.legs import ExchangeLeg, LocalLeg, Schedule
 from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, filled
 from commlayer.scheduler.plan import Cut, Op, Span
 
@@ -97,7 +97,7 @@ class TwoLevel:
         return Region(Buffer.STAGING, j * self._row, (j + 1) * self._row)
 
 
-class Count(Exchange):
+class Count(ExchangeLeg):
     """The ranks of a node tell each other how much is coming."""
 
     def size(self, cut: Cut) -> float:
@@ -111,11 +111,8 @@ class Count(Exchange):
         )
 
 
-class Sort(Exchange):
+class Sort(ExchangeLeg):
     """Inside the node by the destination's place in its node; for this node's own ranks that is all. Needs the counts."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
         if not place.edges:
@@ -133,11 +130,8 @@ class Sort(Exchange):
         return filled(sends, receives, copies)
 
 
-class PassOn(Exchange):
+class PassOn(ExchangeLeg):
     """One message to the rank of this place on each other node. What is sent needs the counts."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
         peers = [(nth, place.nodes[b][place.i]) for nth, b in enumerate(place.away)]
@@ -145,11 +139,8 @@ class PassOn(Exchange):
         return filled(sends, [Message(peer, tag, place.landing(nth)) for nth, peer in peers])
 
 
-class PlaceBlocks(Local):
+class PlaceBlocks(LocalLeg):
     """A node's message holds what its ranks sent here, in their order."""
-
-    def size(self, cut: Cut) -> float:
-        return cut.size
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
         copies = []
