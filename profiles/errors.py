@@ -28,7 +28,6 @@ from __future__ import annotations
 from commlayer.profiles.printable import printable
 
 __all__ = [
-    "BLAMING",
     "ClusterError",
     "CollectiveTimeoutError",
     "CommlayerError",

@@ -225,7 +225,7 @@ def _largest_on_link(plan: Plan) -> float:
 def _fills_link(plan: Plan, profile: Profile, efficiency: float, cut: float = 1.0) -> bool:
     """Whether its exchanges on the slowest link, each ``cut`` times smaller and as many as are there at once, have
     ``efficiency`` of what a long one has."""
-    for step in {(s.op, s.target): s for s in plan.steps if s.resource is plan.traffic.link}.values():
+    for step in {id(s.leg): s for s in plan.steps if s.resource is plan.traffic.link}.values():
         curve = curve_of(step, plan, profile)
         at_once = step.bytes / cut * CHUNKS_IN_FLIGHT
         if curve is not None and curve.algbw_gbps(at_once) < efficiency * curve.algbw_gbps(curve.bytes[-1]):

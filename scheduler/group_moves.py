@@ -1,4 +1,4 @@
-"""Which bytes a rank of a group sends, receives, sums and copies in each step of a plan over nodes. Pure arithmetic.
+"""Where the bytes of a group's ranks lie in a plan over nodes: what its legs (:mod:`commlayer.scheduler.group_legs`) move.
 
 Geometry. Member k of the group owns *block* k. The blocks of node b's members, one behind the other, are cut into one
 *slice* for each rank of node a: slice i is what rank i of node a handles of that node's data. Where both nodes hold equally
@@ -12,18 +12,19 @@ are encoded (:mod:`commlayer.scheduler.encoded_moves`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from commlayer.profiles.links import Resource
-from commlayer.scheduler.broadcast_moves import Broadcast
-from commlayer.scheduler.moves import ALIGN, Copy, Message, Moves, Reduction, Region, cut, tags_per_step
-from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
+from commlayer.scheduler.broadcast import BroadcastPlace
+from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
+from commlayer.scheduler.plan import Plan, Strategy
 
-__all__ = ["Group", "Layout", "Piece", "Stages", "even_blocks", "group_moves"]
+__all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves"]
 
 Nodes = tuple[tuple[int, ...], ...]
+_Regions = Callable[[int], list[Region]]
+_Addressed = Callable[[int], list[tuple[int, Region]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +52,9 @@ def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, .
     For all collectives but all_to_all_v (see two_level). ``root``: the sender of a broadcast, as a rank of the group.
     """
     if plan.traffic.collective == "broadcast":
-        spread = Broadcast(plan, group.nodes, group.rank, root)
-        return tuple(spread.of_step(i, step) for i, step in enumerate(plan.steps)), 0
-    stages = Stages(plan, group)
-    return tuple(stages.of_step(i, step) for i, step in enumerate(plan.steps)), stages.staging_bytes
+        return plan.moves(BroadcastPlace(plan, group.nodes, group.rank, root), tags=1), 0
+    place = GroupPlace(plan, group)
+    return plan.moves(place), place.staging_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,177 +100,101 @@ class Layout:
         return Region(buffer, base + piece.start, base + piece.stop)
 
 
-class Stages:
-    """all_gather, reduce_scatter, all_reduce."""
+class GroupPlace:
+    """Where a rank stands in an all_gather, reduce_scatter or all_reduce, and where what passes it lies in its buffers.
+
+    ``here``: the ranks of its node, of which it is number ``i``; ``a``: its node; ``away``: the others.
+    """
 
     def __init__(self, plan: Plan, group: Group, align: int = ALIGN) -> None:
         self.plan, self.rank = plan, group.rank
-        nodes = group.of_plan(plan)
+        self.nodes = nodes = group.of_plan(plan)
         self.layout = Layout(nodes, group.blocks, align)
         self.a = next(a for a, members in enumerate(nodes) if group.rank in members)
         self.here = nodes[self.a]
         self.i = self.here.index(group.rank)
-        self.nodes = nodes
         self.away = [(self.a + d) % len(nodes) for d in range(1, len(nodes))]  # near ones first: no hot receiver
-        self.is_summed = plan.traffic.collective != "all_gather"
+        is_summed = plan.traffic.collective != "all_gather"
         # Staging: from each local peer its share of my slices (of all nodes), then from each other node my block.
-        widths = [self._width(b) for b in range(len(nodes))]
-        self.slices = [0, *accumulate(widths)]
-        peers = len(self.here) - 1 if self.is_summed else 0
-        self.arrivals = peers * self.slices[-1]
-        mine = group.blocks[group.rank]
-        self.staging_bytes = self.arrivals + (len(self.away) * mine if self.is_summed else 0)
+        edges = (self.layout.slice_of(b, self.a, self.i) for b in range(len(nodes)))
+        self.slices = [0, *accumulate(last - first for first, last in edges)]
+        self.arrivals = (len(self.here) - 1) * self.slices[-1] if is_summed else 0
+        self.staging_bytes = self.arrivals + (len(self.away) * group.blocks[group.rank] if is_summed else 0)
 
-    def _width(self, b: int) -> int:
-        first, last = self.layout.slice_of(b, self.a, self.i)
-        return last - first
+    def inside(self, tag: int, sent: _Regions, received: _Regions) -> Moves:
+        """Messages to, and from, each other rank i of this node: the regions of ``sent(i)``, of ``received(i)``."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for i in self.ring():
+            sends += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(sent(i)))
+            receives += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(received(i)))
+        return Moves(tuple(sends), tuple(receives))
 
-    def of_step(self, index: int, step: Step) -> Moves:
-        tag = index * tags_per_step(self.plan)
-        if step.op is Op.COPY:
-            return Moves(copies=self._own_block())
-        crosses = step.resource is Resource.INTER and len(self.nodes) > 1
-        if step.op is Op.ALL_GATHER:
-            return self._to_rails(tag, step) if crosses else self._inside(tag, step)
-        if step.op is Op.ALL_TO_ALL:
-            return self._partials(tag, step) if crosses else self._share(tag, step)
-        is_last = step.target is Buffer.OUTPUT and len(self.nodes) > 1
-        return Moves(reductions=tuple(self._last_sum(step) if is_last else self._first_sum(step)))
+    def across(self, tag: int, sent: _Addressed, received: _Addressed) -> Moves:
+        """Messages to, and from, ranks of each other node b: by their rank, the regions of ``sent(b)``, of ``received(b)``."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for b in self.away:
+            sends += (Message(peer, tag, region) for peer, region in sent(b))
+            receives += (Message(peer, tag, region) for peer, region in received(b))
+        return Moves(tuple(sends), tuple(receives))
 
-    def _pieces(self, b: int, i: int, chunk: int, a: int | None = None, parts: int = 1) -> list[Piece]:
-        """Of a chunk; of one that is cut into ``parts``, ``chunk`` counts those."""
-        return self.layout.pieces(b, self.a if a is None else a, i, chunk, self.plan.chunks * parts)
+    def ring(self) -> list[int]:
+        """The places of the other ranks of this node, each rank beginning with another one."""
+        return [(self.i + d) % len(self.here) for d in range(1, len(self.here))]
 
-    def _output(self, piece: Piece) -> Region:
+    def pieces(self, b: int, i: int, chunk: int, parts: int = 1) -> list[Piece]:
+        """The pieces of node b's data that rank i of this node handles; of a chunk that is cut into ``parts``, ``chunk`` counts
+        those."""
+        return self.layout.pieces(b, self.a, i, chunk, self.plan.chunks * parts)
+
+    def handled(self, i: int, chunk: int) -> list[tuple[int, Piece]]:
+        """The pieces of a chunk, of all nodes' data, that rank i of this node handles, with the node whose they are."""
+        return [(b, piece) for b in range(len(self.nodes)) for piece in self.pieces(b, i, chunk)]
+
+    def mine(self, b: int, chunk: int, parts: int = 1) -> list[tuple[int, Piece]]:
+        """The pieces of this rank's block that node b handles, with the rank (of the group) that does."""
+        return [
+            (peer, piece)
+            for place, peer in enumerate(self.nodes[b])
+            for piece in self.layout.pieces(self.a, b, place, chunk, self.plan.chunks * parts)
+            if piece.owner == self.rank
+        ]
+
+    def own(self, chunk: int) -> list[Piece]:
+        """The pieces of this rank's block in a chunk, as this node cuts it and this rank handles it."""
+        return [piece for piece in self.pieces(self.a, self.i, chunk) if piece.owner == self.rank]
+
+    def output(self, piece: Piece) -> Region:
         """A piece in the output, which for a reduce_scatter is this rank's block alone."""
         if self.plan.traffic.collective == "reduce_scatter":
             return Region(Buffer.OUTPUT, piece.start, piece.stop)
         return self.layout.region(Buffer.OUTPUT, piece)
 
-    def _own_block(self) -> tuple[Copy, ...]:
-        base, size = self.layout.bases[self.rank], self.layout.blocks[self.rank]
-        if not size:
-            return ()
-        return (Copy(Region(Buffer.INPUT, 0, size), Region(Buffer.OUTPUT, base, base + size)),)
+    def owned(self, buffer: Buffer, piece: Piece) -> Region:
+        """A piece of this rank's block in the input of an all_gather, which is that block alone; or in the output."""
+        return Region(buffer, piece.start, piece.stop) if buffer is Buffer.INPUT else self.output(piece)
 
-    def _ring(self) -> list[int]:
-        """The places of the other ranks of this node, each rank beginning with another one."""
-        return [(self.i + d) % len(self.here) for d in range(1, len(self.here))]
-
-    def _numbered(self, tag: int, peer: int, regions: Sequence[Region]) -> list[Message]:
-        return [Message(peer, tag + nth, region) for nth, region in enumerate(regions)]
-
-    def _arrival(self, place: int, b: int, piece: Piece) -> Region:
+    def arrival(self, place: int, b: int, piece: Piece) -> Region:
         """Where the share of local rank ``place`` of my slice of node b lies in staging."""
         nth = (place - self.i) % len(self.here) - 1
         base = nth * self.slices[-1] + self.slices[b] + piece.offset
         return Region(Buffer.STAGING, base, base + piece.stop - piece.start)
 
-    def _share(self, tag: int, step: Step) -> Moves:
-        """Each local peer gets its slices of this rank's input."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for place in self._ring():
-            peer = self.here[place]
-            theirs = [(b, p) for b in range(len(self.nodes)) for p in self._pieces(b, place, step.chunk)]
-            mine = [(b, p) for b in range(len(self.nodes)) for p in self._pieces(b, self.i, step.chunk)]
-            sends += self._numbered(tag, peer, [self.layout.region(Buffer.INPUT, p) for _, p in theirs])
-            receives += self._numbered(tag, peer, [self._arrival(place, b, p) for b, p in mine])
-        return Moves(tuple(sends), tuple(receives))
-
-    def _partial(self, b: int, piece: Piece) -> Region:
+    def partial(self, b: int, piece: Piece) -> Region:
         """Where the node's sum of a piece lies: in place of one of the first two that are added.
 
         Never straight in the output: in an all_reduce that is also an input, and perhaps the third one.
         """
         if len(self.here) == 1:
             return self.layout.region(Buffer.INPUT, piece)
-        return self._arrival(1 if self.i == 0 else 0, b, piece)
+        return self.arrival(1 if self.i == 0 else 0, b, piece)
 
-    def _first_sum(self, step: Step) -> list[Reduction]:
-        """Over the ranks of this node, in their order."""
-        if len(self.here) == 1:
-            return []
-        sums = []
-        for b in range(len(self.nodes)):
-            for piece in self._pieces(b, self.i, step.chunk):
-                sources = tuple(
-                    self.layout.region(Buffer.INPUT, piece) if place == self.i else self._arrival(place, b, piece)
-                    for place in range(len(self.here))
-                )
-                partial = self._partial(b, piece)
-                sums.append(Reduction(sources, partial))
-                if len(self.nodes) == 1:
-                    sums.append(Reduction((partial,), self._output(piece)))
-        return sums
+    def outgoing(self, b: int, piece: Piece) -> Region:
+        """What is sent to node b of this node's sum."""
+        return self.partial(b, piece)
 
-    def _mine(self, b: int, chunk: int, parts: int = 1) -> list[tuple[int, Piece]]:
-        """The pieces of this rank's block that node b handles, with the rank (of the group) that does."""
-        return [
-            (peer, piece)
-            for place, peer in enumerate(self.nodes[b])
-            for piece in self._pieces(self.a, place, chunk, b, parts)
-            if piece.owner == self.rank
-        ]
-
-    def _outgoing(self, b: int, piece: Piece) -> Region:
-        """What is sent of a node's sum."""
-        return self._partial(b, piece)
-
-    def _crossed(self, b: int, piece: Piece) -> Region:
-        """Where node b's sum of a piece of this rank's block lies in staging."""
+    def crossed(self, b: int, piece: Piece) -> Region:
+        """Where node b's sum of a piece of this rank's block arrives."""
         base = self.arrivals + self.away.index(b) * self.layout.blocks[self.rank]
         return Region(Buffer.STAGING, base + piece.start, base + piece.stop)
-
-    def _partials(self, tag: int, step: Step) -> Moves:
-        """The node's sums go to the owners of the blocks."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        parts = self.plan.pieces
-        for b in self.away:
-            handled = self._pieces(b, self.i, step.chunk, parts=parts)
-            sends += [Message(piece.owner, tag, self._outgoing(b, piece)) for piece in handled]
-            mine = self._mine(b, step.chunk, parts)
-            receives += [Message(peer, tag, self._crossed(b, piece)) for peer, piece in mine]
-        return Moves(tuple(sends), tuple(receives))
-
-    def _last_sum(self, step: Step) -> list[Reduction]:
-        """Over the nodes, this one first. Nodes of different sizes cut this rank's block at different places: then one
-        node after the other is added to what is there."""
-        own = [piece for piece in self._pieces(self.a, self.i, step.chunk) if piece.owner == self.rank]
-        others = [[piece for _, piece in self._mine(b, step.chunk)] for b in self.away]
-        if all(len(pieces) == 1 and pieces == own for pieces in others):
-            crossed = tuple(self._crossed(b, own[0]) for b in self.away)
-            return [Reduction((self._partial(self.a, own[0]), *crossed), self._output(own[0]))]
-        sums = [Reduction((self._partial(self.a, piece),), self._output(piece)) for piece in own]
-        for b, pieces in zip(self.away, others, strict=True):
-            for piece in pieces:
-                target = self._output(piece)
-                sums.append(Reduction((target, self._crossed(b, piece)), target))
-        return sums
-
-    def _to_rails(self, tag: int, step: Step) -> Moves:
-        """Each owner's pieces to the ranks that handle them on the other nodes."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for b in self.away:
-            for peer, piece in self._mine(b, step.chunk, self.plan.pieces):
-                region = self._output(piece)
-                if step.source is Buffer.INPUT:
-                    region = Region(Buffer.INPUT, piece.start, piece.stop)
-                sends.append(Message(peer, tag, region))
-            handled = self._pieces(b, self.i, step.chunk, parts=self.plan.pieces)
-            receives += [Message(p.owner, tag, self.layout.region(Buffer.OUTPUT, p)) for p in handled]
-        return Moves(tuple(sends), tuple(receives))
-
-    def _inside(self, tag: int, step: Step) -> Moves:
-        """Every rank of the node gets what this one handles, of all nodes."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        all_nodes = range(len(self.nodes))
-        mine = [self._output(p) for b in all_nodes for p in self._pieces(b, self.i, step.chunk)]
-        for place in self._ring():
-            theirs = [self._output(p) for b in all_nodes for p in self._pieces(b, place, step.chunk)]
-            sends += self._numbered(tag, self.here[place], mine)
-            receives += self._numbered(tag, self.here[place], theirs)
-        return Moves(tuple(sends), tuple(receives))

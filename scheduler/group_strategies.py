@@ -23,24 +23,23 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 
 from commlayer.profiles.errors import PlanError
-from commlayer.profiles.links import Resource
-from commlayer.scheduler.encoded_stages import EncodedStages, exchange_steps
+from commlayer.scheduler import encoded_legs, group_legs
+from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
-from commlayer.scheduler.moves import MAX_TAGS, tags_per_step
-from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
-from commlayer.scheduler.stages import Stages, Steps
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.legs import OwnCallLeg, Schedule
+from commlayer.scheduler.moves import MAX_TAGS, Buffer
+from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
+from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
+from commlayer.scheduler.two_level import TWO_LEVEL
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["build_group", "finer_plans", "group_candidates"]
+__all__ = ["build_group", "finer_plans", "group_candidates", "schedule_of"]
 
-_OWN_CALL = {
-    "all_gather": Op.ALL_GATHER,
-    "all_reduce": Op.ALL_REDUCE,
-    "all_to_all_v": Op.ALL_TO_ALL,
-    "broadcast": Op.BROADCAST,
-    "reduce_scatter": Op.REDUCE_SCATTER,
+_OWN_CALLS = {
+    name: Schedule(((OwnCallLeg(f"own {name}", op, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT), 0),))
+    for name, op in ((name, Op(name.removesuffix("_v"))) for name in GROUP_COLLECTIVES)
 }
+_OVER_NODES = {**group_legs.OVER_NODES, "all_to_all_v": TWO_LEVEL, "broadcast": BROADCAST}
 _IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")
 _PIECES = (16, 12, 8, 6, 4, 3, 2)
 _FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
@@ -50,8 +49,6 @@ _LEAST_STEPS = 2
 _TOO_MANY_TAGS = (
     f"it needs more than {MAX_TAGS} message tags, and no transport could tell its messages apart: use fewer chunks"
 )
-_COUNT_BYTES = 8
-"""A count of bytes travels as an int64."""
 
 
 def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wire = NATIVE, pieces: int = 1) -> Plan:
@@ -59,23 +56,25 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     _check(traffic, strategy, chunks, wire)
     if pieces > 1 and not (strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES):
         raise PlanError(_refusal(traffic, strategy, "its exchanges between nodes cannot go out in pieces"))
-    if not wire.is_native:
-        steps = _encoded_steps(traffic, strategy, chunks, wire)
-    elif strategy is Strategy.FLAT:
-        size, op = float(traffic.logical_bytes), _OWN_CALL[traffic.collective]
-        steps = (Step(op, traffic.link, 0, size, (), Buffer.INPUT, Buffer.OUTPUT, traffic.group_size),)
-    elif traffic.collective == "all_to_all_v":
-        steps = _two_level_steps(traffic)
-    elif traffic.collective == "broadcast":
-        steps = _broadcast_steps(traffic, chunks)
-    else:
-        steps = Stages(traffic, strategy, chunks, pieces).steps()
+    steps = schedule_of(traffic, strategy, wire).steps(Cut(traffic, chunks, pieces, wire))
     if chunks * pieces > 1 and level_of(traffic.lane):
         steps = paced(steps, traffic.link)
     plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire, pieces)
-    if strategy is not Strategy.FLAT and len(steps) * tags_per_step(plan) > MAX_TAGS:
+    if strategy is not Strategy.FLAT and len(steps) * plan.tags_per_step > MAX_TAGS:
         raise PlanError(_refusal(traffic, strategy, _TOO_MANY_TAGS))
     return plan
+
+
+def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire) -> Schedule:
+    """The legs of a strategy that applies to the traffic."""
+    collective, is_direct = traffic.collective, strategy is Strategy.DIRECT
+    if strategy is Strategy.FLAT:
+        return _OWN_CALLS[collective]
+    if wire.is_native:
+        return (group_legs.ON_ONE_LEVEL if is_direct else _OVER_NODES)[collective]
+    if collective == "all_to_all_v" and len(traffic.nodes) > 1 and max(traffic.nodes) > 1:
+        return encoded_legs.EXCHANGE_OVER_NODES
+    return (encoded_legs.ON_ONE_LEVEL if is_direct else encoded_legs.OVER_NODES)[collective]
 
 
 def group_candidates(
@@ -143,12 +142,6 @@ def _finer_cuts(plan: Plan, min_slice_bytes: float) -> list[tuple[Strategy, int,
     ]
 
 
-def _encoded_steps(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> tuple[Step, ...]:
-    if traffic.collective == "all_to_all_v":
-        return exchange_steps(traffic, chunks, wire)
-    return EncodedStages(traffic, strategy, chunks, wire).steps()
-
-
 def _check(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> None:
     is_native = wire.is_native
     objection = (
@@ -200,37 +193,3 @@ def _encoding_objection(traffic: Traffic, strategy: Strategy, chunks: int, wire:
     if wire.row_multiple > 1 and not traffic.is_uniform:
         return "nodes of different sizes cut blocks at different places, and rows that share scales apart"
     return _objection(traffic, strategy, chunks)
-
-
-def _broadcast_steps(traffic: Traffic, chunks: int) -> tuple[Step, ...]:
-    size, num_nodes, width = float(traffic.logical_bytes), len(traffic.nodes), max(traffic.nodes)
-    out = (Buffer.OUTPUT, Buffer.OUTPUT)
-    steps = Steps()
-    part = size / chunks
-    scattered = [steps.put(Op.SCATTER, Resource.INTRA, j, part, (), out, width) for j in range(chunks)]
-    crossed = [
-        steps.put(Op.ALL_GATHER, Resource.INTER, j, part * num_nodes / width, (scattered[j],), out, num_nodes)
-        for j in range(chunks)
-    ]
-    for j in range(chunks):
-        steps.put(Op.ALL_GATHER, Resource.INTRA, j, part, (crossed[j],), out, width)
-    return tuple(steps)
-
-
-def _two_level_steps(traffic: Traffic) -> tuple[Step, ...]:
-    """What a rank sends is known to itself only, so the ranks of a node tell each other how much is coming first."""
-    size, num_nodes, width = float(traffic.logical_bytes), len(traffic.nodes), max(traffic.nodes)
-    steps = Steps()
-    counted = steps.put(
-        Op.ALL_TO_ALL,
-        Resource.INTRA,
-        0,
-        float(traffic.group_size * _COUNT_BYTES),
-        (),
-        (Buffer.STAGING, Buffer.STAGING),
-        width,
-    )
-    sorted_ = steps.put(Op.ALL_TO_ALL, Resource.INTRA, 0, size, (counted,), (Buffer.INPUT, Buffer.TRANSIT), width)
-    crossed = steps.put(Op.ALL_TO_ALL, Resource.INTER, 0, size, (sorted_,), (Buffer.TRANSIT, Buffer.STAGING), num_nodes)
-    steps.put(Op.COPY, Resource.DEVICE, 0, size, (crossed,), (Buffer.STAGING, Buffer.OUTPUT), 1)
-    return tuple(steps)

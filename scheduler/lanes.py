@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.plan import Buffer, Op, Step
+from commlayer.scheduler.plan import Step
 
 __all__ = ["CHUNKS_IN_FLIGHT", "LANES", "LanePolicy", "lane_of", "level_of", "longest_hold_us", "paced"]
 
@@ -114,16 +114,16 @@ def longest_hold_us(step_us: float, policy: LanePolicy) -> float:
 
 
 def paced(steps: Sequence[Step], link: Resource) -> tuple[Step, ...]:
-    """``steps``, of which ``CHUNKS_IN_FLIGHT`` of a kind are on ``link`` at a time: each waits for the one so many before it.
+    """``steps``, of which ``CHUNKS_IN_FLIGHT`` of a leg are on ``link`` at a time: each waits for the one so many before it.
 
     What has arrived here from the others says how far they are, and so how far they have taken what this rank sent.
     """
-    kinds: dict[tuple[Op, Buffer, Buffer], list[int]] = {}
+    posted: dict[int, list[int]] = {}  # by leg
     found = []
     for index, step in enumerate(steps):
         after = step.after
         if step.resource is link:
-            earlier = kinds.setdefault((step.op, step.source, step.target), [])
+            earlier = posted.setdefault(id(step.leg), [])
             if len(earlier) >= CHUNKS_IN_FLIGHT:
                 after = tuple(dict.fromkeys((*after, earlier[-CHUNKS_IN_FLIGHT])))
             earlier.append(index)

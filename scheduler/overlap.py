@@ -6,14 +6,29 @@ MegaScale-MoE, section 4.2, between nodes where it fuses within one: the same pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.legs import LocalLeg, OwnCallLeg, Schedule
+from commlayer.scheduler.moves import Buffer, Moves
+from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.price import Timeline, schedule
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["SLICES", "ExpertTimes", "choose_slices", "pipeline", "posted", "time_pipeline"]
+__all__ = [
+    "COMBINE",
+    "DISPATCH",
+    "EXPERTS",
+    "SLICES",
+    "ExpertTimes",
+    "choose_slices",
+    "pipeline",
+    "posted",
+    "time_pipeline",
+]
 
 SLICES = ((8,), (4, 4), (2, 4, 2), (2, 2, 2, 2), (1, 3, 3, 1), (1, 2, 2, 2, 1), (1,) * 8)
 """Eighths of the tokens in each chunk. Nothing hides the way out of the first and the way back of the last: small ones cost
@@ -21,6 +36,24 @@ less there than more chunks would everywhere."""
 
 Micros = Callable[[float], float]
 """Bytes → µs."""
+
+
+class ExpertWork(LocalLeg):
+    """The experts' own work on the rows of a chunk. No profile knows what it takes."""
+
+    def resource(self, traffic: Traffic) -> Resource:
+        return Resource.COMPUTE
+
+    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
+        return profile.curve(self.op.value, Resource.COMPUTE, 1)
+
+    def moves(self, place: object, tag: int, chunk: int) -> Moves:
+        return Moves()
+
+
+DISPATCH = OwnCallLeg("dispatch", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT)
+EXPERTS = ExpertWork("experts", Op.COMPUTE, Span.SELF, Buffer.INPUT, Buffer.OUTPUT, (DISPATCH,))
+COMBINE = OwnCallLeg("combine", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT, (EXPERTS,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +86,8 @@ def posted(chunks: int, ahead: int) -> Iterator[tuple[str, int]]:
     ``ahead``: how many chunks are on their way to the experts before that which is computed: one in the forward pass, all in the
     backward pass, where their gradients are there at once.
     """
-    sent = 0
-    for chunk in range(chunks):
-        while sent < min(chunk + 1 + ahead, chunks):
-            yield "dispatch", sent
-            sent += 1
-        yield "experts", chunk
-        yield "combine", chunk
+    for leg, chunk in _ahead(ahead).order(chunks):
+        yield leg.name, chunk
 
 
 def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan:
@@ -68,16 +96,16 @@ def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan
     ``traffic``: the exchange of all rows, one way. ``slices``: in what proportion chunks share them. A compute step's bytes are
     those of the rows that it works on.
     """
-    steps: list[Step] = []
-    places: dict[tuple[str, int], int] = {}
-    before = {"experts": "dispatch", "combine": "experts"}
-    for kind, chunk in posted(len(slices), ahead):
-        places[kind, chunk] = len(steps)
-        op, resource = (Op.COMPUTE, Resource.COMPUTE) if kind == "experts" else (Op.ALL_TO_ALL, traffic.link)
-        after = (places[before[kind], chunk],) if kind in before else ()
-        size = traffic.logical_bytes * slices[chunk] / sum(slices)
-        steps.append(Step(op, resource, chunk, size, after, Buffer.INPUT, Buffer.OUTPUT, traffic.group_size))
-    return Plan(traffic, Strategy.FLAT, len(slices), Gather.WHOLE, tuple(steps))
+    chunks, whole = len(slices), sum(slices)
+    even = _ahead(ahead).steps(Cut(traffic, chunks))
+    steps = tuple(replace(step, bytes=traffic.logical_bytes * slices[step.chunk] / whole) for step in even)
+    return Plan(traffic, Strategy.FLAT, chunks, Gather.WHOLE, steps)
+
+
+@lru_cache
+def _ahead(chunks: int) -> Schedule:
+    """So many chunks are on their way to the experts before that which is computed."""
+    return Schedule(((DISPATCH, 0), (EXPERTS, chunks), (COMBINE, chunks)))
 
 
 def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeline:

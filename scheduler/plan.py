@@ -6,15 +6,20 @@ step, wait for the steps it names in ``after``, then post it. A resource does on
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, ClassVar
 
+from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
-from commlayer.profiles.links import Resource
+from commlayer.profiles.links import Resource, bus_factor
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["Buffer", "Gather", "Op", "Plan", "Step", "Strategy"]
+__all__ = ["Buffer", "Cut", "Gather", "Leg", "Op", "Plan", "Span", "Step", "Strategy"]
 
 
 class Strategy(str, Enum):
@@ -48,15 +53,6 @@ class Op(str, Enum):
     __hash__ = str.__hash__
 
 
-class Buffer(str, Enum):
-    INPUT = "input"
-    OUTPUT = "output"
-    STAGING = "staging"
-    TRANSIT = "transit"  # what is passed on, of a size that is known only during the call
-    ENCODED = "encoded"  # in a wire format, to be sent
-    ARRIVED = "arrived"  # in a wire format, received
-
-
 class Gather(str, Enum):
     """What the all_gather stage moves.
 
@@ -68,27 +64,146 @@ class Gather(str, Enum):
     REMOTE = "remote"
 
 
+class Span(str, Enum):
+    """Between whom bytes go, and so over which link."""
+
+    SELF = "self"  # within the memory of a rank
+    HOLDERS = "holders"  # the ranks of a node that hold the same tokens
+    NODE = "node"  # the ranks of each node
+    RAIL = "rail"  # one rank of every node
+    GROUP = "group"  # all ranks of the group
+
+    def link(self, traffic: Traffic) -> Resource:
+        """The slowest link class between them."""
+        if self is Span.GROUP:
+            return traffic.link
+        return {Span.SELF: Resource.DEVICE, Span.RAIL: Resource.INTER}.get(self, Resource.INTRA)
+
+    def ranks(self, traffic: Traffic) -> int:
+        """How many ranks exchange with each other."""
+        if self is Span.NODE:
+            return max(traffic.nodes)
+        if self is Span.RAIL:
+            return len(traffic.nodes)
+        return {Span.SELF: 1, Span.HOLDERS: traffic.replication}.get(self, traffic.group_size)
+
+    def near(self, traffic: Traffic) -> int:
+        """How many of them a rank reaches without that link: itself, and the others of its node where not all are on one."""
+        is_wide = self is Span.GROUP and traffic.link is Resource.INTER and len(traffic.nodes) > 1
+        return max(traffic.nodes) if is_wide else 1
+
+
+class Cut:
+    """A call's traffic, cut into ``chunks``, of which each goes between nodes in ``pieces``, in the format ``wire``."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        chunks: int = 1,
+        pieces: int = 1,
+        wire: Wire = NATIVE,
+        gather: Gather = Gather.WHOLE,
+    ) -> None:
+        self.traffic, self.chunks, self.pieces, self.gather = traffic, chunks, pieces, gather
+        self.size = float(traffic.logical_bytes)
+        self.block = self.size / traffic.group_size
+        self.ratio = wire.ratio(traffic.element_bytes)
+        """Bytes on the wire for each of the tensor."""
+
+
+@dataclass(frozen=True)
+class Leg(ABC):
+    """One way that every chunk of a call goes: side by side what that costs and what it moves.
+
+    A strategy is a list of legs, and each leg has a step for each chunk. ``source`` and ``target``: between which buffers
+    bytes go. ``after``: the legs, of those that the strategy has, for whose steps of the same chunk it waits. Whatever is to be
+    known of a step beside its chunk, its bytes and its place in the plan is asked of its leg.
+    """
+
+    name: str
+    op: Op
+    span: Span
+    source: Buffer
+    target: Buffer
+    after: tuple[Leg, ...] = ()
+
+    is_whole: ClassVar[bool] = False
+    """Whether it has one step, for all chunks."""
+    is_in_turn: ClassVar[bool] = False
+    """Whether each step waits for that of the chunk before."""
+    is_in_pieces: ClassVar[bool] = False
+    """Whether a chunk's pieces have a step each."""
+    yields: ClassVar[bool] = False
+    """Whether other legs' steps are posted between those of its pieces."""
+    is_exchange: ClassVar[bool] = True
+    """Whether bytes leave the rank."""
+
+    def size(self, cut: Cut) -> float:
+        """The bytes of a step (see :class:`Step`): if nothing else is said, those of a chunk."""
+        return cut.size / cut.chunks
+
+    @abstractmethod
+    def moves(self, place: Any, tag: int, chunk: int) -> Moves:
+        """What the rank at ``place`` does in the step of a chunk; ``tag``: the first of the step's."""
+
+    @abstractmethod
+    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
+        """The curve that times a step of ``size`` bytes. Raises PlanError where the profile lacks it."""
+
+    def resource(self, traffic: Traffic) -> Resource:
+        """What its steps occupy."""
+        return self.span.link(traffic)
+
+    def ranks(self, traffic: Traffic) -> int:
+        """How many ranks exchange with each other in a step."""
+        return self.span.ranks(traffic)
+
+    def looked_up(self, size: float, plan: Plan) -> float:
+        """By what size a step of ``size`` bytes is looked up in its curve."""
+        return size
+
+    def connections(self, traffic: Traffic) -> int:
+        """Over how many connections a rank sends in a step on its link, at least 1."""
+        return max(1, self.ranks(traffic) - self.span.near(traffic))
+
+    def share_of_link(self, traffic: Traffic, curve: Curve) -> float:
+        """How much of a step's bytes cross its link: by the bus factor, and of those of a whole group what leaves the node."""
+        factor, near = bus_factor(curve.collective, curve.group_size), self.span.near(traffic)
+        return factor if near == 1 else factor * ((traffic.group_size - near) / (traffic.group_size - 1))
+
+    def step(self, cut: Cut, chunk: int = 0, after: tuple[int, ...] = ()) -> Step:
+        """The step of a chunk, which waits for the steps of these indices."""
+        return Step(self, self.resource(cut.traffic), chunk, self.size(cut), after)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation on one resource.
+    """A leg's operation on one chunk, which occupies one resource.
 
     ``bytes`` is the size by which curves are looked up, nccl-tests' S: all_to_all the send buffer of one rank,
     all_gather the gathered total, copy what is copied, reduce what is added to the first block, encode and decode the bytes
     of the tensor, not of the wire. It is the mean over ranks
     (hence a float): slices that do not divide differ by less than one alignment unit. ``after`` are indices of earlier
-    steps in the same plan. ``source`` and ``target`` say between which buffers the bytes go; an all_gather works in place.
-    ``group_size`` is how many ranks exchange with each other in this step; 0 where the traffic says it (an even
-    all_to_all: its group, and for the all_gather its replication).
+    steps in the same plan.
     """
 
-    op: Op
+    leg: Leg
     resource: Resource
     chunk: int
     bytes: float
     after: tuple[int, ...]
-    source: Buffer
-    target: Buffer
-    group_size: int = 0
+
+    @property
+    def op(self) -> Op:
+        return self.leg.op
+
+    @property
+    def source(self) -> Buffer:
+        return self.leg.source
+
+    @property
+    def target(self) -> Buffer:
+        return self.leg.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +246,19 @@ class Plan:
     def slices(self) -> int:
         """Into how many slices a chunk of a block is dropped: one for each rank that holds the same tokens."""
         return 1 if self.strategy is Strategy.FLAT else self.traffic.replication
+
+    @property
+    def tags_per_step(self) -> int:
+        """How many messages one rank may send another in one step, and so how far apart the steps' tags are."""
+        traffic = self.traffic
+        if traffic.collective in ("all_to_all", "all_to_all_v") or not traffic.is_uniform:
+            return traffic.group_size
+        return len(traffic.nodes)
+
+    def moves(self, place: Any, tags: int | None = None) -> tuple[Moves, ...]:
+        """What the rank at ``place`` does in each step; ``tags``: how far apart those of the steps are, if not as usual."""
+        apart = self.tags_per_step if tags is None else tags
+        return tuple(step.leg.moves(place, index * apart, step.chunk) for index, step in enumerate(self.steps))
 
     @property
     def is_staged(self) -> bool:

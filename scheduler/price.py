@@ -18,24 +18,21 @@ from functools import lru_cache
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
-from commlayer.profiles.links import Resource, bus_factor
+from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT
-from commlayer.scheduler.plan import Buffer, Op, Plan, Step, Strategy
+from commlayer.scheduler.plan import Plan, Step
 
 __all__ = [
     "Timeline",
-    "curve_bytes",
     "curve_of",
     "curves_of",
     "durations_of",
     "price",
     "schedule",
-    "share_of_link",
 ]
 
 _NEVER = math.inf
-_BF16_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,86 +79,36 @@ def price(plan: Plan, profile: Profile, *, interference: bool = True) -> Timelin
 
 def durations_of(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
     """Each step's time alone, µs, and whether one of them lies outside the measured sizes."""
-    # Of the latest step of each kind (those of a plan are nearly all of one size). The target tells the sums apart.
-    sizes: dict[tuple[Op, Resource, Buffer], float] = {}
-    times: dict[tuple[Op, Resource, Buffer], float] = {}
+    latest: dict[int, tuple[float, float]] = {}  # by leg: bytes and time of its latest step; nearly all are of one size
     is_extrapolated = False
     durations = []
     for step in plan.steps:
-        op, size = (step.op, step.resource, step.target), step.bytes
-        if sizes.get(op) != size:
+        leg, size = step.leg, step.bytes
+        known = latest.get(id(leg))
+        if known is None or known[0] != size:
             curve = curve_of(step, plan, profile)
-            looked_up = curve_bytes(step, plan)
             at_once = CHUNKS_IN_FLIGHT if plan.pieces > 1 and step.resource is plan.traffic.link else 1
-            time_us = 0.0 if curve is None else curve.at(looked_up * at_once) / at_once
+            looked_up, time_us = leg.looked_up(size, plan) * at_once, 0.0
             if curve is not None:
-                is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up * at_once)
+                time_us = curve.at(looked_up) / at_once
+                is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up)
                 if plan.is_chunked:
-                    share = share_of_link(step, plan, curve)
+                    share = leg.share_of_link(plan.traffic, curve)
                     time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
-            sizes[op], times[op] = size, time_us
-        durations.append(times[op])
+            known = latest[id(leg)] = size, time_us
+        durations.append(known[1])
     return durations, is_extrapolated
-
-
-def curve_bytes(step: Step, plan: Plan) -> float:
-    """By what size a step's curve is looked up: its own; but what FP8 costs goes by elements, and its curves are of BF16."""
-    if step.op in (Op.ENCODE, Op.DECODE) and plan.wire.format.is_scaled:
-        return step.bytes * _BF16_BYTES / plan.traffic.element_bytes
-    return step.bytes
-
-
-def share_of_link(step: Step, plan: Plan, curve: Curve) -> float:
-    """How much of a step's bytes cross its link: by the bus factor, and of those of a whole group what leaves the node."""
-    factor, nodes = bus_factor(curve.collective, curve.group_size), plan.traffic.nodes
-    if step.resource is Resource.INTER and len(nodes) > 1 and step.group_size == plan.traffic.group_size:
-        factor *= (plan.traffic.group_size - max(nodes)) / (plan.traffic.group_size - 1)
-    return factor
 
 
 def curves_of(plan: Plan, profile: Profile) -> set[Curve]:
     """The curves that the plan's steps are timed by. Raises PlanError where one is missing."""
-    kinds = {(step.op, step.resource, step.target): step for step in plan.steps}
-    found = (curve_of(step, plan, profile) for step in kinds.values())
+    found = (curve_of(step, plan, profile) for step in {id(step.leg): step for step in plan.steps}.values())
     return {curve for curve in found if curve is not None}
 
 
 def curve_of(step: Step, plan: Plan, profile: Profile) -> Curve | None:
     """The curve that times a step; None for one that takes no time."""
-    if step.bytes == 0:
-        return None
-    if step.op is Op.COPY:
-        return profile.curve("copy", Resource.DEVICE, 1)
-    if step.op in (Op.ENCODE, Op.DECODE):
-        return profile.curve(f"{step.op.value}_{plan.wire}", Resource.DEVICE, 1)
-    if plan.traffic.collective == "all_to_all":
-        return _replicated_curve(step, plan, profile)
-    op = step.op.value
-    if plan.strategy is Strategy.FLAT:
-        op = _OWN_CALLS.get(op, op)
-    elif step.op is Op.SCATTER:
-        op = "all_to_all"  # whose ranks all send what here only the root does
-    return profile.curve(op, step.resource, step.group_size)
-
-
-_OWN_CALLS = {
-    "all_gather": "all_gather_single",
-    "all_to_all": "all_to_all_v",
-    "reduce_scatter": "reduce_scatter_single",
-}
-
-
-def _replicated_curve(step: Step, plan: Plan, profile: Profile) -> Curve | None:
-    traffic = plan.traffic
-    if step.op is Op.ALL_GATHER:
-        return profile.curve("all_gather", Resource.INTRA, traffic.replication)
-    if traffic.group_size == 1:  # a rank alone copies its input, on whatever profile
-        return profile.find("all_to_all", traffic.link, 1) or profile.find("copy", Resource.DEVICE, 1)
-    if plan.strategy is Strategy.FLAT:
-        single = profile.find("all_to_all_single", traffic.link, traffic.group_size)
-        if single is not None and step.bytes <= single.bytes[-1]:  # above, the transport sends messages too
-            return single
-    return profile.curve("all_to_all", traffic.link, traffic.group_size)
+    return step.leg.curve(profile, plan, step.bytes) if step.bytes else None
 
 
 def schedule(plan: Plan, durations: Sequence[float]) -> list[tuple[float, float]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
+from commlayer.scheduler.plan import Cut, Gather, Plan, Step, Strategy
+from commlayer.scheduler.replicated import GATHER, LOCAL_BLOCK, SLICES
 from commlayer.scheduler.strategies import flat
 from commlayer.scheduler.traffic import Traffic
 
@@ -16,8 +19,8 @@ def exchange_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
     Not a flat plan: a transport may run a small one of those as a call of the backend's own (see one_call_probe), which
     no step of another plan is.
     """
-    exchange = one_call_probe(num_bytes, group_size, link)
-    return _plan(exchange.traffic, exchange.steps, Gather.WHOLE)
+    traffic = one_call_probe(num_bytes, group_size, link).traffic
+    return _plan(traffic, (SLICES.step(Cut(traffic)),), Gather.WHOLE)
 
 
 def one_call_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
@@ -29,16 +32,13 @@ def one_call_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
 def gather_probe(num_bytes: int, group_size: int, replication: int, link: Resource) -> Plan:
     """One all_gather over ``replication`` ranks of about ``num_bytes`` in total, in place, as the plans do it."""
     traffic = _enclosing(num_bytes, group_size, replication, link)
-    size = float(traffic.block_bytes * (group_size - 1))
-    return _plan(traffic, (Step(Op.ALL_GATHER, Resource.INTRA, 0, size, (), Buffer.OUTPUT, Buffer.OUTPUT),))
+    return _plan(traffic, (GATHER.step(Cut(traffic, gather=Gather.REMOTE)),))
 
 
 def copy_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
     """One copy of ``num_bytes`` from the input to the output."""
     traffic = Traffic(max(1, num_bytes) * group_size, group_size, 1, link)
-    return _plan(
-        traffic, (Step(Op.COPY, Resource.DEVICE, 0, float(traffic.block_bytes), (), Buffer.INPUT, Buffer.OUTPUT),)
-    )
+    return _plan(traffic, (LOCAL_BLOCK.step(Cut(traffic)),))
 
 
 def side_by_side(
@@ -50,15 +50,11 @@ def side_by_side(
     the wire, a copy of the local block.
     """
     traffic = _enclosing(num_bytes, group_size, replication, link)
-    remote = float(traffic.block_bytes * (group_size - 1))
-    kinds = {
-        Resource.INTER: (Op.ALL_TO_ALL, traffic.logical_bytes / replication, Buffer.INPUT),
-        Resource.INTRA: (Op.ALL_GATHER, remote, Buffer.OUTPUT),
-        Resource.DEVICE: (Op.COPY, float(traffic.block_bytes), Buffer.INPUT),
-    }
-    steps = []
-    for resource, (op, size, source) in kinds.items():  # copies last: on the CPU they occupy the posting thread
-        steps += [Step(op, resource, 0, size, (), source, Buffer.OUTPUT)] * counts.get(resource, 0)
+    cut = Cut(traffic, gather=Gather.REMOTE)
+    steps: list[Step] = []
+    # Copies last: on the CPU they occupy the posting thread.
+    for resource, leg in ((Resource.INTER, SLICES), (Resource.INTRA, GATHER), (Resource.DEVICE, LOCAL_BLOCK)):
+        steps += [replace(leg.step(cut), resource=resource)] * counts.get(resource, 0)
     return _plan(traffic, tuple(steps))
 
 

@@ -27,14 +27,13 @@ from dataclasses import dataclass
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.links import Resource, bus_factor
+from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.plan import Op, Plan, Step, Strategy
-from commlayer.scheduler.price import curve_bytes, curve_of, durations_of, share_of_link
+from commlayer.scheduler.plan import Plan, Step
+from commlayer.scheduler.price import curve_of, durations_of
 
-__all__ = ["Load", "connections", "loads_of", "speeds"]
+__all__ = ["Load", "loads_of", "speeds"]
 
-_LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE, Op.COMPUTE)
 _SLACK = 1 + 1e-12
 """Uses that add up to 1 but for rounding fit."""
 
@@ -68,13 +67,17 @@ def loads_of(
     Raises PlanError where the profile cannot price the plan, UsageError where ``durations_us`` are not one for each
     step.
     """
+
+    def weight(step: Step) -> float:
+        return float(step.leg.connections(plan.traffic)) if by_connection else 1.0
+
     if durations_us is not None:
         if len(durations_us) != len(plan.steps) or not all(0 <= time_us < float("inf") for time_us in durations_us):
             raise UsageError(
                 f"durations_us of {plan.name}: expected {len(plan.steps)} times of at least 0 µs, got {tuple(durations_us)}"
             )
         return tuple(
-            Load(step.resource, time_us, 1.0, _weight(step, plan, by_connection), 0.0, step.op not in _LOCAL)
+            Load(step.resource, time_us, 1.0, weight(step), 0.0, step.leg.is_exchange)
             for step, time_us in zip(plan.steps, durations_us, strict=True)
         )
     times, _ = durations_of(plan, profile)
@@ -85,51 +88,19 @@ def loads_of(
         use, peak_us = 1.0, 0.0
         if curve is not None and alone_us > 0:
             sustained = best.setdefault(curve.key, _best_rate(curve))
-            peak_us = step.bytes * _share(step, plan, curve) / (profile.peaks.of(curve.link) * 1e3)
-            work_us = curve_bytes(step, plan) / sustained
+            share = step.leg.share_of_link(plan.traffic, curve)
+            peak_us = step.bytes * share / (profile.peaks.of(curve.link) * 1e3)
+            work_us = step.leg.looked_up(step.bytes, plan) / sustained
             if plan.is_chunked:  # as in price: a burst on credit is paid back by the chunks behind it
                 work_us = max(work_us, peak_us)
             use = min(1.0, work_us / alone_us)
-        weight = _weight(step, plan, by_connection)
-        found.append(Load(step.resource, alone_us, use, weight, peak_us, step.op not in _LOCAL))
+        found.append(Load(step.resource, alone_us, use, weight(step), peak_us, step.leg.is_exchange))
     return tuple(found)
-
-
-def _share(step: Step, plan: Plan, curve: Curve) -> float:
-    """How much of a step's bytes crosses its link; in a ring over nodes, which the backend's own calls are, one edge a
-    node does.
-    """
-    if _is_ring(step, plan) and step.resource is Resource.INTER and len(plan.traffic.nodes) > 1:
-        return bus_factor(curve.collective, curve.group_size) / max(plan.traffic.nodes)
-    return share_of_link(step, plan, curve)
-
-
-def _is_ring(step: Step, plan: Plan) -> bool:
-    return plan.strategy is Strategy.FLAT and step.op is not Op.ALL_TO_ALL
 
 
 def _best_rate(curve: Curve) -> float:
     """Bytes per µs that the curve reaches at some size."""
     return max(size / time_us for size, time_us in zip(curve.bytes, curve.time_us, strict=True))
-
-
-def _weight(step: Step, plan: Plan, by_connection: bool) -> float:
-    return float(connections(step, plan)) if by_connection else 1.0
-
-
-def connections(step: Step, plan: Plan) -> int:
-    """Over how many connections a rank sends in ``step`` on its link, at least 1: one to each peer there, one in a
-    ring.
-    """
-    if step.op in _LOCAL or _is_ring(step, plan):
-        return 1
-    traffic = plan.traffic
-    own = traffic.replication if step.op is Op.ALL_GATHER else traffic.group_size
-    size = step.group_size or own
-    inside = 1
-    if step.resource is Resource.INTER and len(traffic.nodes) > 1 and size == traffic.group_size:
-        inside = max(traffic.nodes)  # those of its own node are reached over another link
-    return max(1, size - inside)
 
 
 def speeds(loads: Sequence[Load]) -> list[float]:

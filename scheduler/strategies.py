@@ -1,14 +1,4 @@
-"""Traffic → candidate plans.
-
-The strategies are MoNTA's (table 6). What differs from the paper is ``Gather.REMOTE``, the default of this runtime:
-
-- the local block is copied from the input instead of being gathered from its own copies, so that the all_gather moves
-  (e−1)/e of the tensor (half of it with two nodes);
-- ``pipelined`` receives every piece where it finally belongs, so that MoNTA's interleaving copy is not needed; it costs
-  e−1 messages a peer instead of one. ``pipelined_copy`` keeps one message a peer and pays with a copy.
-
-``Gather.WHOLE`` is the paper to the letter, for its profile, for comparison, and for the ablation in the benchmark.
-"""
+"""Traffic → candidate plans."""
 
 from __future__ import annotations
 
@@ -17,7 +7,9 @@ from collections.abc import Collection, Iterator
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_strategies import build_group, group_candidates
-from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Step, Strategy
+from commlayer.scheduler.legs import Schedule
+from commlayer.scheduler.plan import Cut, Gather, Plan, Strategy
+from commlayer.scheduler.replicated import FLAT, IN_PLACE, PIPELINED, PIPELINED_COPY
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
@@ -29,29 +21,22 @@ CHUNK_COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 def flat(traffic: Traffic) -> Plan:
     """One all_to_all of the whole buffer: what torch.distributed does."""
-    step = Step(Op.ALL_TO_ALL, traffic.link, 0, float(traffic.logical_bytes), (), Buffer.INPUT, Buffer.OUTPUT)
-    return Plan(traffic, Strategy.FLAT, 1, Gather.WHOLE, (step,))
+    return Plan(traffic, Strategy.FLAT, 1, Gather.WHOLE, FLAT.steps(Cut(traffic)))
 
 
 def hierarchical(traffic: Traffic, gather: Gather = Gather.REMOTE) -> Plan:
     """MoNTA O1 (eq. 11): each rank sends its 1/t slice between nodes, then the node gathers."""
-    return Plan(traffic, Strategy.HIERARCHICAL, 1, gather, _in_place_steps(traffic, 1, gather))
+    return _plan(traffic, Strategy.HIERARCHICAL, 1, gather, IN_PLACE)
 
 
 def pipelined(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE) -> Plan:
     """MoNTA O2 (algorithm 1): all_to_all of chunk j+1 ∥ all_gather of chunk j; WHOLE also copies, on the same resource."""
-    _check_chunks(chunks)
-    if gather is Gather.REMOTE:
-        return Plan(traffic, Strategy.PIPELINED, chunks, gather, _in_place_steps(traffic, chunks, gather))
-    return Plan(traffic, Strategy.PIPELINED, chunks, gather, _staged_steps(traffic, chunks, gather, Resource.INTRA))
+    return _plan(traffic, Strategy.PIPELINED, chunks, gather, PIPELINED)
 
 
 def pipelined_copy(traffic: Traffic, chunks: int, gather: Gather = Gather.REMOTE) -> Plan:
     """MoNTA O3 (algorithm 2): all_to_all ∥ all_gather ∥ copy, three chunks in flight."""
-    _check_chunks(chunks)
-    return Plan(
-        traffic, Strategy.PIPELINED_COPY, chunks, gather, _staged_steps(traffic, chunks, gather, Resource.DEVICE)
-    )
+    return _plan(traffic, Strategy.PIPELINED_COPY, chunks, gather, PIPELINED_COPY)
 
 
 def build(
@@ -117,58 +102,7 @@ def candidates(
         yield pipelined_copy(traffic, count, gather)
 
 
-def _check_chunks(chunks: int) -> None:
+def _plan(traffic: Traffic, strategy: Strategy, chunks: int, gather: Gather, schedules: dict[Gather, Schedule]) -> Plan:
     if chunks < 1:
         raise PlanError(f"a pipelined plan needs 1 or more chunks, got {chunks}")
-
-
-def _gathered_bytes(traffic: Traffic, gather: Gather) -> float:
-    blocks = traffic.group_size if gather is Gather.WHOLE else traffic.group_size - 1
-    return float(traffic.block_bytes * blocks)
-
-
-def _exchanges(traffic: Traffic, chunks: int, target: Buffer) -> list[Step]:
-    """The all_to_all of every chunk. They wait for nothing, so an executor may post all of them at once."""
-    size = traffic.logical_bytes / (chunks * traffic.replication)
-    return [Step(Op.ALL_TO_ALL, traffic.link, j, size, (), Buffer.INPUT, target) for j in range(chunks)]
-
-
-def _local_copy(traffic: Traffic, gather: Gather) -> list[Step]:
-    """The block that stays on this rank: copied while the wire is busy, instead of gathered."""
-    if gather is Gather.WHOLE:
-        return []
-    return [Step(Op.COPY, Resource.DEVICE, 0, float(traffic.block_bytes), (), Buffer.INPUT, Buffer.OUTPUT)]
-
-
-def _in_place_steps(traffic: Traffic, chunks: int, gather: Gather) -> tuple[Step, ...]:
-    steps = _exchanges(traffic, chunks, Buffer.OUTPUT) + _local_copy(traffic, gather)
-    size = _gathered_bytes(traffic, gather) / chunks
-    steps += [Step(Op.ALL_GATHER, Resource.INTRA, j, size, (j,), Buffer.OUTPUT, Buffer.OUTPUT) for j in range(chunks)]
-    return tuple(steps)
-
-
-def _staged_steps(traffic: Traffic, chunks: int, gather: Gather, copy_on: Resource) -> tuple[Step, ...]:
-    """Chunks land in staging and are copied to their place.
-
-    The copy of chunk j is listed behind the all_gather of chunk j+1 when it has a resource of its own, so that an
-    executor that copies on its own thread has already posted what the copy should overlap.
-    """
-    steps = _exchanges(traffic, chunks, Buffer.STAGING) + _local_copy(traffic, gather)
-    size = _gathered_bytes(traffic, gather) / chunks
-    gathers: list[int] = []
-    copied = 0
-
-    def copy() -> None:
-        nonlocal copied
-        after = (gathers[copied],)
-        steps.append(Step(Op.COPY, copy_on, copied, size, after, Buffer.STAGING, Buffer.OUTPUT))
-        copied += 1
-
-    for j in range(chunks):
-        gathers.append(len(steps))
-        steps.append(Step(Op.ALL_GATHER, Resource.INTRA, j, size, (j,), Buffer.STAGING, Buffer.STAGING))
-        if copy_on is Resource.INTRA or j > 0:
-            copy()
-    while copied < chunks:
-        copy()
-    return tuple(steps)
+    return Plan(traffic, strategy, chunks, gather, schedules[gather].steps(Cut(traffic, chunks, gather=gather)))

@@ -1,4 +1,4 @@
-"""Which bytes a rank moves in a two-level all_to_all with any splits (plan ``hierarchical`` of all_to_all_v).
+"""The legs of a two-level all_to_all with any splits (plan ``hierarchical`` of all_to_all_v).
 
 Rank i of node a sends what is for rank j of *any* node to rank j of its own node, which passes on to rank j of node b what
 all ranks of node a have for it: one message between each two nodes a rank, instead of one for each rank there.
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from commlayer.scheduler.moves import Copy, Message, Moves, Region
-from commlayer.scheduler.plan import Buffer
+from commlayer.scheduler.legs import ExchangeLeg, LocalLeg, Schedule
+from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, filled
+from commlayer.scheduler.plan import Cut, Op, Span
 
-__all__ = ["TwoLevel"]
+__all__ = ["TWO_LEVEL", "TwoLevel"]
 
 _COUNT_BYTES = 8
 
@@ -41,6 +42,8 @@ class TwoLevel:
         counts = 2 * len(self.here) * self._row
         landing = [sum(target_bytes[k] for k in nodes[b]) for b in self.away]
         self._landings = [counts, *accumulate(landing, initial=counts)][1:]
+        self.edges: list[int] = []
+        """Between what the local ranks bring, node by node, in transit; empty until the counts are known."""
 
     @property
     def staging_bytes(self) -> int:
@@ -58,79 +61,103 @@ class TwoLevel:
         width = len(self.here) * self._row
         return Region(Buffer.STAGING, width, 2 * width)
 
-    def before(self) -> tuple[Moves, Moves, Moves, Moves]:
+    def before(self) -> tuple[Moves, ...]:
         """What is known at once. Step 1 and the sends of step 2 follow from the counts."""
-        sends, receives = [], []
-        for j, peer in enumerate(self.here):
-            if j != self.i:
-                there, here = j * self._row, (len(self.here) + j) * self._row
-                sends.append(Message(peer, 0, Region(Buffer.STAGING, there, there + self._row)))
-                receives.append(Message(peer, 0, Region(Buffer.STAGING, here, here + self._row)))
-        landings = tuple(
-            Message(self.nodes[b][self.i], 2 * self._tags, self._landing(nth)) for nth, b in enumerate(self.away)
-        )
-        return (
-            Moves(tuple(sends), tuple(receives)),
-            Moves(),
-            Moves(receives=_filled(landings)),
-            Moves(copies=tuple(self._placed())),
-        )
+        return self._moves()
 
     def after(self, counts: Sequence[Sequence[int]]) -> tuple[Moves, Moves, int]:
         """Steps 1 and 2, and the transit bytes, once ``counts[j][b]`` is known: what local rank j brings for rank i of b."""
-        edges = [0, *accumulate(counts[j][b] for b in self.away for j in range(len(self.here)))]
-        width = len(self.here)
+        self.edges = [0, *accumulate(counts[j][b] for b in self.away for j in range(len(self.here)))]
+        _, sorted_, passed, _ = self._moves()
+        return sorted_, Moves(sends=passed.sends), self.edges[-1]
 
-        def held(nth: int, j: int) -> Region:
-            return Region(Buffer.TRANSIT, edges[nth * width + j], edges[nth * width + j + 1])
+    def _moves(self) -> tuple[Moves, ...]:
+        tags = len(self.nodes) * len(self.here)
+        return tuple(leg.moves(self, step * tags, 0) for step, leg in enumerate(TWO_LEVEL.legs))
 
-        sends, receives, copies = [], [], []
-        for j, peer in enumerate(self.here):
-            for nth, b in enumerate([*self.away, self.a]):
-                source = self._source(self.nodes[b][j])
-                kept = self._target(peer) if b == self.a else held(nth, j)
-                if j == self.i:
-                    copies.append(Copy(source, kept))
-                else:  # numbered by the node that it is for: both ends see nodes in their own order
-                    sends.append(Message(peer, self._tags + b, source))
-                    receives.append(Message(peer, self._tags + b, kept))
-        passed = tuple(
-            Message(
-                self.nodes[b][self.i],
-                2 * self._tags,
-                Region(Buffer.TRANSIT, edges[nth * width], edges[(nth + 1) * width]),
-            )
-            for nth, b in enumerate(self.away)
-        )
-        sorted_ = Moves(_filled(sends), _filled(receives), tuple(copy for copy in copies if copy.source.size))
-        return sorted_, Moves(sends=_filled(passed)), edges[-1]
-
-    @property
-    def _tags(self) -> int:
-        """Tags of one step."""
-        return len(self.nodes) * len(self.here)
-
-    def _source(self, member: int) -> Region:
+    def source(self, member: int) -> Region:
+        """What goes to a member."""
         return Region(Buffer.INPUT, self.sources[member], self.sources[member + 1])
 
-    def _target(self, member: int) -> Region:
+    def target(self, member: int) -> Region:
+        """Where what comes from a member belongs."""
         return Region(Buffer.OUTPUT, self.targets[member], self.targets[member + 1])
 
-    def _landing(self, nth: int) -> Region:
+    def landing(self, nth: int) -> Region:
+        """Where what the ``nth`` other node has for this rank arrives."""
         return Region(Buffer.STAGING, self._landings[nth], self._landings[nth + 1])
 
-    def _placed(self) -> list[Copy]:
-        """A node's message holds what its ranks sent here, in their order."""
+    def held(self, nth: int, first: int, stop: int) -> Region:
+        """What the local ranks ``first`` to ``stop`` bring for the rank of this place on the ``nth`` other node."""
+        edges = self.edges[nth * len(self.here) :]
+        return Region(Buffer.TRANSIT, edges[first], edges[stop])
+
+    def row(self, j: int) -> Region:
+        """A local rank's row of counts, which begin the staging buffer."""
+        return Region(Buffer.STAGING, j * self._row, (j + 1) * self._row)
+
+
+class Count(ExchangeLeg):
+    """The ranks of a node tell each other how much is coming."""
+
+    def size(self, cut: Cut) -> float:
+        return float(cut.traffic.group_size * _COUNT_BYTES)
+
+    def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
+        peers = [(j, peer) for j, peer in enumerate(place.here) if j != place.i]
+        return Moves(
+            tuple(Message(peer, tag, place.row(j)) for j, peer in peers),
+            tuple(Message(peer, tag, place.row(len(place.here) + j)) for j, peer in peers),
+        )
+
+
+class Sort(ExchangeLeg):
+    """Inside the node by the destination's place in its node; for this node's own ranks that is all. Needs the counts."""
+
+    def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
+        if not place.edges:
+            return Moves()
+        sends, receives, copies = [], [], []
+        for j, peer in enumerate(place.here):
+            for nth, b in enumerate([*place.away, place.a]):
+                source = place.source(place.nodes[b][j])
+                kept = place.target(peer) if b == place.a else place.held(nth, j, j + 1)
+                if j == place.i:
+                    copies.append(Copy(source, kept))
+                else:  # numbered by the node that it is for: both ends see nodes in their own order
+                    sends.append(Message(peer, tag + b, source))
+                    receives.append(Message(peer, tag + b, kept))
+        return filled(sends, receives, copies)
+
+
+class PassOn(ExchangeLeg):
+    """One message to the rank of this place on each other node. What is sent needs the counts."""
+
+    def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
+        peers = [(nth, place.nodes[b][place.i]) for nth, b in enumerate(place.away)]
+        sends = [Message(peer, tag, place.held(nth, 0, len(place.here))) for nth, peer in peers if place.edges]
+        return filled(sends, [Message(peer, tag, place.landing(nth)) for nth, peer in peers])
+
+
+class PlaceBlocks(LocalLeg):
+    """A node's message holds what its ranks sent here, in their order."""
+
+    def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
         copies = []
-        for nth, b in enumerate(self.away):
-            start = self._landings[nth]
-            for member in self.nodes[b]:
-                size = self.target_bytes[member]
-                if size:
-                    copies.append(Copy(Region(Buffer.STAGING, start, start + size), self._target(member)))
+        for nth, b in enumerate(place.away):
+            start = place.landing(nth).start
+            for member in place.nodes[b]:
+                size = place.target_bytes[member]
+                copies.append(Copy(Region(Buffer.STAGING, start, start + size), place.target(member)))
                 start += size
-        return copies
+        return filled(copies=copies)
 
 
-def _filled(messages: Sequence[Message]) -> tuple[Message, ...]:
-    return tuple(message for message in messages if message.region.size)
+_STAGED, _TRANSIT = Buffer.STAGING, Buffer.TRANSIT
+
+COUNT = Count("count in node", Op.ALL_TO_ALL, Span.NODE, _STAGED, _STAGED)
+SORT = Sort("sort in node", Op.ALL_TO_ALL, Span.NODE, Buffer.INPUT, _TRANSIT, (COUNT,))
+PASS_ON = PassOn("pass on", Op.ALL_TO_ALL, Span.RAIL, _TRANSIT, _STAGED, (SORT,))
+PLACE = PlaceBlocks("place", Op.COPY, Span.SELF, _STAGED, Buffer.OUTPUT, (PASS_ON,))
+
+TWO_LEVEL = Schedule(((COUNT, 0), (SORT, 0), (PASS_ON, 0), (PLACE, 0)))

@@ -16,8 +16,8 @@ from commlayer.scheduler import Gather, Op, Plan, Step, Strategy, Traffic, build
 from commlayer.scheduler.conflicts import Call, Compute, Forecast, Issue, Item, Wait, simulate, slowdown
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, longest_hold_us, paced
 from commlayer.scheduler.overlap import pipeline
-from commlayer.scheduler.plan import Buffer
-from commlayer.scheduler.step_model import Load, connections, loads_of, speeds
+from commlayer.scheduler.replicated import LOCAL_BLOCK, SLICES
+from commlayer.scheduler.step_model import Load, loads_of, speeds
 from commlayer.testing.synthetic import synthetic_profile
 
 PROFILE = synthetic_profile()
@@ -28,10 +28,7 @@ STRICT = LanePolicy(share=1e-9)
 
 def exchanges(count: int, link: Resource = Resource.INTER, *, is_paced: bool = False) -> Plan:
     """``count`` exchanges on one link that wait for nothing; paced: for the one two before."""
-    buffers = Buffer.INPUT, Buffer.OUTPUT
-    steps = tuple(
-        Step(Op.ALL_TO_ALL, link, chunk, TRAFFIC.logical_bytes / count, (), *buffers) for chunk in range(count)
-    )
+    steps = tuple(Step(SLICES, link, chunk, TRAFFIC.logical_bytes / count, ()) for chunk in range(count))
     return Plan(TRAFFIC, Strategy.PIPELINED, count, Gather.REMOTE, paced(steps, link) if is_paced else steps)
 
 
@@ -83,21 +80,17 @@ def test_shares_are_max_min_fair(tasks: list[tuple[float, float]]) -> None:
 
 
 def test_a_link_is_fair_between_connections() -> None:
-    wide = Plan(
-        Traffic(2**20, 8, collective="all_to_all_v", nodes=(4, 4)),
-        Strategy.FLAT,
-        1,
-        Gather.WHOLE,
-        (Step(Op.ALL_TO_ALL, Resource.INTER, 0, 2.0**20, (), Buffer.INPUT, Buffer.OUTPUT, 8),),
-    )
-    assert connections(wide.steps[0], wide) == 4
-    rail = build(Traffic(2**20, 2), Strategy.FLAT)
-    assert connections(rail.steps[0], rail) == 1
+    def connections(plan: Plan, op: Op) -> set[int]:
+        return {step.leg.connections(plan.traffic) for step in plan.steps if step.op is op}
+
+    wide = build(Traffic(2**20, 8, collective="all_to_all_v", nodes=(4, 4)), Strategy.FLAT)
+    assert connections(wide, Op.ALL_TO_ALL) == {4}
+    assert connections(build(Traffic(2**20, 2), Strategy.FLAT), Op.ALL_TO_ALL) == {1}
     gather = build(Traffic(2**20, 2, 4), Strategy.HIERARCHICAL)
-    assert {connections(step, gather) for step in gather.steps if step.op is Op.ALL_GATHER} == {3}
+    assert connections(gather, Op.ALL_GATHER) == {3}
     assert speeds([Load(Resource.INTER, 1.0, weight=4.0), Load(Resource.INTER, 1.0)]) == pytest.approx([0.8, 0.2])
     ring = build(Traffic(2**20, 8, collective="all_reduce", nodes=(4, 4)), Strategy.FLAT)
-    assert connections(ring.steps[0], ring) == 1
+    assert connections(ring, Op.ALL_REDUCE) == {1}
     weights = [load.weight for load in loads_of(gather, PROFILE) if load.resource is Resource.INTRA]
     assert weights == [3.0]
     assert {load.weight for load in loads_of(gather, PROFILE, by_connection=False)} == {1.0}
@@ -205,9 +198,8 @@ def test_a_paced_plan_is_no_slower_and_its_credits_change_nothing() -> None:
 
 def test_while_a_call_is_held_nothing_behind_that_step_is_posted() -> None:
     """One loop posts a call's steps, and stands at the edge."""
-    buffers = Buffer.INPUT, Buffer.OUTPUT
-    steps = [Step(Op.ALL_TO_ALL, Resource.INTER, chunk, 1.0, (), *buffers) for chunk in range(4)]
-    steps.append(Step(Op.COPY, Resource.DEVICE, 0, 1.0, (0,), *buffers))
+    steps = [Step(SLICES, Resource.INTER, chunk, 1.0, ()) for chunk in range(4)]
+    steps.append(Step(LOCAL_BLOCK, Resource.DEVICE, 0, 1.0, (0,)))
     plan = Plan(TRAFFIC, Strategy.PIPELINED, 4, Gather.REMOTE, tuple(steps))
     low = Call("low", plan, "dp", "", (10.0, 10.0, 10.0, 10.0, 1.0))
     spans = simulate([Issue(low), Compute(5.0), Issue(call("high", "ep", [100.0]))], PROFILE, STRICT).calls["low"].spans

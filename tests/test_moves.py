@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.moves import ALIGN, Region, moves, staging_bytes
+from commlayer.scheduler.moves import ALIGN, Region
 from commlayer.scheduler.plan import Buffer, Gather, Op, Plan, Strategy
+from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
@@ -30,7 +31,7 @@ def run_in_memory(plan: Plan) -> tuple[dict[Rank, np.ndarray], dict[Rank, np.nda
         }
         for i, j in ranks
     }
-    todo = {rank: moves(plan, *rank) for rank in ranks}
+    todo = {rank: replicated_moves(plan, *rank) for rank in ranks}
 
     def view(rank: Rank, region: Region) -> np.ndarray:
         assert 0 <= region.start < region.stop <= memory[rank][region.buffer].size
@@ -93,7 +94,7 @@ def test_remote_gather_moves_only_what_crossed_the_wire(gather: Gather, share: f
     traffic = Traffic(2 * 4 * ALIGN * 64, 2, 4)
     plan = build(traffic, Strategy.HIERARCHICAL, gather=gather)
     index = next(i for i, step in enumerate(plan.steps) if step.op is Op.ALL_GATHER)
-    received = sum(message.region.size for message in moves(plan, 0, 1)[index].receives)
+    received = sum(message.region.size for message in replicated_moves(plan, 0, 1)[index].receives)
     assert received == share * traffic.logical_bytes * 3 / 4
 
 
@@ -103,7 +104,7 @@ def test_a_wire_carries_only_one_slice_of_each_remote_block() -> None:
         plan = build(traffic, strategy, chunks)
         sent = sum(
             message.region.size
-            for step, move in zip(plan.steps, moves(plan, 2, 3), strict=True)
+            for step, move in zip(plan.steps, replicated_moves(plan, 2, 3), strict=True)
             for message in move.sends
             if step.resource is Resource.INTER
         )

@@ -15,7 +15,6 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.scheduler import (
     Gather,
-    Op,
     Plan,
     Planner,
     Policy,
@@ -27,9 +26,9 @@ from commlayer.scheduler import (
     moe_bytes,
     price,
 )
-from commlayer.scheduler.moves import moves
-from commlayer.scheduler.plan import Buffer
+from commlayer.scheduler.plan import Cut
 from commlayer.scheduler.probes import exchange_probe, one_call_probe
+from commlayer.scheduler.replicated import GATHER, LOCAL_BLOCK, SLICES, replicated_moves
 from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.testing.synthetic import synthetic_profile
 
@@ -169,7 +168,7 @@ def test_price_with_interference_agrees_with_the_plain_loop(
 
 
 def test_steps_that_end_together_and_steps_of_no_length_are_priced_as_by_the_plain_loop() -> None:
-    ops = {Resource.INTER: Op.ALL_TO_ALL, Resource.INTRA: Op.ALL_GATHER, Resource.DEVICE: Op.COPY}
+    legs = {Resource.INTER: SLICES, Resource.INTRA: GATHER, Resource.DEVICE: LOCAL_BLOCK}
     graph = [("inter", ()), ("intra", ()), ("device", (0, 1)), ("inter", (1,)), ("intra", (2,)), ("device", (3, 4))]
     slow = {(a, b): 1.5 for a in LINKS for b in LINKS if a is not b}
     profile = synthetic_profile(
@@ -179,7 +178,7 @@ def test_steps_that_end_together_and_steps_of_no_length_are_priced_as_by_the_pla
     )
     for sizes in ([64] * 6, [64, 64, 0, 0, 64, 64], [0] * 6, [64, 256, 0, 1024, 64, 4096]):
         steps = tuple(
-            Step(ops[Resource(link)], Resource(link), 0, float(size), after, Buffer.OUTPUT, Buffer.OUTPUT)
+            Step(legs[Resource(link)], Resource(link), 0, float(size), after)
             for (link, after), size in zip(graph, sizes, strict=True)
         )
         plan = Plan(Traffic(8, 2, 4), Strategy.HIERARCHICAL, 1, Gather.REMOTE, steps)
@@ -231,7 +230,7 @@ def test_probes_of_an_exchange_move_the_same_bytes_in_two_ways(group_size: int) 
     assert messages.strategy is not Strategy.FLAT  # no transport runs it as one call
     for ep in range(group_size):
         for tp in range(3):  # whatever a rank's place on its node: with nothing replicated it moves all of its buffer
-            assert moves(messages, ep, tp) == moves(single, ep, tp) != ()
+            assert replicated_moves(messages, ep, tp) == replicated_moves(single, ep, tp) != ()
 
 
 def test_contention_of_gather_and_copy_turns_o3_into_o2() -> None:
@@ -391,7 +390,7 @@ def test_bad_traffic_and_plans_are_refused() -> None:
         choose(Traffic(8, 2, 1), synthetic_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
     with pytest.raises(PlanError, match=r"does not apply to all_to_all of 8 bytes over 2 ranks \(inter links\): allow"):
         choose(Traffic(8, 2, 1), synthetic_profile(), Policy(strategies=(Strategy.HIERARCHICAL,)))
-    step = Step(Op.COPY, Resource.DEVICE, 0, 8.0, (0,), Buffer.INPUT, Buffer.OUTPUT)
+    step = LOCAL_BLOCK.step(Cut(Traffic(8, 2, 4)), after=(0,))
     with pytest.raises(InternalError, match="only earlier steps"):
         Plan(Traffic(8, 2, 4), Strategy.FLAT, 1, Gather.WHOLE, (step,))
 

@@ -17,7 +17,7 @@ from commlayer.engine.runner import Prepared, Sent, drive, require_tags
 from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
 from commlayer.scheduler.group_moves import Group
-from commlayer.scheduler.moves import Message, Moves, Region, tags_per_step
+from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.wire.codecs import Codec
 
@@ -148,7 +148,7 @@ class EncodedGroup:
             arrived = other[size:] if is_first else other[: half - size]
             ring = [(rank + distance) % n for distance in range(1, n)]
             places = {k: Region(Buffer.ARRIVED, i * size, (i + 1) * size) for i, k in enumerate(ring)}
-            tag = tags_per_step(plan)
+            tag = plan.tags_per_step
             sends = tuple(Message(k, tag, Region(Buffer.ENCODED, k * size, (k + 1) * size)) for k in ring)
             steps = (Moves(), Moves(sends, tuple(Message(k, tag, places[k]) for k in ring)), Moves())
             buffers = {Buffer.ENCODED: rounded, Buffer.ARRIVED: arrived}

@@ -46,7 +46,6 @@ from commlayer.transport.shared_memory.group import SharedMemoryGroup
 __all__ = ["PlannedGroup"]
 
 _MAX_KEPT = 1024
-_LOCAL = (Op.COPY, Op.REDUCE, Op.ENCODE, Op.DECODE)
 _HELD_OF_TIMEOUT = 0.25
 """How much of its timeout a call may be held: the rest is for what it waits for."""
 _LATENCY_US = 100.0
@@ -121,13 +120,14 @@ class PlannedGroup:
 
     def _exchange_times_us(self, plan: Plan) -> list[float]:
         """What each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
-        is_local = [step.op in _LOCAL for step in plan.steps]
+        is_exchange = [step.leg.is_exchange for step in plan.steps]
         timeline = self.predicted(plan)
         if timeline is not None:
-            return [0.0 if local else end - start for local, (start, end) in zip(is_local, timeline.spans, strict=True)]
+            spans = zip(is_exchange, timeline.spans, strict=True)
+            return [end - start if exchanges else 0.0 for exchanges, (start, end) in spans]
         return [
-            0.0 if local else _LATENCY_US + step.bytes / _BYTES_PER_US
-            for local, step in zip(is_local, plan.steps, strict=True)
+            _LATENCY_US + step.bytes / _BYTES_PER_US if exchanges else 0.0
+            for exchanges, step in zip(is_exchange, plan.steps, strict=True)
         ]
 
     def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:

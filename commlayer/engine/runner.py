@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from commlayer.profiles.errors import PlanError
-from commlayer.scheduler.moves import MAX_TAGS, Moves, moves, staging_bytes, tags_per_step
-from commlayer.scheduler.plan import Buffer, Plan
+from commlayer.scheduler.moves import MAX_TAGS, Buffer, Moves
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.transport.contract import Call, Coder, Reducer, Transport, Whole
 
 __all__ = ["GridRunner", "Prepared", "Runner", "Sent", "drive", "require_tags"]
@@ -57,7 +58,7 @@ class Prepared:
 
 def require_tags(plan: Plan, num_steps: int) -> None:
     """Raises PlanError where a call of the plan would need more message tags than one call may have."""
-    if num_steps * tags_per_step(plan) > MAX_TAGS:
+    if num_steps * plan.tags_per_step > MAX_TAGS:
         raise PlanError(
             f"{plan.name} over {plan.traffic.group_size} ranks needs more than {MAX_TAGS} message tags: use fewer chunks"
         )
@@ -167,7 +168,7 @@ class GridRunner(Runner):
         staging = staging_bytes(plan)
         return Prepared(
             plan,
-            moves(plan, *self._place),
+            replicated_moves(plan, *self._place),
             {Buffer.STAGING: staging} if staging else {},
             whole=self.transport.whole(plan, self._timeout_s),
         )

@@ -19,8 +19,8 @@ from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.moves import moves
 from commlayer.scheduler.plan import Buffer, Plan
+from commlayer.scheduler.replicated import replicated_moves
 from commlayer.transport.connect import connect
 
 __all__ = ["Prober", "world_grid"]
@@ -102,7 +102,7 @@ class Prober:
         block = plan.traffic.block_bytes
         expected = torch.cat([_pattern(size, k)[ep * block : (ep + 1) * block] for k in range(e)]).to(self._where)
         source, target = _pattern(size, ep).to(self._where), torch.zeros(size, dtype=torch.uint8, device=self._where)
-        steps = moves(plan, ep, self.grid.tp_index)
+        steps = replicated_moves(plan, ep, self.grid.tp_index)
         for move in steps:  # an all_gather sends from the output what an earlier all_to_all would have brought
             for message in move.sends:
                 if message.region.buffer is Buffer.OUTPUT:

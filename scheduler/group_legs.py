@@ -1,0 +1,172 @@
+"""The legs of all_gather, reduce_scatter and all_reduce, and how their strategies are put together from them.
+
+Posting occupies the thread where bytes are copied into shared memory, and so do sums. So the exchange of a chunk inside
+the node is posted ``AHEAD`` chunks before it is sent on, and no earlier: all of them at once would leave the wire idle at the
+beginning. The last sum of a chunk waits for the wire, so it comes as many chunks later. Where a chunk crosses in pieces, which
+are posted as the link takes them, the other legs go between those: what the next chunk needs, so that the link does not wait.
+
+On one level the whole group is one node, so the same legs share, sum and spread.
+"""
+
+from __future__ import annotations
+
+from commlayer.scheduler.group_moves import GroupPlace
+from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LocalLeg, Schedule
+from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
+from commlayer.scheduler.plan import Cut, Op, Span
+
+__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "Cross", "SpreadSlices", "SumNodes"]
+
+
+class OwnBlock(LocalLeg):
+    """An all_gather's own block, copied to its place."""
+
+    is_whole = True
+
+    def size(self, cut: Cut) -> float:
+        return cut.block
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        base, size = place.layout.bases[place.rank], place.layout.blocks[place.rank]
+        copy = Copy(Region(Buffer.INPUT, 0, size), Region(Buffer.OUTPUT, base, base + size))
+        return Moves(copies=(copy,)) if size else Moves()
+
+
+class Share(ExchangeLeg):
+    """Each peer gets its slices of this rank's input."""
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        mine = place.handled(place.i, chunk)
+        return place.inside(
+            tag,
+            lambda i: [place.layout.region(Buffer.INPUT, piece) for _, piece in place.handled(i, chunk)],
+            lambda i: [place.arrival(i, b, piece) for b, piece in mine],
+        )
+
+
+class SumShares(LocalLeg):
+    """The sum over the ranks that have shared, in their order."""
+
+    def size(self, cut: Cut) -> float:
+        width = self.span.ranks(cut.traffic)
+        return cut.size / width / cut.chunks * (width - 1)
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        if len(place.here) == 1:
+            return Moves()
+        sums = []
+        for b, piece in place.handled(place.i, chunk):
+            sources = tuple(
+                place.layout.region(Buffer.INPUT, piece) if i == place.i else place.arrival(i, b, piece)
+                for i in range(len(place.here))
+            )
+            partial = place.partial(b, piece)
+            sums.append(Reduction(sources, partial))
+            if self.target is Buffer.OUTPUT:  # nobody else has more to add
+                sums.append(Reduction((partial,), place.output(piece)))
+        return Moves(reductions=tuple(sums))
+
+
+class Cross(ExchangeLeg):
+    """The nodes' sums go to the owners of the blocks."""
+
+    is_in_pieces = True
+    yields = True
+
+    def size(self, cut: Cut) -> float:
+        return cut.size / max(cut.traffic.nodes) / cut.chunks / cut.pieces * cut.ratio
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        parts = place.plan.pieces
+        return place.across(
+            tag,
+            lambda b: [(p.owner, place.outgoing(b, p)) for p in place.pieces(b, place.i, chunk, parts)],
+            lambda b: [(peer, place.crossed(b, p)) for peer, p in place.mine(b, chunk, parts)],
+        )
+
+
+class SumNodes(LocalLeg):
+    """The sum over the nodes, this one first. Nodes of different sizes cut this rank's block at different places: then one node
+    after the other is added to what is there."""
+
+    def size(self, cut: Cut) -> float:
+        return cut.block * (len(cut.traffic.nodes) - 1) / cut.chunks
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        own = place.own(chunk)
+        others = [[piece for _, piece in place.mine(b, chunk)] for b in place.away]
+        if all(len(pieces) == 1 and pieces == own for pieces in others):
+            crossed = tuple(place.crossed(b, own[0]) for b in place.away)
+            return Moves(reductions=(Reduction((place.partial(place.a, own[0]), *crossed), place.output(own[0])),))
+        sums = [Reduction((place.partial(place.a, piece),), place.output(piece)) for piece in own]
+        for b, pieces in zip(place.away, others, strict=True):
+            for piece in pieces:
+                target = place.output(piece)
+                sums.append(Reduction((target, place.crossed(b, piece)), target))
+        return Moves(reductions=tuple(sums))
+
+
+class Rails(ExchangeLeg):
+    """Each owner's pieces go to the ranks that handle them on the other nodes."""
+
+    is_in_pieces = True
+
+    def size(self, cut: Cut) -> float:
+        return cut.size / max(cut.traffic.nodes) / cut.chunks / cut.pieces
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        parts = place.plan.pieces
+        return place.across(
+            tag,
+            lambda b: [(peer, place.owned(self.source, p)) for peer, p in place.mine(b, chunk, parts)],
+            lambda b: [
+                (p.owner, place.layout.region(Buffer.OUTPUT, p)) for p in place.pieces(b, place.i, chunk, parts)
+            ],
+        )
+
+
+class SpreadSlices(ExchangeLeg):
+    """Every rank gets what each of its peers handles.
+
+    It waits for the chunk before as well: what has arrived is copied out by whoever waits for it, and the time for that is now,
+    with the next chunk on the wire, not at the end.
+    """
+
+    is_in_turn = True
+
+    def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
+        mine = [place.output(piece) for _, piece in place.handled(place.i, chunk)]
+        return place.inside(
+            tag, lambda i: mine, lambda i: [place.output(piece) for _, piece in place.handled(i, chunk)]
+        )
+
+
+_IN, _OUT, _STAGED = Buffer.INPUT, Buffer.OUTPUT, Buffer.STAGING
+
+OWN_BLOCK = OwnBlock("own block", Op.COPY, Span.SELF, _IN, _OUT)
+SHARE = Share("share in node", Op.ALL_TO_ALL, Span.NODE, _IN, _STAGED)
+SUM_NODE = SumShares("sum node", Op.REDUCE, Span.NODE, _STAGED, _STAGED, (SHARE,))
+CROSS = Cross("cross rails", Op.ALL_TO_ALL, Span.RAIL, _STAGED, _STAGED, (SUM_NODE,))
+SUM_NODES = SumNodes("sum nodes", Op.REDUCE, Span.RAIL, _STAGED, _OUT, (CROSS,))
+RAILS = Rails("rails", Op.ALL_GATHER, Span.RAIL, _IN, _OUT)
+RAILS_OF_SUMS = Rails("rails of sums", Op.ALL_GATHER, Span.RAIL, _OUT, _OUT, (SUM_NODES,))
+SPREAD = SpreadSlices(
+    "spread in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (OWN_BLOCK, SUM_NODES, RAILS, RAILS_OF_SUMS)
+)
+
+SHARE_WITH_ALL = Share("share with all", Op.ALL_TO_ALL, Span.GROUP, _IN, _STAGED)
+SUM_ALL = SumShares("sum all", Op.REDUCE, Span.GROUP, _STAGED, _OUT, (SHARE_WITH_ALL,))
+SPREAD_TO_ALL = SpreadSlices("spread to all", Op.ALL_GATHER, Span.GROUP, _OUT, _OUT, (OWN_BLOCK, SUM_ALL))
+
+_SUMS = Schedule(((CROSS, AHEAD), (SHARE, 0), (SUM_NODES, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
+OVER_NODES = {
+    "all_gather": Schedule(((OWN_BLOCK, 0), (RAILS, 0), (SPREAD, LATE))),
+    "reduce_scatter": _SUMS,
+    "all_reduce": _SUMS + Schedule(((RAILS_OF_SUMS, 0), (SPREAD, LATE))),
+}
+_SUMS_OF_ALL = Schedule(((SHARE_WITH_ALL, 0), (SUM_ALL, AHEAD - 1)))
+ON_ONE_LEVEL = {
+    "all_gather": Schedule(((OWN_BLOCK, 0), (SPREAD_TO_ALL, 0))),
+    "reduce_scatter": _SUMS_OF_ALL,
+    "all_reduce": _SUMS_OF_ALL + Schedule(((SPREAD_TO_ALL, 0),)),
+}

@@ -1,0 +1,195 @@
+"""A leg is the one description of its steps: what they cost, what they move, over how many connections."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import InternalError, PlanError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build, price
+from commlayer.scheduler.group_legs import OVER_NODES, Share
+from commlayer.scheduler.group_moves import Group, group_moves
+from commlayer.scheduler.group_strategies import schedule_of
+from commlayer.scheduler.legs import Schedule
+from commlayer.scheduler.moves import Buffer, Copy, Moves, Region
+from commlayer.scheduler.plan import Cut, Leg, Op, Span
+from commlayer.scheduler.price import curves_of
+from commlayer.scheduler.replicated import FLAT, IN_PLACE, PIPELINED, PIPELINED_COPY, replicated_moves
+from commlayer.scheduler.step_model import loads_of
+from commlayer.scheduler.traffic import GROUP_COLLECTIVES
+from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
+from commlayer.testing.synthetic import synthetic_profile
+
+ROOT = Path(__file__).resolve().parent.parent
+BF16 = Wire(WireFormat.BF16, 8)
+SIZE = 1 << 20
+REPLICATED = {
+    Strategy.FLAT: dict.fromkeys(Gather, FLAT),
+    Strategy.HIERARCHICAL: IN_PLACE,
+    Strategy.PIPELINED: PIPELINED,
+    Strategy.PIPELINED_COPY: PIPELINED_COPY,
+}
+
+
+def plans() -> Iterator[tuple[Plan, Schedule]]:
+    """One or more of every strategy of every collective, with the schedule that it was made from."""
+    for strategy, schedules in REPLICATED.items():
+        for gather, schedule in schedules.items():
+            chunks = 1 if strategy in (Strategy.FLAT, Strategy.HIERARCHICAL) else 5
+            yield build(Traffic(SIZE, 2, 4), strategy, chunks, gather), schedule
+    for collective in GROUP_COLLECTIVES:
+        for wire in (NATIVE, BF16):
+            traffic = Traffic(SIZE, 8, 1, Resource.INTER, collective, (4, 4), wires=(NATIVE, BF16), element_bytes=4)
+            for strategy, chunks, pieces in (
+                (Strategy.FLAT, 1, 1),
+                (Strategy.DIRECT, 1, 1),
+                (Strategy.DIRECT, 5, 1),
+                (Strategy.HIERARCHICAL, 1, 1),
+                (Strategy.PIPELINED, 5, 1),
+                (Strategy.PIPELINED, 5, 3),
+            ):
+                try:
+                    plan = build(traffic, strategy, chunks, wire=wire, pieces=pieces)
+                except PlanError:
+                    continue
+                yield plan, schedule_of(traffic, strategy, wire)
+
+
+PLANS = list(plans())
+
+
+def test_every_collective_and_strategy_is_among_the_plans() -> None:
+    assert len({(plan.traffic.collective, plan.strategy, plan.wire) for plan, _ in PLANS}) == 4 + 17 + 10
+
+
+@pytest.mark.parametrize(("plan", "schedule"), PLANS, ids=[f"{p.traffic.collective}-{p.name}" for p, _ in PLANS])
+def test_a_plan_is_its_list_of_legs(plan: Plan, schedule: Schedule) -> None:
+    """A step of each leg for each chunk, in order, as the leg makes it; and it waits for what its leg waits for."""
+    cut = Cut(plan.traffic, plan.chunks, plan.pieces, plan.wire, plan.gather)
+    found: dict[str, list[int]] = {leg.name: [] for leg in schedule.legs}
+    assert len(found) == len(schedule.legs), "two legs of one name"
+    for step in plan.steps:
+        assert step == step.leg.step(cut, step.chunk, step.after)
+        found[step.leg.name].append(step.chunk)
+        waited = {plan.steps[index].leg for index in step.after}
+        expected = {leg for leg in step.leg.after if leg in schedule.legs}
+        assert waited == expected | ({step.leg} if step.leg.is_in_turn and step.chunk else set())
+    for leg in schedule.legs:
+        count = 1 if leg.is_whole else plan.chunks * (plan.pieces if leg.is_in_pieces else 1)
+        assert found[leg.name] == list(range(count)), leg.name
+        assert not leg.after or any(earlier in schedule.legs for earlier in leg.after), (
+            "it waits for no leg that is here"
+        )
+
+
+def test_a_plan_is_the_same_after_it_was_sent_to_another_process() -> None:
+    for plan, _ in PLANS:
+        assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+class Odd(Share):
+    """It has the operation, the span and the buffers of another leg, and nothing else of it."""
+
+    is_exchange = False
+
+    def size(self, cut: Cut) -> float:
+        return 1234.0
+
+    def resource(self, traffic: Traffic) -> Resource:
+        return Resource.COMPUTE
+
+    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
+        return ODD_CURVE
+
+    def looked_up(self, size: float, plan: Plan) -> float:
+        return 2 * size
+
+    def connections(self, traffic: Traffic) -> int:
+        return 17
+
+    def share_of_link(self, traffic: Traffic, curve: Curve) -> float:
+        return 0.25
+
+    def moves(self, place: object, tag: int, chunk: int) -> Moves:
+        return Moves(copies=(Copy(Region(Buffer.INPUT, tag, tag + 1), Region(Buffer.OUTPUT, chunk, chunk + 1)),))
+
+
+ODD_CURVE = Curve("all_to_all", Resource.INTER, 3, (1024, 1 << 20), (7.0, 700.0))
+
+
+@pytest.mark.parametrize(("plan", "schedule"), PLANS, ids=[f"{p.traffic.collective}-{p.name}" for p, _ in PLANS])
+def test_whatever_is_asked_of_a_step_is_asked_of_its_leg(plan: Plan, schedule: Schedule) -> None:
+    """With another leg of the same fields everything is as that one says: nobody reads a meaning from the fields."""
+    odd = {id(leg): Odd(**{each.name: getattr(leg, each.name) for each in fields(leg)}) for leg in schedule.legs}
+    cut = Cut(plan.traffic, plan.chunks, plan.pieces, plan.wire, plan.gather)
+    steps = tuple(odd[id(step.leg)].step(cut, step.chunk, step.after) for step in plan.steps)
+    assert {(step.op, step.source, step.target) for step in steps} == {(s.op, s.source, s.target) for s in plan.steps}
+    swapped, profile = replace(plan, steps=steps), synthetic_profile()
+    assert curves_of(swapped, profile) == {ODD_CURVE}
+    peak_us = 1234.0 * 0.25 / (profile.peaks.of(Resource.INTER) * 1e3)
+    alone_us = max(ODD_CURVE.at(2468.0), peak_us if plan.is_chunked else 0.0)
+    assert price(swapped, profile).total_us == pytest.approx(alone_us * len(steps))
+    for load in loads_of(swapped, profile):
+        assert (load.resource, load.weight, load.is_exchange) == (Resource.COMPUTE, 17.0, False)
+        assert load.peak_us == pytest.approx(peak_us)
+    if plan.traffic.collective == "all_to_all":
+        moves, tags = replicated_moves(swapped, 0, 0), 2
+    else:
+        nodes = ((0, 1, 2, 3), (4, 5, 6, 7))
+        moves, _ = group_moves(swapped, Group(nodes, 0, (SIZE // 8,) * 8))
+        tags = 1 if plan.traffic.collective == "broadcast" else plan.tags_per_step
+    for index, (step, moved) in enumerate(zip(steps, moves, strict=True)):
+        assert moved == step.leg.moves(None, index * tags, step.chunk)
+
+
+def test_a_call_of_the_backends_own_has_no_moves() -> None:
+    traffic = Traffic(SIZE, 8, 1, Resource.INTER, "all_reduce", (4, 4))
+    with pytest.raises(InternalError, match="own all_reduce is a call of the backend's own"):
+        group_moves(build(traffic, Strategy.FLAT), Group(((0, 1, 2, 3), (4, 5, 6, 7)), 0, (SIZE // 8,) * 8))
+
+
+# The order of posting
+
+
+def test_steps_are_posted_as_late_as_their_turn_says() -> None:
+    first, second = (Share(name, Op.ALL_TO_ALL, Span.NODE, Buffer.INPUT, Buffer.STAGING) for name in "ab")
+    third: Leg = replace(first, name="c", after=(second,))
+    cut = Cut(Traffic(SIZE, 8, 1, Resource.INTER, "all_reduce", (4, 4)), 3)
+
+    def posted(schedule: Schedule) -> str:
+        return " ".join(f"{step.leg.name}{step.chunk}" for step in schedule.steps(cut))
+
+    assert posted(Schedule(((first, 0), (second, 1)))) == "a0 a1 b0 a2 b1 b2"
+    assert posted(Schedule(((second, 1), (first, 0)))) == "a0 b0 a1 b1 a2 b2"
+    assert posted(Schedule(((first, 0),), ((second, 0), (third, 0)))) == "a0 a1 a2 b0 c0 b1 c1 b2 c2"
+    steps = Schedule(((first, 0),), ((second, 0), (third, 0))).steps(cut)
+    assert [step.after for step in steps if step.leg is third] == [(3,), (5,), (7,)]
+
+
+def test_between_the_pieces_of_a_chunk_goes_what_the_next_one_needs() -> None:
+    traffic = Traffic(SIZE, 8, 1, Resource.INTER, "reduce_scatter", (4, 4))
+    steps = OVER_NODES["reduce_scatter"].steps(Cut(traffic, 4, pieces=3))
+    names = [step.leg.name for step in steps]
+    at = next(index for index, step in enumerate(steps) if step.leg.name == "cross rails" and step.chunk == 6)
+    assert names[at : at + 5] == ["cross rails", "cross rails", "sum nodes", "cross rails", "sum node"]
+    assert Counter(names) == {"share in node": 4, "sum node": 4, "cross rails": 12, "sum nodes": 4}
+
+
+# docs/plans.md
+
+
+def test_the_docs_show_the_legs_of_every_strategy() -> None:
+    text = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"`([a-z ]+(?: → [a-z ]+)*)`", text))
+    for plan, schedule in PLANS:
+        legs = " → ".join(leg.name for leg in schedule.legs)
+        assert plan.strategy is Strategy.FLAT or legs in shown, f"{plan.traffic.collective} {plan.name}: `{legs}`"
