@@ -6,10 +6,13 @@
 #   CONSTRAINTS=        empty: take what satisfies pyproject.toml instead of the pinned versions
 #   SETUP=no            no .venv at all: run with $(PYTHON) and what it has
 #   ARGS=…              more arguments for the tool that the target runs
+#   WORKERS=…           how many processes share the tests out; empty: pytest alone, which needs no pytest-xdist
 
 PYTHON ?= python3
 SETUP ?= yes
 CONSTRAINTS ?= -c constraints.txt
+# Two, however many cores there are: a test of many ranks waits most of its time, and uses several of them when it does not.
+WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.set-up
 
@@ -45,8 +48,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(READY)  ## measure, plan and run on an emulated cluster; writes a report
 	$(COMMLAYER) demo $(ARGS)
 
-test: $(READY)  ## all tests; those that need a GPU skip without one
-	$(RUN) -m pytest $(ARGS)
+test: $(READY)  ## all tests, or some: ARGS="tests/moe -k router"; those that need a GPU skip without one
+	$(RUN) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where they skip
 	@$(RUN) -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() \

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
 from torch._C._distributed_c10d import set_debug_level_from_env
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -196,17 +197,18 @@ def test_works_and_futures(emulated_cluster: ClusterFactory) -> None:
         seen = []
         work.get_future().add_done_callback(lambda future: seen.append(future.value()))
         assert len(seen) == 1
-        late = dist.barrier(async_op=True) if rank else None
-        if late is not None and size == 2:
+        if rank == 0:
+            wait_until("rank 1 has waited in vain")
+            dist.barrier()
+        else:
+            late = dist.barrier(async_op=True)
+            assert late is not None
             assert not late.is_completed()
             with pytest.raises(UsageError, match="before the call has ended"):
                 late.result()
             with pytest.raises(CollectiveTimeoutError, match="Timed out waiting 50ms"):
                 late.wait(timedelta(milliseconds=50))
-        if late is None:
-            time.sleep(0.3)
-            dist.barrier()
-        else:
+            tell("rank 1 has waited in vain")
             late.wait()
         options = dist.AllreduceOptions()
         options.asyncOp = False
@@ -255,27 +257,27 @@ def test_a_timeout_names_who_and_what(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         rank, _, _ = start()
         dist.all_reduce(torch.ones(1))
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=1), group_desc="experts")
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2), group_desc="experts")
         if rank == 1:
-            time.sleep(4)
+            be_absent(1)
             return ""
         with pytest.raises(
             CollectiveTimeoutError, match=r"rank 0, group .*experts.*broadcast #1.*rank 1.*Timed out"
         ) as e:
             dist.broadcast(torch.ones(1), src=1, group=group)
+        tell("done")
         return str(e.value)
 
-    assert "1 s" in run(emulated_cluster, job, nodes=1)[0]
+    assert "2 s" in run(emulated_cluster, job, nodes=1)[0]
 
 
 def test_timeouts_of_one_call_and_of_a_group(emulated_cluster: ClusterFactory) -> None:
     def job() -> None:
-        rank, _, default = start()
+        rank, _, default = start(timeout_s=HALF_AN_HOUR)
         groups = [dist.new_group([0, 1]) for _ in range(4)]
         if rank == 1:
             dist.barrier(groups[3])
             return
-        began = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match=r"0\.2 s"):
             dist.barrier(group=groups[0], timeout=timedelta(seconds=0.2))
         groups[1].set_timeout(timedelta(seconds=0.3))
@@ -289,7 +291,6 @@ def test_timeouts_of_one_call_and_of_a_group(emulated_cluster: ClusterFactory) -
         default.set_timeout(timedelta(seconds=0.2))
         with pytest.raises(CollectiveTimeoutError, match="recv from rank 1, tag 9"):
             dist.recv(came, 1, tag=9)
-        assert time.monotonic() - began < 20  # the groups' own timeout is 30 s
         dist.barrier(groups[3])
 
     run(emulated_cluster, job, nodes=1)
@@ -308,7 +309,7 @@ def test_a_dead_rank_is_named(emulated_cluster: ClusterFactory) -> None:
         return "no error"
 
     cluster = emulated_cluster(nodes=1, ranks_per_node=3)
-    outcomes = cluster.run(job, timeout_s=30, check=False, grace_s=10)
+    outcomes = cluster.run(job, timeout_s=60, check=False, grace_s=30)
     for rank in (0, 2):
         assert f"rank {rank}, group 0 (default_pg), all_reduce #2" in outcomes[rank].value
         assert "rank 1" in outcomes[rank].value
@@ -343,19 +344,17 @@ def test_a_group_after_its_end(emulated_cluster: ClusterFactory) -> None:
 
 
 def test_abort_frees_those_who_wait(emulated_cluster: ClusterFactory) -> None:
-    def job() -> float:
-        rank, _, group = start()
+    def job() -> None:
+        rank, _, group = start(timeout_s=HALF_AN_HOUR)
         dist.barrier()
-        began = time.monotonic()
         if rank == 0:
-            time.sleep(0.3)
+            time.sleep(0.3)  # so that the other one waits already, mostly
             group.abort()
         else:
             with pytest.raises(RuntimeError, match="rank 1, group 0"):
                 dist.all_reduce(torch.ones(1))
-        return time.monotonic() - began
 
-    assert max(run(emulated_cluster, job, nodes=1)) < 10
+    run(emulated_cluster, job, nodes=1)
 
 
 def test_monitored_barrier(emulated_cluster: ClusterFactory) -> None:
@@ -364,12 +363,13 @@ def test_monitored_barrier(emulated_cluster: ClusterFactory) -> None:
         dist.monitored_barrier(timeout=timedelta(seconds=10))
         groups = [dist.new_group()]
         if rank == 1:
-            time.sleep(1)
+            be_absent(1)
             return ""
         with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier after 0 ms"):
             dist.monitored_barrier(groups[0], timeout=timedelta(0))
         with pytest.raises(RuntimeError, match="onitoredBarrier") as error:
             dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+        tell("done")
         return str(error.value)
 
     assert "Rank 1 failed to pass monitoredBarrier" in run(emulated_cluster, job, nodes=1)[0]
@@ -419,15 +419,16 @@ def test_detail_finds_different_calls(emulated_cluster: ClusterFactory) -> None:
 
 def test_detail_names_the_rank_that_does_not_come(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
-        rank, _, _ = start(timeout_s=2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+        rank, _, _ = start(TORCH_DISTRIBUTED_DEBUG="DETAIL")
         set_debug_level_from_env()
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
         dist.all_reduce(torch.ones(3), group=group)
         if rank == 1:
-            time.sleep(2)
+            be_absent(1)
             return ""
         with pytest.raises(CollectiveTimeoutError) as error:
             dist.broadcast(torch.ones(3), src=0, group=group)
+        tell("done")
         return str(error.value)
 
     text = run(emulated_cluster, job, nodes=1)[0]
@@ -440,7 +441,7 @@ def test_detail_says_that_a_call_was_refused_on_the_other_rank(emulated_cluster:
         rank, size, _ = start(timeout_s=20, COMMLAYER_DEBUG="detail")
         x, texts = torch.ones(size), []
         for collective in (dist.all_gather_single, dist.all_to_all_single):
-            group = dist.new_group(timeout=timedelta(seconds=1))
+            group = dist.new_group(timeout=timedelta(seconds=2))
             right = torch.empty(size * size if collective is dist.all_gather_single else size)
             if rank == 1:
                 with pytest.raises(TensorError) as refused:

@@ -746,7 +746,7 @@ def test_refused_splits_are_told_to_ranks_that_compare(emulated_cluster: Cluster
             dist.distributed_c10d._get_default_store().set("told", "")
         return str(caught.value)
 
-    waited, refused = emulated_cluster(1, 2).run(job, timeout_s=30)
+    waited, refused = emulated_cluster(1, 2).run(job, timeout_s=60)
     assert "input_split_sizes must be whole numbers" in refused
     assert "rank 1 (its call #1 was refused there: all_to_all: TensorError: " in waited
 

@@ -91,7 +91,7 @@ def test_overlapping_splits_find_each_other(emulated_cluster: ClusterFactory) ->
                 total += x[0].item()
         return total
 
-    assert emulated_cluster(2, 2).run(job, timeout_s=30.0) == [2.0, 4.0, 4.0, 2.0]
+    assert emulated_cluster(2, 2).run(job, timeout_s=60) == [2.0, 4.0, 4.0, 2.0]
 
 
 def test_parts_of_a_job_probe_by_themselves(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

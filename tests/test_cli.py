@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -117,12 +117,15 @@ def test_offline_commands_import_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_plan_starts_in_half_a_second() -> None:
-    def seconds() -> float:
-        start = time.perf_counter()
-        assert shell(*MONTA).returncode == 0
-        return time.perf_counter() - start
+    """Of a processor's time: that another program holds the processor is not the command's fault."""
 
-    assert min(seconds() for _ in range(5)) < 0.5  # the fastest: a busy machine is not the command's fault
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert shell(*MONTA).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize(

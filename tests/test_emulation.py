@@ -25,12 +25,14 @@ from commlayer.emulation import (
     RanksTimedOutError,
     Rights,
     format_rate,
+    jobs,
     modes,
     parse_rate,
     request_shape,
     rights,
 )
-from commlayer.profiles.errors import RankFailedError, RightsError, SettingsError, UsageError
+from commlayer.emulation.jobs import Layout, pick_port
+from commlayer.profiles.errors import ClusterError, RankFailedError, RightsError, SettingsError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 cluster_test = pytest.mark.cluster
@@ -165,6 +167,17 @@ def network_after_a_moment() -> str:
     return os.readlink("/proc/self/ns/net")
 
 
+def test_a_port_on_loopback_is_free_and_none_that_the_kernel_gives_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(1, 2, "loopback")
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(pick_port(layout, 0) for _ in range(100)) < lowest
+    with socket.create_server(("127.0.0.1", pick_port(layout, 0))) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(jobs, "_LOOPBACK_PORTS", range(port, port + 1))
+        with pytest.raises(ClusterError, match=f"free port on 127.0.0.1, got none of 100 between {port} and {port}"):
+            pick_port(layout, 0)
+
+
 @cluster_test
 def test_2x8_starts_every_rank(netns_cluster: ClusterFactory) -> None:
     assert netns_cluster(2, 8, inter="400mbit").run(rank) == list(range(16))
@@ -213,7 +226,7 @@ def test_an_exception_names_its_rank_and_shows_its_traceback(either_cluster: Emu
         return rank()
 
     with pytest.raises(RankFailedError, match=r"(?s)rank 2 \(node 1\).*in fail.*lost my marbles") as caught:
-        either_cluster.run(fail, grace_s=2)
+        either_cluster.run(fail, grace_s=20)
     error = caught.value
     assert isinstance(error, RanksFailedError)
     assert [failure.rank for failure in error.failures] == [2]
@@ -262,7 +275,7 @@ def test_a_dead_rank_is_reported_and_the_others_have_their_grace(
         time.sleep(0.2 if rank() == 0 else 60)
 
     with pytest.raises(RanksFailedError, match=rf"rank 1 \(node 0\): {words}") as caught:
-        emulated_cluster(2, 2).run(die_or_wait, grace_s=0.6)
+        emulated_cluster(2, 2).run(die_or_wait, grace_s=2.0)
     first, *others = caught.value.failures
     assert (first.rank, first.exitcode, first.signal, first.by_cluster) == (1, exitcode, by_signal, False)
     assert [failure.rank for failure in others] == [2, 3]
@@ -299,8 +312,8 @@ def test_a_timeout_names_who_still_ran_and_where(either_cluster: EmulatedCluster
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"(?s)2 of 4 ranks still ran.*rank 1, 3.*in hang_here") as caught:
-        either_cluster.run(hang_here, timeout_s=0.5)
-    assert time.monotonic() - start < 5
+        either_cluster.run(hang_here, timeout_s=2.0)  # of which the others need some milliseconds
+    assert time.monotonic() - start < 30
     assert isinstance(caught.value, RanksTimedOutError)
     assert caught.value.results == [0, None, 2, None]
     assert no_children_but_fabrics(either_cluster)
@@ -402,7 +415,7 @@ def all_networks() -> Iterator[str]:
             yield os.readlink(f"/proc/{entry}/ns/net")
 
 
-def wait_until(condition: Callable[[], bool], patience_s: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:
@@ -451,6 +464,9 @@ class Line:
         return time.monotonic() - start
 
 
+# A busy machine makes a wire slower, never faster: rates are told by the least times that they allow, three quarters of them.
+
+
 def transfers(host: str, num_bytes: int) -> float:
     line = Line(host)
     return min(line.transfer_s(num_bytes) for _ in range(2))
@@ -459,13 +475,12 @@ def transfers(host: str, num_bytes: int) -> float:
 @cluster_test
 def test_rates_shape_the_wire_and_change(netns_cluster: ClusterFactory) -> None:
     cluster = netns_cluster(2, 1, inter="200mbit")
-    fast_s = cluster.run(transfers, "10.77.0.1", 4_000_000)[0]
+    assert cluster.run(transfers, "10.77.0.1", 4_000_000)[0] >= 0.12
     cluster.shape(inter="50mbit")
     slow_s = cluster.run(transfers, "10.77.0.1", 4_000_000)[0]
-    assert fast_s >= 0.12
-    assert slow_s >= 3 * fast_s
+    assert slow_s >= 0.48
     cluster.shape(inter=None)
-    assert cluster.run(transfers, "10.77.0.1", 4_000_000)[0] < fast_s
+    assert cluster.run(transfers, "10.77.0.1", 4_000_000)[0] < slow_s
 
 
 @cluster_test
@@ -488,33 +503,52 @@ def test_one_node_can_be_slower_and_the_inside_of_a_node_too(netns_cluster: Clus
 def test_a_rate_changes_under_a_running_program(netns_cluster: ClusterFactory) -> None:
     cluster = netns_cluster(2, 1, inter="400mbit")
 
-    def until_slow() -> int:
-        line, count = Line("10.77.0.1"), 1
-        with contextlib.suppress(ConnectionError):
-            while not line.first or line.transfer_s(500_000) < 0.2:
-                count += 1
-                if not line.first:
-                    line.transfer_s(500_000)
-        line.socket.close()
-        return count
+    under_way, begun = os.pipe()
+    changed, go_on = os.pipe()
 
-    timer = threading.Timer(0.5, cluster.shape, kwargs={"inter": "10mbit"})
-    timer.start()
-    assert cluster.run(until_slow, timeout_s=20)[0] > 1
-    timer.join()
-    with pytest.raises(UsageError, match="running something already"):
-        cluster_in_use(cluster)
+    def before_and_after() -> tuple[float, float]:
+        line = Line("10.77.0.1")
+        before_s = line.transfer_s(500_000)
+        if line.first:
+            os.write(begun, b"x")
+            os.read(changed, 1)
+        return before_s, line.transfer_s(500_000)
 
+    def shape_it() -> None:
+        os.read(under_way, 1)
+        cluster.shape(inter="10mbit")
+        os.write(go_on, b"x")
 
-def cluster_in_use(cluster: EmulatedCluster) -> None:
-    """Call `run` while another thread's is in progress."""
-    thread = threading.Thread(target=cluster.run, args=(time.sleep, 0.5))
+    thread = threading.Thread(target=shape_it)
     thread.start()
-    try:
-        while thread.is_alive():
-            cluster.run(rank)
-    finally:
-        thread.join()
+    before_s, after_s = cluster.run(before_and_after)[0]
+    thread.join()
+    for fd in (under_way, begun, changed, go_on):
+        os.close(fd)
+    assert before_s >= 0.0075
+    assert after_s >= 0.3
+
+
+@cluster_test
+def test_a_cluster_runs_one_thing_at_a_time(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(1, 1)
+    under_way, begun = os.pipe()
+    over, end = os.pipe()
+
+    def wait_for_the_end() -> None:
+        os.write(begun, b"x")
+        os.read(over, 1)
+
+    thread = threading.Thread(target=cluster.run, args=(wait_for_the_end,))
+    thread.start()
+    os.read(under_way, 1)
+    with pytest.raises(UsageError, match="running something already"):
+        cluster.run(rank)
+    os.write(end, b"x")
+    thread.join()
+    for fd in (under_way, begun, over, end):
+        os.close(fd)
+    assert cluster.run(rank) == [0]
 
 
 @cluster_test
@@ -531,7 +565,8 @@ def test_a_rank_can_ask_for_another_rate(netns_cluster: ClusterFactory) -> None:
         return fast_s, line.transfer_s(4_000_000)
 
     fast_s, slow_s = cluster.run(fast_then_slow)[0]
-    assert slow_s >= 3 * fast_s
+    assert fast_s >= 0.12
+    assert slow_s >= 0.48
     assert [node["inter"] for node in cluster.rates()] == ["50mbit", "50mbit"]
     with pytest.raises(UsageError, match="outside"):
         request_shape(inter="1gbit")
@@ -550,8 +585,8 @@ def test_a_delay_is_in_every_round_trip(netns_cluster: ClusterFactory) -> None:
         return round_trip_s, line.transfer_s(2_000_000)
 
     round_trip_s, bulk_s = netns_cluster(2, 1, inter="200mbit", delay_us=3_000.0).run(delayed)[0]
-    assert 0.006 <= round_trip_s < 0.050
-    assert 0.06 <= bulk_s < 2.0
+    assert 0.006 <= round_trip_s < 0.5
+    assert bulk_s >= 0.06
 
 
 # ---------------------------------------------------------------- programs

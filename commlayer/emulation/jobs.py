@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,14 @@ from typing import Any, Literal
 
 from commlayer.emulation.namespaces import RankSpaces, node_address
 from commlayer.emulation.ranks import RankJob
+from commlayer.profiles.errors import ClusterError
 
 __all__ = ["Layout", "make_jobs", "pick_port"]
 
 _FIRST_PORT, _NUM_PORTS = 29_500, 1_000
+_LOOPBACK_PORTS = range(20_000, 30_000)
+"""Below those that Linux hands out by itself, from 32768 on: between the choice of a port and its use nobody is given it."""
+_MOST_TRIES = 100
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 """What torchrun takes its options from when they are not on its command line."""
 _REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN)
@@ -39,14 +45,21 @@ class Layout:
 def pick_port(layout: Layout, num_runs: int) -> int:
     """A port that is free on node 0.
 
-    In a private network any is; another one each run, because connections of the last run linger. On loopback the
-    kernel names a free one, which somebody else may take before rank 0 does: there is no way to hand it over.
+    In a private network any is; another one each run, because connections of the last run linger. On loopback one is drawn,
+    which somebody else might draw too before rank 0 takes it: there is no way to hand it over. Rejected: one that the kernel
+    names, which it names to the next socket as well, of which a job opens dozens.
     """
     if layout.mode == "netns":
         return _FIRST_PORT + num_runs % _NUM_PORTS
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for _ in range(_MOST_TRIES):
+        port = secrets.choice(_LOOPBACK_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ClusterError(
+        f"expected a free port on 127.0.0.1, got none of {_MOST_TRIES} between {_LOOPBACK_PORTS.start} and "
+        f"{_LOOPBACK_PORTS.stop - 1}: see `ss -tln` for what holds them"
+    )
 
 
 def make_jobs(

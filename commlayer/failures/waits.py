@@ -40,6 +40,7 @@ SLICE = timedelta(milliseconds=250)
 """How long a collective is waited for before its waiter looks up."""
 _LOOK_S = 0.05
 _PARTING_S = 1.0
+_NEWS_S = 2.0
 _OBJECT_HEAD_BYTES = object.__basicsize__
 """Of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
 _VTABLE_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
@@ -150,8 +151,21 @@ class _WatchedWork:
 
 def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: str) -> Result:
     """``task()``, which may wait in C++ for ever: on a thread that is let go of after ``timeout_s`` seconds, or when the
-    board breaks. Raises what it raises, TimeoutError, ``board.woken()``."""
-    answer = _on_a_thread(task)
+    board breaks. Raises what it raises, TimeoutError, ``board.woken()``.
+
+    Where it raises that a connection was closed, the board is given a moment to break: on a busy machine a peer that has heard of
+    a death, and lets go of its connections, may be quicker than the news of that death.
+    """
+
+    def heard() -> Result:
+        try:
+            return task()
+        except RuntimeError as error:
+            if "closed" in str(error).lower():
+                _await_news(board)
+            raise
+
+    answer = _on_a_thread(heard)
     until = time.monotonic() + timeout_s
     patience_s = _PARTING_S  # a rank that leaves in good order may have made its connection first
     while True:
@@ -165,6 +179,12 @@ def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: st
             raise board.woken()
         if time.monotonic() > until:
             raise TimeoutError(f"{what}: Timed out after {timeout_s:g} s")
+
+
+def _await_news(board: Board) -> None:
+    until = time.monotonic() + _NEWS_S
+    while not board.is_broken and time.monotonic() < until:
+        time.sleep(_LOOK_S)
 
 
 def _on_a_thread(task: Callable[[], Result]) -> Future[Result]:

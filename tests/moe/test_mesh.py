@@ -270,7 +270,7 @@ def test_unknown_axes_and_ranks() -> None:
 
 def test_the_pure_part_does_without_torch() -> None:
     code = "import sys, commlayer.scheduler.mapping.folded; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
 
 # Description

@@ -378,7 +378,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=60)
         self.brought: list[Any] = [None] * size
 
     def exchange(self, rank: int, thing: Any) -> list[Any]:

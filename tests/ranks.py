@@ -1,0 +1,28 @@
+"""What jobs of many ranks in these tests share: a timeout that nobody waits for, and how a rank stays away."""
+
+from __future__ import annotations
+
+import time
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+__all__ = ["HALF_AN_HOUR", "be_absent", "tell", "wait_until"]
+
+HALF_AN_HOUR = 1800.0
+"""A timeout in seconds that no test waits for: a job that ends before the time limit of its run ends for another reason."""
+
+
+def tell(what: str) -> None:
+    """Say ``what`` to the ranks that wait for it, through the store of the job."""
+    _get_default_store().add(what, 1)
+
+
+def wait_until(what: str, count: int = 1) -> None:
+    """Wait until ``count`` ranks have told ``what``. It asks again and again: a wait in the store keeps others from asking."""
+    while _get_default_store().add(what, 0) < count:
+        time.sleep(0.01)
+
+
+def be_absent(count: int) -> None:
+    """Stay alive and call nothing until ``count`` other ranks have told that they are ``done``."""
+    wait_until("done", count)
