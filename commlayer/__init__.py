@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commlayer.agree.topology import discover_topology as discover_topology
+    from commlayer.collectives import GroupCommunicator as GroupCommunicator
     from commlayer.communicator import Communicator as Communicator
     from commlayer.compressed import CompressedGroup as CompressedGroup
-    from commlayer.engine.work import Work as Work
-    from commlayer.profiles.catalog import resolve as load_profile
+    from commlayer.engine.work import Work as Handle
+    from commlayer.profiles.catalog import load_profile as load_profile
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
     from commlayer.scheduler.choose import Policy as Policy
@@ -24,39 +25,47 @@ if TYPE_CHECKING:
     from commlayer.scheduler.wire import WirePolicy as WirePolicy
     from commlayer.statistics import reset_stats as reset_stats
     from commlayer.statistics import stats as stats
+    from commlayer.traces.recorder import recorder as recorder
+    from commlayer.wire.codecs.codec import Codec as Codec
 
 __version__: str
 
 _HOME = {
+    "Codec": "commlayer.wire.codecs.codec:Codec",
     "CommlayerError": "commlayer.profiles.errors:CommlayerError",
     "Communicator": "commlayer.communicator:Communicator",
     "CompressedGroup": "commlayer.compressed:CompressedGroup",
+    "GroupCommunicator": "commlayer.collectives:GroupCommunicator",
+    "Handle": "commlayer.engine.work:Work",
     "Policy": "commlayer.scheduler.choose:Policy",
     "Profile": "commlayer.profiles.profile:Profile",
     "Scaling": "commlayer.scheduler.wire:Scaling",
     "WireFormat": "commlayer.scheduler.wire:WireFormat",
     "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
-    "Work": "commlayer.engine.work:Work",
     "__version__": "commlayer.version:__version__",
     "discover_topology": "commlayer.agree.topology:discover_topology",
-    "load_profile": "commlayer.profiles.catalog:resolve",
+    "load_profile": "commlayer.profiles.catalog:load_profile",
+    "recorder": "commlayer.traces.recorder:recorder",
     "reset_stats": "commlayer.statistics:reset_stats",
     "stats": "commlayer.statistics:stats",
 }
 
 __all__ = [
+    "Codec",
     "CommlayerError",
     "Communicator",
     "CompressedGroup",
+    "GroupCommunicator",
+    "Handle",
     "Policy",
     "Profile",
     "Scaling",
     "WireFormat",
     "WirePolicy",
-    "Work",
     "__version__",
     "discover_topology",
     "load_profile",
+    "recorder",
     "reset_stats",
     "stats",
 ]

@@ -33,8 +33,8 @@ __all__ = [
     "Profile",
     "check_shape",
     "diff",
-    "load_profile",
     "parse_profile",
+    "read_profile",
 ]
 
 FORMAT: Final = "commlayer-profile"
@@ -74,7 +74,7 @@ class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """What the links of one cluster can do. Make one with ``create`` or ``load_profile``; both see to the fingerprint.
+    """What the links of one cluster can do. Make one with ``create`` or ``read_profile``; both see to the fingerprint.
 
     Attributes:
         name: for people; also the file name in the catalogue.
@@ -264,7 +264,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         write_file(path, self.to_json(), new_only=new_only)
 
 
-def load_profile(path: str | os.PathLike[str]) -> Profile:
+def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read and check one profile file. Never waits: a FIFO or a device is refused.
 
     Raises:

@@ -76,7 +76,7 @@ def test_errors_are_one_line_and_a_status(monkeypatch: pytest.MonkeyPatch) -> No
     def bug(name: str) -> None:
         raise InternalError("a bug")
 
-    monkeypatch.setattr(catalog, "resolve", bug)
+    monkeypatch.setattr(catalog, "load_profile", bug)
     result = call("plan", "--profile", "x", "--bytes", "1MB", status=3)
     assert "please report it" in result.stderr
     traced = CliRunner().invoke(main, ["--traceback", "plan", "--profile", "x", "--bytes", "1MB"])

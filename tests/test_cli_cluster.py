@@ -22,7 +22,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import Point, summarize
 from commlayer.profiles.nccl_table import COLUMNS, Row
-from commlayer.profiles.profile import load_profile, parse_profile
+from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.testing.synthetic import synthetic_profile
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")
@@ -76,7 +76,7 @@ def test_profile_measures_and_writes_what_it_measured(tmp_path: Path) -> None:
     options = ("-n", "3", "-o", files["p.json"], "-J", files["t.json"], "--picture", files["p.svg"], "--json")
     result = shell("profile", "--emulate", "2x2", "--inter", "4gbit", "--name", "mine", *SMALL, *options)
     profile = parse_profile(result.stdout.encode(), "stdout")
-    assert profile == load_profile(files["p.json"])
+    assert profile == read_profile(files["p.json"])
     assert (profile.name, profile.kind, profile.topology, profile.gather) == ("mine", "emulated", "2x2", "remote")
     assert profile.environment["inter"] == "4gbit"
     assert profile.peaks.inter_gbps == pytest.approx(0.25)  # 4 Gbit/s are 0.5 GB/s, shared by two ranks
@@ -170,7 +170,7 @@ def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
     measured = parse_profile(shell(*cluster, *PROGRAM, *profile).stdout.encode(), "stdout")
     assert (measured.name, measured.topology, measured.kind) == ("emulated-2x2", "2x2", "emulated")
     assert "at rates not known here" in measured.source
-    assert measured == load_profile(tmp_path / "p.json")
+    assert measured == read_profile(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("by", ["--emulate", "emulate"])
@@ -207,7 +207,7 @@ def test_demo_measures_proves_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     assert "bit-equal" in output
     written: dict[str, Any] = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert set(written) == {"profile.json", "result.json", "report.html", "trace.json"}
-    assert load_profile(tmp_path / "out" / "profile.json").topology == "2x2"
+    assert read_profile(tmp_path / "out" / "profile.json").topology == "2x2"
     assert json.loads(written["trace.json"])["traceEvents"]
     assert written["report.html"].count("<svg") >= 3
 

@@ -65,11 +65,11 @@ def bench(
     """
     place = place_of(emulate, inter, intra, delay, timeout)
     from commlayer.measure.bench import BenchOptions
-    from commlayer.profiles.catalog import resolve
+    from commlayer.profiles.catalog import load_profile
     from commlayer.profiles.measure import sizes_between
     from commlayer.scheduler.plan import Gather
 
-    planned_with = resolve(profile_name) if profile_name else None
+    planned_with = load_profile(profile_name) if profile_name else None
     if planned_with is not None:
         check_place(place, planned_with.topology, planned_with.name)
     sizes = sizes_between(min_bytes, max_bytes, factor)

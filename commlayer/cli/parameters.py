@@ -48,7 +48,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic befor
 
 
 class _ProfileName(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A catalogue name or a path. Only completes; ``catalog.resolve`` says what is wrong with a bad one."""
+    """A catalogue name or a path. Only completes; ``catalog.load_profile`` says what is wrong with a bad one."""
 
     name = "profile"
 

@@ -93,7 +93,7 @@ def plan(
       commlayer plan --profile cluster.json --collective all_reduce --bytes 32MiB
       commlayer plan --profile cluster.json --collective reduce_scatter --bytes 32MiB --dtype fp32 --wire bf16
     """
-    profile = catalog.resolve(profile_name)
+    profile = catalog.load_profile(profile_name)
     nbytes = size_of(**size)
     if collective == "all_to_all":
         if wire is not None:
