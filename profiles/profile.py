@@ -26,7 +26,7 @@ from commlayer.profiles.strict_json import convert, parse_object, pretty
 from commlayer.profiles.topology import Topology
 
 __all__ = [
-    "FORMAT",
+    "PROFILE_FORMAT",
     "VERSION",
     "Difference",
     "Interference",
@@ -37,7 +37,7 @@ __all__ = [
     "read_profile",
 ]
 
-FORMAT: Final = "commlayer-profile"
+PROFILE_FORMAT: Final = "commlayer-profile"
 VERSION: Final = 1
 
 _ALLOWED = {
@@ -95,7 +95,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ProfileError: a value that breaks one of these rules; the message names the field.
     """
 
-    format: Literal["commlayer-profile"] = FORMAT
+    format: Literal["commlayer-profile"] = PROFILE_FORMAT
     version: Literal[1] = VERSION
     name: str
     kind: Literal["measured", "emulated", "published", "paper"]
@@ -291,9 +291,11 @@ def parse_profile(data: bytes | str, where: str) -> Profile:
     """
     content = parse_object(data, where)
     found = content.get("format")
-    if found != FORMAT:
+    if found != PROFILE_FORMAT:
         got = f"got {found!r}" if "format" in content else "but it is missing"
-        raise ProfileError(f"{where}: field format: expected {FORMAT!r}, {got}: this is not a commlayer profile")
+        raise ProfileError(
+            f"{where}: field format: expected {PROFILE_FORMAT!r}, {got}: this is not a commlayer profile"
+        )
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         raise ProfileError(

@@ -27,7 +27,7 @@ def test_every_shipped_profile_is_sound() -> None:
 
 def test_the_generated_files_are_what_the_generator_writes() -> None:
     folder = Path(build.__file__).parent
-    for profile in build.build():
+    for profile in build.build_catalog():
         assert (folder / f"{profile.name}.json").read_text(encoding="utf-8") == profile.to_json(), (
             "run python -m commlayer.profiles.catalog.build"
         )
@@ -138,4 +138,4 @@ def test_the_generator_writes_its_own_files_only(tmp_path: Path, monkeypatch: py
     (tmp_path / "emulated-2x4.json").write_text("measured")
     build.main()
     assert (tmp_path / "emulated-2x4.json").read_text() == "measured"
-    assert len(list(tmp_path.iterdir())) == 1 + len(build.build())
+    assert len(list(tmp_path.iterdir())) == 1 + len(build.build_catalog())

@@ -21,7 +21,7 @@ from commlayer.measure.results import BenchResult
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import Point, summarize
-from commlayer.profiles.nccl_table import COLUMNS, Row
+from commlayer.profiles.nccl_table import COLUMNS, NcclRow
 from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.testing.synthetic import synthetic_profile
 
@@ -296,7 +296,7 @@ def test_progress_compares_only_what_compares() -> None:
 def test_the_table_says_how_well_the_median_is_known() -> None:
     def cells(*times_us: float) -> dict[str, str]:
         point = Point("all_to_all", Resource.INTER, 2, 4096, summarize(times_us))
-        return dict(zip(COLUMNS, Row.of(point).cells(), strict=True))
+        return dict(zip(COLUMNS, NcclRow.of(point).cells(), strict=True))
 
     assert (cells(100, 101, 99)["±%"], cells(100, 101, 99)["out"]) == ("inf", "0")
     many = cells(*(100.0 + k / 2 for k in range(10)), 1000.0)

@@ -116,3 +116,53 @@ def test_the_check_of_the_error_tree_can_fail() -> None:
     assert drawn_tree(text.replace("(also ValueError)", "")) != defined_tree(errors)
     assert drawn_tree(text.replace("│   ├── PlanError", "├── PlanError")) != defined_tree(errors)
     assert drawn_tree(re.sub(r".*GroupError.*\n", "", text)) != defined_tree(errors)
+
+
+# One name, one thing
+
+Meanings = dict[str, dict[int, set[str]]]
+
+EACH_HAS_ITS_OWN = {
+    "load": "of a catalogue: the entry of that name",
+    "main": "of a program: what `python -m` and a console script run",
+    "names": "of a catalogue: those of its entries",
+    "resolve": "of a catalogue: the entry of that name, or what a file holds",
+}
+"""Names that say the same of each module that has them."""
+
+TO_BE_RENAMED = {
+    *("Call", "Compute", "Course", "Exchange", "Held", "Kind", "Layout", "Message", "Move", "Moves", "NATIVE"),
+    *("Pending", "Send", "Stage", "Stages", "Task", "Wait", "Work", "compare", "flat"),
+}
+"""This list only shrinks: who renames one of two takes it out here, and nobody adds one. The aim is none."""
+
+
+def meanings(modules: list[ModuleType]) -> Meanings:
+    """For each public name the different things that it stands for, each with the modules that have it in ``__all__``."""
+    found: Meanings = {}
+    for module in modules:
+        for name in getattr(module, "__all__", []):
+            found.setdefault(name, {}).setdefault(id(getattr(module, name)), set()).add(module.__name__)
+    return found
+
+
+def doubled(modules: list[ModuleType]) -> dict[str, list[set[str]]]:
+    return {name: list(things.values()) for name, things in meanings(modules).items() if len(things) > 1}
+
+
+def test_a_public_name_stands_for_one_thing() -> None:
+    found = doubled([importlib.import_module(name) for name in MODULES])
+    more = {name: where for name, where in found.items() if name not in TO_BE_RENAMED | EACH_HAS_ITS_OWN.keys()}
+    assert more == {}, "one name for several things: rename all of them but one"
+
+
+def test_the_check_of_names_can_fail() -> None:
+    one, other = ModuleType("one"), ModuleType("other")
+    for module in (one, other):
+        vars(module).update(__all__=["Shape", "shared"], Shape=type("Shape", (), {}), shared=place)
+    assert doubled([one, other]) == {"Shape": [{"one"}, {"other"}]}
+
+
+def test_no_public_name_is_one_of_torchs_work() -> None:
+    assert "Work" not in commlayer.__all__
+    assert "Work" not in importlib.import_module("commlayer.integrations").__all__

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from commlayer.emulation.collect import RunResult, run_jobs
 from commlayer.emulation.fabric import Fabric
-from commlayer.emulation.jobs import Layout, make_jobs, pick_port
+from commlayer.emulation.jobs import ClusterLayout, make_jobs, pick_port
 from commlayer.emulation.launch import masked_signals
 from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
 from commlayer.emulation.namespaces import node_address, node_name
@@ -74,7 +74,7 @@ class EmulatedCluster:
         spec = link_spec(inter, intra, delay_us)
         self.mode: Literal["netns", "loopback"] = decide_mode(mode, spec)
         links = f"inter {inter or 'unshaped'}, intra {intra or 'unshaped'}, delay {delay_us:g} us"
-        self._layout = Layout(nodes, ranks_per_node, self.mode, links)
+        self._layout = ClusterLayout(nodes, ranks_per_node, self.mode, links)
         self._line = threading.Lock()
         self._running = threading.Lock()
         self._num_runs = 0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from commlayer.emulation.namespaces import RankSpaces, node_address
 from commlayer.emulation.ranks import RankJob
 
-__all__ = ["Layout", "make_jobs", "pick_port"]
+__all__ = ["ClusterLayout", "make_jobs", "pick_port"]
 
 _FIRST_PORT, _NUM_PORTS = 29_500, 1_000
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
@@ -21,7 +21,7 @@ _REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """Which ranks there are, and on what they run."""
 
     nodes: int
@@ -36,7 +36,7 @@ class Layout:
         return "127.0.0.1" if self.mode == "loopback" else node_address(0)
 
 
-def pick_port(layout: Layout, num_runs: int) -> int:
+def pick_port(layout: ClusterLayout, num_runs: int) -> int:
     """A port that is free on node 0.
 
     In a private network any is; another one each run, because connections of the last run linger. On loopback the
@@ -50,7 +50,7 @@ def pick_port(layout: Layout, num_runs: int) -> int:
 
 
 def make_jobs(
-    layout: Layout,
+    layout: ClusterLayout,
     spaces: Sequence[RankSpaces | None],
     port: int,
     *,
@@ -74,7 +74,7 @@ def make_jobs(
     ]
 
 
-def _environment(layout: Layout, node: int, local_rank: int | None, port: int) -> dict[str, str]:
+def _environment(layout: ClusterLayout, node: int, local_rank: int | None, port: int) -> dict[str, str]:
     netns = layout.mode == "netns"
     values: dict[str, object] = {
         "GROUP_RANK": node,
