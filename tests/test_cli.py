@@ -399,8 +399,56 @@ def test_doctor_without_metadata_knows_no_minimums(monkeypatch: pytest.MonkeyPat
 def test_emulate_runs_a_rank_for_each_place() -> None:
     done = shell("emulate", "--nodes", "2", "--ranks-per-node", "2", "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", *(f"rank {rank} of 4" for rank in range(4))]
+    assert sorted(done.stdout.split("\n")) == ["", *(f"[rank {rank}] rank {rank} of 4" for rank in range(4))]
     assert "commlayer emulate: 2 x 2 ranks" in done.stderr
+
+
+def emulate(*arguments: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Without namespaces: what is printed is the same."""
+    return shell("emulate", "--mode", "loopback", *arguments, "--", "sh", "-c", script)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--nodes", "1", "--ranks-per-node", "2"), ["[rank 0] a", "[rank 0] b", "[rank 1] a", "[rank 1] b"]),
+        (("--nodes", "2", "--per-node"), ["[node 0] a", "[node 0] b", "[node 1] a", "[node 1] b"]),
+        (("--nodes", "1", "--ranks-per-node", "2", "--no-prefix"), ["a", "a", "b", "b"]),
+        (("--nodes", "1", "--ranks-per-node", "1"), ["a", "b"]),
+        (("--nodes", "1", "--ranks-per-node", "1", "--prefix"), ["[rank 0] a", "[rank 0] b"]),
+    ],
+)
+def test_emulate_begins_each_line_with_the_rank(options: tuple[str, ...], expected: list[str]) -> None:
+    done = emulate(*options, script='echo a; printf b; [ -n "$RANK$PET_NODE_RANK" ] && echo')
+    assert sorted(done.stdout.split("\n"))[1:] == expected
+    assert done.returncode == 0
+
+
+@pytest.mark.cluster
+def test_emulate_says_which_rank_failed_and_what_it_said() -> None:
+    done = emulate(
+        "--nodes=2", "--ranks-per-node=2", script='echo "hello from $RANK" >&2; [ $RANK = 2 ] && exit 7; sleep 60'
+    )
+    assert done.returncode == 7
+    said = done.stderr.partition("commlayer emulate: rank 2 (node 1) ")[2].splitlines()
+    assert said[:2] == ["exited with code 7; the last lines of its stderr:", "    hello from 2"]
+    assert said[2] == "rank 0 (node 0), rank 1 (node 0), rank 3 (node 1): killed by the cluster after rank 2 failed"
+    assert "[rank 2] hello from 2" in done.stderr
+
+
+@pytest.mark.cluster
+def test_emulate_names_the_signal_and_the_node() -> None:
+    done = emulate("--nodes=2", "--per-node", "--no-prefix", script="[ $GROUP_RANK = 1 ] && kill -SEGV $$; sleep 1")
+    assert done.returncode == 128 + 11
+    assert done.stderr.endswith("commlayer emulate: node 1 killed by signal 11 (SIGSEGV)\n")
+
+
+@pytest.mark.cluster
+def test_emulate_says_what_ranks_said_last_when_the_time_is_up() -> None:
+    done = emulate("--nodes=1", "--ranks-per-node=2", "--timeout=700ms", script="echo stuck in a lock >&2; sleep 60")
+    assert done.returncode == 124
+    assert "    stuck in a lock" in done.stderr
 
 
 @pytest.mark.cluster

@@ -154,7 +154,19 @@ def test_bench_runs_sizes_that_are_no_power_of_two(tmp_path: Path) -> None:
 
 def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> None:
     synthetic_profile(nodes=2, ranks_per_node=1).save(tmp_path / "p.json")
-    cluster = ("emulate", "--nodes", "2", "--ranks-per-node", "1", "--inter", "4gbit", "--timeout", "60s", "--")
+    cluster = (
+        "emulate",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--inter",
+        "4gbit",
+        "--timeout",
+        "60s",
+        "--no-prefix",
+        "--",
+    )
     bench = ("bench", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
     output = shell(*cluster, *PROGRAM, *bench, "-o", tmp_path / "r.json").stdout
     assert "ratio" not in output
@@ -166,7 +178,19 @@ def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> No
 
 def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
     profile = ("profile", "-b", "4KiB", "-e", "4KiB", "-n", "2", "-o", tmp_path / "p.json", "--json")
-    cluster = ("emulate", "--nodes", "2", "--ranks-per-node", "2", "--inter", "4gbit", "--timeout", "60s", "--")
+    cluster = (
+        "emulate",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "2",
+        "--inter",
+        "4gbit",
+        "--timeout",
+        "60s",
+        "--no-prefix",
+        "--",
+    )
     measured = parse_profile(shell(*cluster, *PROGRAM, *profile).stdout.encode(), "stdout")
     assert (measured.name, measured.topology, measured.kind) == ("emulated-2x2", "2x2", "emulated")
     assert "at rates not known here" in measured.source
@@ -176,7 +200,19 @@ def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["--emulate", "emulate"])
 def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str) -> None:
     profile = ("-b", "4KiB", "-e", "4KiB", "-n", "2", "--json")
-    cluster = ("emulate", "--mode", "loopback", "--nodes", "2", "--ranks-per-node", "1", "--", *PROGRAM, "profile")
+    cluster = (
+        "emulate",
+        "--mode",
+        "loopback",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--no-prefix",
+        "--",
+        *PROGRAM,
+        "profile",
+    )
     command = ("profile", "--emulate", "2x1", "--inter", "4gbit") if by == "--emulate" else cluster
     measured = parse_profile(shell(*command, *profile, COMMLAYER_EMULATION="loopback").stdout.encode(), "stdout")
     assert measured.kind == "emulated"

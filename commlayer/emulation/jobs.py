@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from commlayer.emulation.namespaces import RankSpaces, node_address
+from commlayer.emulation.output import RankOutput
 from commlayer.emulation.ranks import RankJob
 
 __all__ = ["ClusterLayout", "make_jobs", "pick_port"]
@@ -57,21 +58,31 @@ def make_jobs(
     call: Callable[[], Any] | None = None,
     argv: Sequence[str] = (),
     per_node: bool = False,
+    prefix: bool = False,
 ) -> list[RankJob]:
-    """One job per rank, by rank (or per node; a job's rank is then the node's first)."""
-    return [
-        RankJob(
-            rank=node * layout.ranks_per_node + local_rank,
-            node=node,
-            environment=_environment(layout, node, None if per_node else local_rank, port),
-            removed=_REMOVED,
-            spaces=spaces[node],
-            call=call,
-            argv=tuple(argv),
-        )
-        for node in range(layout.nodes)
-        for local_rank in range(1 if per_node else layout.ranks_per_node)
-    ]
+    """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``: with pipes for its output."""
+    jobs = []
+    for node in range(layout.nodes):
+        for local_rank in range(1 if per_node else layout.ranks_per_node):
+            rank = node * layout.ranks_per_node + local_rank
+            environment = _environment(layout, node, None if per_node else local_rank, port)
+            if prefix and "PYTHONUNBUFFERED" not in os.environ:
+                environment["PYTHONUNBUFFERED"] = (
+                    "1"  # into a pipe Python would write late, and a killed rank's words never
+                )
+            jobs.append(
+                RankJob(
+                    rank=rank,
+                    node=node,
+                    environment=environment,
+                    removed=_REMOVED,
+                    spaces=spaces[node],
+                    call=call,
+                    argv=tuple(argv),
+                    output=RankOutput(f"node {node}" if per_node else f"rank {rank}") if prefix else None,
+                )
+            )
+    return jobs
 
 
 def _environment(layout: ClusterLayout, node: int, local_rank: int | None, port: int) -> dict[str, str]:
