@@ -217,6 +217,45 @@ def test_plan_policy_options() -> None:
     assert "–" in only  # no flat to compare with
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--group world", "--group is for collectives other than all_to_all"),
+        ("--top-k 2", "--top-k is for a size from --batch, --sequence and --hidden, got it with --bytes"),
+        ("--top-k 1", "--top-k is for"),  # the default too: whoever gives it expects it to count
+        ("--dtype fp32", "--dtype is for a size from --batch, --sequence and --hidden, or for --wire"),
+        ("--collective all_reduce --dtype fp32", "--dtype is for"),
+        ("--collective all_reduce --gather whole", "--gather is for --collective all_to_all"),
+        ("--strategy flat --gather whole", "--gather is for strategies that gather"),
+        ("--strategy flat --strategy hierarchical --max-chunks 4", "--max-chunks is for strategies in chunks"),
+        ("--all --json", "--all is for the table"),
+        ("--strategy flat --strategy flat_direct", "--strategy flat_direct: expected a strategy with a plan"),
+    ],
+)
+def test_plan_refuses_what_it_would_ignore(options: str, words: str) -> None:
+    message = call("plan", "-p", "h800-2x8", "-b", "16MiB", *options.split(), status=2).stderr
+    assert words in message
+    assert "leave it out" in message or "use those" in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--batch 1 --sequence 8192 --hidden 8192 --top-k 2 --dtype bf16",
+        "-b 16MiB --strategy flat --strategy pipelined --max-chunks 3 --gather remote",
+        "-b 16MiB --strategy hierarchical --gather whole --tolerance 0 --no-interference",
+        "-b 16MiB --tp 4 --ep 2 --link inter",
+    ],
+)
+def test_plan_takes_what_counts(options: str) -> None:
+    call("plan", "-p", "h800-2x8", *options.split())
+
+
+def test_plan_asked_for_a_strategy_where_there_is_nothing_to_move() -> None:
+    words = call("plan", "-p", "monta-a800-2x8", "-b", "0", "--strategy", "pipelined", status=2).stderr
+    assert "the only plan for this traffic (nothing to move)" in words
+
+
 def test_plan_nothing_to_move() -> None:
     content = call_json("plan", "-p", "monta-a800-2x8", "-b", "0")
     assert content["decision"]["strategy"] == "flat"
