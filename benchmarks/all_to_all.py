@@ -18,9 +18,9 @@ from statistics import median
 import msgspec
 
 from commlayer.cli.bench import bench_job
-from commlayer.cli.launch import Place, place_of, run
+from commlayer.cli.launch import Place, place_of, run_job
 from commlayer.measure.bench import BenchOptions
-from commlayer.measure.results import BenchResult, Point, Row
+from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Gather
 from commlayer.units import format_bytes, format_us
@@ -79,7 +79,7 @@ def measured(cluster: Cluster, rounds: int) -> tuple[Profile, BenchResult]:
     if place.inter is None:
         raise SystemExit("this machine grants no network namespaces: there are no shaped links to benchmark")
     options = BenchOptions(SIZES, rounds, gathers=tuple(Gather))
-    found = run(replace(place, timeout_s=1800.0), job, options, place, f"emulated-{cluster.key}")
+    found = run_job(replace(place, timeout_s=1800.0), job, options, place, f"emulated-{cluster.key}")
     if found is None:
         raise SystemExit("run this once, not under torchrun: it starts its own ranks")
     return found
@@ -161,15 +161,15 @@ def targets(found: Sequence[tuple[Cluster, Profile, BenchResult]]) -> list[tuple
     ]
 
 
-def limit_ratio(point: Point) -> str:
+def limit_ratio(point: BenchPoint) -> str:
     return "" if point.wire_limit_us is None else f"{point.wire_limit_us / point.torch.p50_us:.3f}"
 
 
-def error(point: Point) -> float:
+def error(point: BenchPoint) -> float:
     return abs((point.chosen.predicted_us or 0.0) / point.chosen.p50_us - 1.0)
 
 
-def wrong(points: Sequence[Point]) -> int:
+def wrong(points: Sequence[BenchPoint]) -> int:
     return sum(row.num_wrong for point in points for row in point.rows)
 
 
@@ -200,7 +200,7 @@ def table(result: BenchResult) -> list[str]:
     return lines
 
 
-def monta_best(point: Point) -> list[Row]:
+def monta_best(point: BenchPoint) -> list[BenchRow]:
     """The fastest plan of MoNTA's form, as measured: what its own search could at best have chosen."""
     rows = [row for row in point.rows if row.kind == "plan" and row.gather == Gather.WHOLE.value]
     return [min(rows, key=lambda row: row.p50_us)]

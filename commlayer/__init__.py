@@ -12,25 +12,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commlayer.agree.topology import discover_topology as discover_topology
+    from commlayer.collectives import GroupCommunicator as GroupCommunicator
     from commlayer.communicator import Communicator as Communicator
     from commlayer.compressed import CompressedGroup as CompressedGroup
-    from commlayer.profiles.catalog import resolve as load_profile
+    from commlayer.profiles.catalog import load_profile as load_profile
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
+    from commlayer.readers.clusters import resolve as load_cluster
+    from commlayer.readers.models import resolve as load_model
     from commlayer.scheduler.choose import Policy as Policy
     from commlayer.scheduler.wire import Scaling as Scaling
     from commlayer.scheduler.wire import WireFormat as WireFormat
     from commlayer.scheduler.wire import WirePolicy as WirePolicy
     from commlayer.statistics import reset_stats as reset_stats
     from commlayer.statistics import stats as stats
+    from commlayer.traces.recorder import recorder as recorder
     from commlayer.transfers import Pending as Pending
+    from commlayer.wire.codecs.codec import Codec as Codec
 
 __version__: str
 
 _HOME = {
+    "Codec": "commlayer.wire.codecs.codec:Codec",
     "CommlayerError": "commlayer.profiles.errors:CommlayerError",
     "Communicator": "commlayer.communicator:Communicator",
     "CompressedGroup": "commlayer.compressed:CompressedGroup",
+    "GroupCommunicator": "commlayer.collectives:GroupCommunicator",
     "Pending": "commlayer.transfers:Pending",
     "Policy": "commlayer.scheduler.choose:Policy",
     "Profile": "commlayer.profiles.profile:Profile",
@@ -39,15 +46,20 @@ _HOME = {
     "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
     "__version__": "commlayer.version:__version__",
     "discover_topology": "commlayer.agree.topology:discover_topology",
-    "load_profile": "commlayer.profiles.catalog:resolve",
+    "load_cluster": "commlayer.readers.clusters:resolve",
+    "load_model": "commlayer.readers.models:resolve",
+    "load_profile": "commlayer.profiles.catalog:load_profile",
+    "recorder": "commlayer.traces.recorder:recorder",
     "reset_stats": "commlayer.statistics:reset_stats",
     "stats": "commlayer.statistics:stats",
 }
 
 __all__ = [
+    "Codec",
     "CommlayerError",
     "Communicator",
     "CompressedGroup",
+    "GroupCommunicator",
     "Pending",
     "Policy",
     "Profile",
@@ -56,7 +68,10 @@ __all__ = [
     "WirePolicy",
     "__version__",
     "discover_topology",
+    "load_cluster",
+    "load_model",
     "load_profile",
+    "recorder",
     "reset_stats",
     "stats",
 ]

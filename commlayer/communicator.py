@@ -29,7 +29,7 @@ from commlayer.failures.board import Failure, FailureBoard, Wait, own_client
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, inherited
-from commlayer.profiles.catalog import resolve
+from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import (
     ClusterError,
     CollectiveTimeoutError,
@@ -443,4 +443,4 @@ def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> P
             "no profile: measure this cluster with `torchrun … commlayer profile -o cluster.json` and pass "
             "profile='cluster.json' (or set COMMLAYER_PROFILE); shipped ones are listed by `commlayer profiles list`"
         )
-    return resolve(str(name))
+    return load_profile(str(name))

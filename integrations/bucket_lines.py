@@ -29,7 +29,7 @@ from commlayer.engine.progress import ProgressQueue, QueuedWork
 from commlayer.integrations.wire import flat_rows
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["Bucket", "Line", "lines_of", "needs_one_order"]
+__all__ = ["Bucket", "BucketLine", "lines_of", "needs_one_order"]
 
 _WHOLE_ROWS = 1024
 """Elements: a multiple of these can be cut into the rows that share scales (flat_rows)."""
@@ -117,7 +117,7 @@ class Bucket:
         self.is_there = [False] * len(self.parameters)
 
 
-class Line:
+class BucketLine:
     """Buckets in the order in which all ranks start them."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -212,12 +212,12 @@ def needs_one_order(parameters: Iterable[torch.Tensor]) -> bool:
     return any(parameter.is_cuda for parameter in parameters)
 
 
-def lines_of(buckets: Sequence[Bucket], *, is_one: bool) -> list[Line]:
+def lines_of(buckets: Sequence[Bucket], *, is_one: bool) -> list[BucketLine]:
     """A line for each group; ``is_one``: one for all, those that do not start in the backward pass last, or nothing behind them
     would either."""
     if is_one:
-        return [Line(sorted(buckets, key=lambda bucket: not bucket.is_free))]
+        return [BucketLine(sorted(buckets, key=lambda bucket: not bucket.is_free))]
     groups: dict[dist.ProcessGroup | None, list[Bucket]] = {}
     for bucket in buckets:
         groups.setdefault(bucket.group, []).append(bucket)
-    return [Line(each) for each in groups.values()]
+    return [BucketLine(each) for each in groups.values()]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.bucket_lines import Bucket, Line, lines_of, needs_one_order
+from commlayer.integrations.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
 from commlayer.integrations.gradients import compressed_axis, gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.wire import WireChoice, flat_policy
@@ -80,10 +80,10 @@ class GradientBuckets:
             raise UsageError(f"bucket_bytes must be 1 or more, got {bucket_bytes}")
         policy = flat_policy(wire, "dp")
         self._made_for = _signature(module), bucket_bytes, policy
-        self._lines: list[Line] = []
+        self._lines: list[BucketLine] = []
         self._shared_groups: set[dist.ProcessGroup | None] = set()
         self._is_last = True
-        self._places: dict[int, tuple[Line, Bucket, int]] = {}
+        self._places: dict[int, tuple[BucketLine, Bucket, int]] = {}
         self._handles: list[Any] = []
         axes = {id(parameter): axis for axis, found in gradient_axes(module).items() for parameter in found}
         shared = {

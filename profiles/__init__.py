@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from commlayer.profiles.catalog import load_profile
     from commlayer.profiles.compare import Difference, diff
     from commlayer.profiles.curve import Curve
     from commlayer.profiles.links import COLLECTIVES, Peaks, Resource, bus_factor
-    from commlayer.profiles.profile import Interference, Profile, check_shape, load_profile, parse_profile
+    from commlayer.profiles.profile import Interference, Profile, check_shape, parse_profile, read_profile
     from commlayer.profiles.topology import Topology
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "diff",
     "load_profile",
     "parse_profile",
+    "read_profile",
 ]
 
 _HOMES = {
@@ -44,8 +46,9 @@ _HOMES = {
     "bus_factor": "links",
     "check_shape": "profile",
     "diff": "compare",
-    "load_profile": "profile",
+    "load_profile": "catalog",
     "parse_profile": "profile",
+    "read_profile": "profile",
 }
 _MODULES = ("catalog", "measure")
 

@@ -10,9 +10,9 @@ from commlayer.profiles.links import bus_factor
 if TYPE_CHECKING:
     from commlayer.profiles.measure import Point
 
-__all__ = ["COLUMNS", "Row"]
+__all__ = ["COLUMNS", "NcclRow"]
 
-#: The headers; what ``Row.cells`` returns stands under them.
+#: The headers; what ``NcclRow.cells`` returns stands under them.
 COLUMNS = (
     "size(B)",
     "count(elements)",
@@ -29,7 +29,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class NcclRow:
     """One line. ``time_us`` is the mean, as in nccl-tests; ``num_wrong`` is None where nothing was checked.
 
     ``half_width_percent`` is half the confidence interval of the median, in % of it: infinite (null in JSON) where too few
@@ -49,7 +49,7 @@ class Row:
     num_outliers: int
 
     @classmethod
-    def of(cls, point: Point, *, dtype: str = "uint8", element_bytes: int = 1, num_wrong: int | None = None) -> Row:
+    def of(cls, point: Point, *, dtype: str = "uint8", element_bytes: int = 1, num_wrong: int | None = None) -> NcclRow:
         """The line of one point, whose elements are ``dtype`` of ``element_bytes`` bytes each."""
         samples = point.samples
         algbw_gbps = point.nbytes / samples.mean_us / 1e3

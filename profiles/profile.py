@@ -26,18 +26,18 @@ from commlayer.profiles.strict_json import convert, parse_object, pretty
 from commlayer.profiles.topology import Topology
 
 __all__ = [
-    "FORMAT",
+    "PROFILE_FORMAT",
     "VERSION",
     "Difference",
     "Interference",
     "Profile",
     "check_shape",
     "diff",
-    "load_profile",
     "parse_profile",
+    "read_profile",
 ]
 
-FORMAT: Final = "commlayer-profile"
+PROFILE_FORMAT: Final = "commlayer-profile"
 VERSION: Final = 1
 
 _ALLOWED = {
@@ -74,7 +74,7 @@ class Interference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """A cluster's profile: what its links can do. Make one with ``create`` or ``load_profile``; both see to the fingerprint.
+    """A cluster's profile: what its links can do. Make one with ``create`` or ``read_profile``; both see to the fingerprint.
 
     Attributes:
         name: for people; also the file name in the catalogue.
@@ -95,7 +95,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ProfileError: a value that breaks one of these rules; the message names the field.
     """
 
-    format: Literal["commlayer-profile"] = FORMAT
+    format: Literal["commlayer-profile"] = PROFILE_FORMAT
     version: Literal[1] = VERSION
     name: str
     kind: Literal["measured", "emulated", "published", "paper"]
@@ -264,7 +264,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         write_file(path, self.to_json(), new_only=new_only)
 
 
-def load_profile(path: str | os.PathLike[str]) -> Profile:
+def read_profile(path: str | os.PathLike[str]) -> Profile:
     """Read and check one profile file. Never waits: a FIFO or a device is refused.
 
     Raises:
@@ -291,9 +291,11 @@ def parse_profile(data: bytes | str, where: str) -> Profile:
     """
     content = parse_object(data, where)
     found = content.get("format")
-    if found != FORMAT:
+    if found != PROFILE_FORMAT:
         got = f"got {found!r}" if "format" in content else "but it is missing"
-        raise ProfileError(f"{where}: field format: expected {FORMAT!r}, {got}: this is not a commlayer profile")
+        raise ProfileError(
+            f"{where}: field format: expected {PROFILE_FORMAT!r}, {got}: this is not a commlayer profile"
+        )
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         raise ProfileError(

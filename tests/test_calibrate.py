@@ -18,7 +18,7 @@ from commlayer.cli.main import main
 from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import ProfileError
-from commlayer.profiles.profile import Profile, load_profile
+from commlayer.profiles.profile import Profile, read_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Planner, choose
 from commlayer.scheduler.traffic import Traffic
@@ -151,7 +151,7 @@ def test_a_damaged_entry_is_measured_again_and_replaced(
     path = entry_of(monkeypatch, tmp_path)
     path.write_text(content)
     assert plan_without(monkeypatch, Settings(cache=str(tmp_path))).profile.name == "mine"
-    assert load_profile(path).name == "mine"
+    assert read_profile(path).name == "mine"
     said = capfd.readouterr().err
     assert "cannot be used and is measured again" in said
     assert "\x1b" not in said
@@ -174,7 +174,7 @@ def test_of_jobs_that_measure_at_once_the_first_one_s_is_kept(
 
     monkeypatch.setattr(calibrate, "measure_cluster", measure)
     assert planner_of_a_job(tmp_path).profile.name == "mine"  # what this job's ranks have measured
-    assert load_profile(path).name == ("theirs" if theirs == "whole" else "mine")
+    assert read_profile(path).name == ("theirs" if theirs == "whole" else "mine")
     assert list(tmp_path.iterdir()) == [path]
     assert ("as another job has kept it meanwhile" in capfd.readouterr().err) == (theirs == "whole")
 
@@ -226,7 +226,7 @@ def test_jobs_that_start_at_once_each_use_their_own_and_later_ones_the_first(tmp
     assert len(first) == len(second) == 1  # the same on all ranks of a job
     assert first != second
     (path,) = (tmp_path / "cache").iterdir()
-    kept = {f"FINGERPRINT {load_profile(path).fingerprint}"}
+    kept = {f"FINGERPRINT {read_profile(path).fingerprint}"}
     assert kept in (first, second)
     assert said.count("kept in ") == said.count("as another job has kept it meanwhile") == 1
     (third,), said = run(["third"])

@@ -27,7 +27,7 @@ def test_every_shipped_profile_is_sound() -> None:
 
 def test_the_generated_files_are_what_the_generator_writes() -> None:
     folder = Path(build.__file__).parent
-    for profile in build.build():
+    for profile in build.build_catalog():
         assert (folder / f"{profile.name}.json").read_text(encoding="utf-8") == profile.to_json(), (
             "run python -m commlayer.profiles.catalog.build"
         )
@@ -109,9 +109,9 @@ def test_a_profile_is_found_by_name_or_by_path(tmp_path: Path, monkeypatch: pyte
     mine.save(tmp_path / "mine.json")
     mine.save(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
-    assert catalog.resolve("monta-a800-2x8") is monta
+    assert catalog.load_profile("monta-a800-2x8") is monta
     for path in (str(tmp_path / "mine.json"), "./mine", "mine.json", "mine"):
-        assert catalog.resolve(path) == mine
+        assert catalog.load_profile(path) == mine
 
 
 def test_a_file_of_a_shipped_name_does_not_hide_it(
@@ -119,18 +119,18 @@ def test_a_file_of_a_shipped_name_does_not_hide_it(
 ) -> None:
     (tmp_path / "monta-a800-2x8").write_text("not a profile")
     monkeypatch.chdir(tmp_path)
-    assert catalog.resolve("monta-a800-2x8") is monta
+    assert catalog.load_profile("monta-a800-2x8") is monta
     with pytest.raises(ProfileError, match="expected JSON"):
-        catalog.resolve("./monta-a800-2x8")
+        catalog.load_profile("./monta-a800-2x8")
 
 
 def test_an_unknown_profile_is_answered_with_close_ones() -> None:
     with pytest.raises(ProfileNotFoundError, match=r"got 'monta-a800'\. Did you mean monta-a800-2x8.*profiles list"):
-        catalog.resolve("monta-a800")
+        catalog.load_profile("monta-a800")
     with pytest.raises(ProfileNotFoundError, match="h100-eos-2x8 or h800-2x8"):
-        catalog.resolve("zzz")
+        catalog.load_profile("zzz")
     with pytest.raises(ProfileNotFoundError, match=r"none\.json: expected a profile, got no such file"):
-        catalog.resolve("none.json")
+        catalog.load_profile("none.json")
 
 
 def test_the_generator_writes_its_own_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +138,4 @@ def test_the_generator_writes_its_own_files_only(tmp_path: Path, monkeypatch: py
     (tmp_path / "emulated-2x4.json").write_text("measured")
     build.main()
     assert (tmp_path / "emulated-2x4.json").read_text() == "measured"
-    assert len(list(tmp_path.iterdir())) == 1 + len(build.build())
+    assert len(list(tmp_path.iterdir())) == 1 + len(build.build_catalog())

@@ -76,7 +76,7 @@ def test_errors_are_one_line_and_a_status(monkeypatch: pytest.MonkeyPatch) -> No
     def bug(name: str) -> None:
         raise InternalError("a bug")
 
-    monkeypatch.setattr(catalog, "resolve", bug)
+    monkeypatch.setattr(catalog, "load_profile", bug)
     result = call("plan", "--profile", "x", "--bytes", "1MB", status=3)
     assert "please report it" in result.stderr
     traced = CliRunner().invoke(main, ["--traceback", "plan", "--profile", "x", "--bytes", "1MB"])
@@ -218,6 +218,45 @@ def test_plan_policy_options() -> None:
     assert call_json(*MONTA, "--tolerance", "0.5")["decision"]["strategy"] == "hierarchical"
     only = call(*MONTA, "--strategy", "pipelined").stdout
     assert "–" in only  # no flat to compare with
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--group world", "--group is for collectives other than all_to_all"),
+        ("--top-k 2", "--top-k is for a size from --batch, --sequence and --hidden, got it with --bytes"),
+        ("--top-k 1", "--top-k is for"),  # the default too: whoever gives it expects it to count
+        ("--dtype fp32", "--dtype is for a size from --batch, --sequence and --hidden, or for --wire"),
+        ("--collective all_reduce --dtype fp32", "--dtype is for"),
+        ("--collective all_reduce --gather whole", "--gather is for --collective all_to_all"),
+        ("--strategy flat --gather whole", "--gather is for strategies that gather"),
+        ("--strategy flat --strategy hierarchical --max-chunks 4", "--max-chunks is for strategies in chunks"),
+        ("--all --json", "--all is for the table"),
+        ("--strategy flat --strategy flat_direct", "--strategy flat_direct: expected a strategy with a plan"),
+    ],
+)
+def test_plan_refuses_what_it_would_ignore(options: str, words: str) -> None:
+    message = call("plan", "-p", "h800-2x8", "-b", "16MiB", *options.split(), status=2).stderr
+    assert words in message
+    assert "leave it out" in message or "use those" in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--batch 1 --sequence 8192 --hidden 8192 --top-k 2 --dtype bf16",
+        "-b 16MiB --strategy flat --strategy pipelined --max-chunks 3 --gather remote",
+        "-b 16MiB --strategy hierarchical --gather whole --tolerance 0 --no-interference",
+        "-b 16MiB --tp 4 --ep 2 --link inter",
+    ],
+)
+def test_plan_takes_what_counts(options: str) -> None:
+    call("plan", "-p", "h800-2x8", *options.split())
+
+
+def test_plan_asked_for_a_strategy_where_there_is_nothing_to_move() -> None:
+    words = call("plan", "-p", "monta-a800-2x8", "-b", "0", "--strategy", "pipelined", status=2).stderr
+    assert "the only plan for this traffic (nothing to move)" in words
 
 
 def test_plan_nothing_to_move() -> None:
@@ -402,8 +441,56 @@ def test_doctor_without_metadata_knows_no_minimums(monkeypatch: pytest.MonkeyPat
 def test_emulate_runs_a_rank_for_each_place() -> None:
     done = shell("emulate", "--nodes", "2", "--ranks-per-node", "2", "--", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", *(f"rank {rank} of 4" for rank in range(4))]
+    assert sorted(done.stdout.split("\n")) == ["", *(f"[rank {rank}] rank {rank} of 4" for rank in range(4))]
     assert "commlayer emulate: 2 x 2 ranks" in done.stderr
+
+
+def emulate(*arguments: str, script: str) -> subprocess.CompletedProcess[str]:
+    """Without namespaces: what is printed is the same."""
+    return shell("emulate", "--mode", "loopback", *arguments, "--", "sh", "-c", script)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--nodes", "1", "--ranks-per-node", "2"), ["[rank 0] a", "[rank 0] b", "[rank 1] a", "[rank 1] b"]),
+        (("--nodes", "2", "--per-node"), ["[node 0] a", "[node 0] b", "[node 1] a", "[node 1] b"]),
+        (("--nodes", "1", "--ranks-per-node", "2", "--no-prefix"), ["a", "a", "b", "b"]),
+        (("--nodes", "1", "--ranks-per-node", "1"), ["a", "b"]),
+        (("--nodes", "1", "--ranks-per-node", "1", "--prefix"), ["[rank 0] a", "[rank 0] b"]),
+    ],
+)
+def test_emulate_begins_each_line_with_the_rank(options: tuple[str, ...], expected: list[str]) -> None:
+    done = emulate(*options, script='echo a; printf b; [ -n "$RANK$PET_NODE_RANK" ] && echo')
+    assert sorted(done.stdout.split("\n"))[1:] == expected
+    assert done.returncode == 0
+
+
+@pytest.mark.cluster
+def test_emulate_says_which_rank_failed_and_what_it_said() -> None:
+    done = emulate(
+        "--nodes=2", "--ranks-per-node=2", script='echo "hello from $RANK" >&2; [ $RANK = 2 ] && exit 7; sleep 60'
+    )
+    assert done.returncode == 7
+    said = done.stderr.partition("commlayer emulate: rank 2 (node 1) ")[2].splitlines()
+    assert said[:2] == ["exited with code 7; the last lines of its stderr:", "    hello from 2"]
+    assert said[2] == "rank 0 (node 0), rank 1 (node 0), rank 3 (node 1): killed by the cluster after rank 2 failed"
+    assert "[rank 2] hello from 2" in done.stderr
+
+
+@pytest.mark.cluster
+def test_emulate_names_the_signal_and_the_node() -> None:
+    done = emulate("--nodes=2", "--per-node", "--no-prefix", script="[ $GROUP_RANK = 1 ] && kill -SEGV $$; sleep 1")
+    assert done.returncode == 128 + 11
+    assert done.stderr.endswith("commlayer emulate: node 1 killed by signal 11 (SIGSEGV)\n")
+
+
+@pytest.mark.cluster
+def test_emulate_says_what_ranks_said_last_when_the_time_is_up() -> None:
+    done = emulate("--nodes=1", "--ranks-per-node=2", "--timeout=700ms", script="echo stuck in a lock >&2; sleep 60")
+    assert done.returncode == 124
+    assert "    stuck in a lock" in done.stderr
 
 
 @pytest.mark.cluster

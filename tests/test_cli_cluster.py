@@ -21,8 +21,8 @@ from commlayer.measure.results import BenchResult
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import Point, summarize
-from commlayer.profiles.nccl_table import COLUMNS, Row
-from commlayer.profiles.profile import load_profile, parse_profile
+from commlayer.profiles.nccl_table import COLUMNS, NcclRow
+from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.testing.synthetic import synthetic_profile
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")
@@ -76,7 +76,7 @@ def test_profile_measures_and_writes_what_it_measured(tmp_path: Path) -> None:
     options = ("-n", "3", "-o", files["p.json"], "-J", files["t.json"], "--picture", files["p.svg"], "--json")
     result = shell("profile", "--emulate", "2x2", "--inter", "4gbit", "--name", "mine", *SMALL, *options)
     profile = parse_profile(result.stdout.encode(), "stdout")
-    assert profile == load_profile(files["p.json"])
+    assert profile == read_profile(files["p.json"])
     assert (profile.name, profile.kind, profile.topology, profile.gather) == ("mine", "emulated", "2x2", "remote")
     assert profile.environment["inter"] == "4gbit"
     assert profile.peaks.inter_gbps == pytest.approx(0.25)  # 4 Gbit/s are 0.5 GB/s, shared by two ranks
@@ -154,7 +154,19 @@ def test_bench_runs_sizes_that_are_no_power_of_two(tmp_path: Path) -> None:
 
 def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> None:
     synthetic_profile(nodes=2, ranks_per_node=1).save(tmp_path / "p.json")
-    cluster = ("emulate", "--nodes", "2", "--ranks-per-node", "1", "--inter", "4gbit", "--timeout", "100s", "--")
+    cluster = (
+        "emulate",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--inter",
+        "4gbit",
+        "--timeout",
+        "60s",
+        "--no-prefix",
+        "--",
+    )
     bench = ("bench", "--profile", tmp_path / "p.json", "-n", "1", "-b", "4KiB", "-e", "4KiB")
     output = shell(*cluster, *PROGRAM, *bench, "-o", tmp_path / "r.json").stdout
     assert "ratio" not in output
@@ -166,17 +178,41 @@ def test_a_wire_of_unknown_rate_has_no_limit_and_no_ratios(tmp_path: Path) -> No
 
 def test_ranks_of_a_torchrun_style_start_print_once(tmp_path: Path) -> None:
     profile = ("profile", "-b", "4KiB", "-e", "4KiB", "-n", "2", "-o", tmp_path / "p.json", "--json")
-    cluster = ("emulate", "--nodes", "2", "--ranks-per-node", "2", "--inter", "4gbit", "--timeout", "100s", "--")
+    cluster = (
+        "emulate",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "2",
+        "--inter",
+        "4gbit",
+        "--timeout",
+        "60s",
+        "--no-prefix",
+        "--",
+    )
     measured = parse_profile(shell(*cluster, *PROGRAM, *profile).stdout.encode(), "stdout")
     assert (measured.name, measured.topology, measured.kind) == ("emulated-2x2", "2x2", "emulated")
     assert "at rates not known here" in measured.source
-    assert measured == load_profile(tmp_path / "p.json")
+    assert measured == read_profile(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("by", ["--emulate", "emulate"])
 def test_a_profile_of_loopback_says_that_its_times_mean_nothing(by: str) -> None:
     profile = ("-b", "4KiB", "-e", "4KiB", "-n", "2", "--json")
-    cluster = ("emulate", "--mode", "loopback", "--nodes", "2", "--ranks-per-node", "1", "--", *PROGRAM, "profile")
+    cluster = (
+        "emulate",
+        "--mode",
+        "loopback",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "1",
+        "--no-prefix",
+        "--",
+        *PROGRAM,
+        "profile",
+    )
     command = ("profile", "--emulate", "2x1", "--inter", "4gbit") if by == "--emulate" else cluster
     measured = parse_profile(shell(*command, *profile, COMMLAYER_EMULATION="loopback").stdout.encode(), "stdout")
     assert measured.kind == "emulated"
@@ -207,7 +243,7 @@ def test_demo_measures_proves_and_reports(tmp_path: Path, monkeypatch: pytest.Mo
     assert "bit-equal" in output
     written: dict[str, Any] = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert set(written) == {"profile.json", "result.json", "report.html", "trace.json"}
-    assert load_profile(tmp_path / "out" / "profile.json").topology == "2x2"
+    assert read_profile(tmp_path / "out" / "profile.json").topology == "2x2"
     assert json.loads(written["trace.json"])["traceEvents"]
     assert written["report.html"].count("<svg") >= 3
 
@@ -296,7 +332,7 @@ def test_progress_compares_only_what_compares() -> None:
 def test_the_table_says_how_well_the_median_is_known() -> None:
     def cells(*times_us: float) -> dict[str, str]:
         point = Point("all_to_all", Resource.INTER, 2, 4096, summarize(times_us))
-        return dict(zip(COLUMNS, Row.of(point).cells(), strict=True))
+        return dict(zip(COLUMNS, NcclRow.of(point).cells(), strict=True))
 
     assert (cells(100, 101, 99)["±%"], cells(100, 101, 99)["out"]) == ("inf", "0")
     many = cells(*(100.0 + k / 2 for k in range(10)), 1000.0)

@@ -23,7 +23,7 @@ from commlayer.drawing import (
     timeline_figure,
     write_report,
 )
-from commlayer.measure.results import BenchResult, Point, Row
+from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
@@ -41,9 +41,9 @@ def measured(timeline: Timeline, factor: float = 1.1) -> Timeline:
     return Timeline(timeline.plan, tuple((start * factor, end * factor) for start, end in timeline.spans))
 
 
-def fake_row(name: str, kind: str, p50_us: float, torch_us: float, **fields: object) -> Row:
+def fake_row(name: str, kind: str, p50_us: float, torch_us: float, **fields: object) -> BenchRow:
     ratio = p50_us / torch_us
-    return Row(
+    return BenchRow(
         name=name,
         kind=kind,
         p50_us=p50_us,
@@ -59,7 +59,7 @@ def fake_row(name: str, kind: str, p50_us: float, torch_us: float, **fields: obj
     )
 
 
-def fake_point(nbytes: int, name: str = "pipelined×8") -> Point:
+def fake_point(nbytes: int, name: str = "pipelined×8") -> BenchPoint:
     torch_us = 3000 + nbytes / 16e6 * 1.5e6
     plan_us = 2200 + nbytes / 16e6 * 3.3e5
     rows = [
@@ -75,7 +75,9 @@ def fake_point(nbytes: int, name: str = "pipelined×8") -> Point:
         fake_row("pipelined×4", "plan", plan_us * 1.04, torch_us, strategy="pipelined", chunks=4, predicted_us=plan_us),
     ]
     reason = "pipelined×8: the next best, hierarchical, is predicted 40 % slower; bottleneck inter"
-    return Point(logical_bytes=nbytes, wire_limit_us=nbytes / 2 / 0.05e9 * 1e6 * 1.05, reason=reason, rows=tuple(rows))
+    return BenchPoint(
+        logical_bytes=nbytes, wire_limit_us=nbytes / 2 / 0.05e9 * 1e6 * 1.05, reason=reason, rows=tuple(rows)
+    )
 
 
 def fake_result(sizes: tuple[int, ...] = (2**16, 2**18, 2**20, 2**22, 2**24, 2**25), **changes: object) -> BenchResult:

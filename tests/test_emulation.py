@@ -31,7 +31,7 @@ from commlayer.emulation import (
     request_shape,
     rights,
 )
-from commlayer.emulation.jobs import Layout, pick_port
+from commlayer.emulation.jobs import ClusterLayout, pick_port
 from commlayer.profiles.errors import ClusterError, RankFailedError, RightsError, SettingsError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -168,7 +168,7 @@ def network_after_a_moment() -> str:
 
 
 def test_a_port_on_loopback_is_free_and_none_that_the_kernel_gives_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = Layout(1, 2, "loopback")
+    layout = ClusterLayout(1, 2, "loopback")
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(pick_port(layout, 0) for _ in range(100)) < lowest
     with socket.create_server(("127.0.0.1", pick_port(layout, 0))) as taken:

@@ -18,7 +18,7 @@ import pytest
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import ProfileError, ProfileNotFoundError, UsageError
 from commlayer.profiles.files import read_file, replacing, write_file
-from commlayer.profiles.profile import Profile, load_profile
+from commlayer.profiles.profile import Profile, read_profile
 from commlayer.readers import clusters, models
 from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.files import rank_name, read_folder, write_trace
@@ -50,7 +50,7 @@ def test_only_regular_files_are_read(
     with pytest.raises(OSError, match=words):
         read_file("odd.json")
     with pytest.raises(ProfileError, match=f"odd.json: cannot read the profile: expected a regular file, {words}"):
-        catalog.resolve("odd.json")
+        catalog.load_profile("odd.json")
     with pytest.raises(UsageError, match=f"odd.json: cannot read the cluster file: .*{words}"):
         clusters.resolve("odd.json")
     if kind != "directory":  # of which a model's config.json is read
@@ -75,7 +75,7 @@ def test_a_file_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(65 << 20)
     with pytest.raises(ProfileError, match="expected at most"):
-        load_profile(path)
+        read_profile(path)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_file_larger_than_the_bound_is_refused(tmp_path: Path) -> None:
 )
 def test_a_name_that_no_profile_can_have_is_an_ordinary_error(name: str, words: str) -> None:
     with pytest.raises(ProfileError, match=words) as caught:
-        catalog.resolve(name)
+        catalog.load_profile(name)
     assert len(str(caught.value)) < 500
     assert str(caught.value).isprintable()
     with pytest.raises(UsageError):
@@ -103,7 +103,7 @@ def test_a_name_that_no_profile_can_have_is_an_ordinary_error(name: str, words: 
 
 def test_a_name_alone_that_is_too_long_is_not_found() -> None:
     with pytest.raises(ProfileNotFoundError):
-        catalog.resolve(_LONG)
+        catalog.load_profile(_LONG)
 
 
 # Writing
@@ -226,10 +226,10 @@ def test_processes_that_write_at_once_never_leave_a_mix(tmp_path: Path, new_only
     seen = set()
     while any(writer.is_alive() for writer in writers):
         if path.exists():
-            seen.add(load_profile(path).source.split(" …")[0])  # raises for a half, or a mix
+            seen.add(read_profile(path).source.split(" …")[0])  # raises for a half, or a mix
     for writer in writers:
         writer.join()
-    last = load_profile(path)
+    last = read_profile(path)
     assert last in [_profile(k) for k in range(1, 5)]
     assert os.listdir(tmp_path) == ["cluster.json"]
     codes = sorted(writer.exitcode or 0 for writer in writers)
@@ -244,4 +244,4 @@ def test_a_profile_with_half_a_character_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ProfileError, match=r"expected Unicode text, got \\ud800"):
-        load_profile(path)
+        read_profile(path)

@@ -30,7 +30,7 @@ from commlayer.profiles.measure import (
     summarize,
     sweep,
 )
-from commlayer.profiles.nccl_table import COLUMNS, Row
+from commlayer.profiles.nccl_table import COLUMNS, NcclRow
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.plan import Plan
@@ -191,13 +191,13 @@ def test_sizes_follow_nccl_tests() -> None:
 
 def test_a_row_has_nccl_tests_columns() -> None:
     point = Point("all_gather", Resource.INTRA, 8, 64_000_000, summarize([400.0] * 6))
-    row = Row.of(point, dtype="bfloat16", element_bytes=2, num_wrong=0)
+    row = NcclRow.of(point, dtype="bfloat16", element_bytes=2, num_wrong=0)
     assert row.algbw_gbps == pytest.approx(160)
     assert row.busbw_gbps == pytest.approx(140)
     rates, times, quality = ("400.0", "160.0", "140.0"), ("400.0", "400.0"), ("0.0", "0")
     assert row.cells() == ("64000000", "32000000", "bfloat16", *rates, "0", *times, *quality)
     assert len(row.cells()) == len(COLUMNS)
-    assert Row.of(point).cells()[6] == "N/A"
+    assert NcclRow.of(point).cells()[6] == "N/A"
 
 
 def together(alone_a_us: float, alone_b_us: float, slow_a: float, slow_b: float) -> tuple[float, float]:

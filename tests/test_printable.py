@@ -18,7 +18,7 @@ from commlayer.cli.main import main
 from commlayer.cli.progress import progress
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, ProfileError
 from commlayer.profiles.printable import printable, shortened
-from commlayer.profiles.profile import load_profile, parse_profile
+from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.statistics import print_table
 from commlayer.testing.synthetic import synthetic_profile
 from commlayer.traces.files import RankTrace, rank_name, write_trace
@@ -183,4 +183,4 @@ def test_commands_print_through_one_place() -> None:
 
 
 def test_the_file_keeps_what_its_maker_wrote(evil_files: dict[str, str]) -> None:
-    assert load_profile(evil_files["profile"]).name == EVIL
+    assert read_profile(evil_files["profile"]).name == EVIL

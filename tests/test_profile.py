@@ -22,8 +22,8 @@ from commlayer.profiles import (
     Topology,
     check_shape,
     diff,
-    load_profile,
     parse_profile,
+    read_profile,
 )
 from commlayer.profiles.errors import (
     PlanError,
@@ -126,7 +126,7 @@ def test_save_replaces_the_file_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     path.write_text("old")
     make().save(path)
-    assert load_profile(path) == make()
+    assert read_profile(path) == make()
     assert [entry.name for entry in tmp_path.iterdir()] == ["cluster.json"]
 
 
@@ -276,7 +276,7 @@ def test_a_damaged_profile_is_refused_with_file_field_and_reason(case: str, tmp_
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ProfileError, match=message) as caught:
-        load_profile(path)
+        read_profile(path)
     assert str(caught.value).startswith(f"{path}: field ")
 
 
@@ -309,15 +309,15 @@ def test_a_file_that_is_no_json_object_is_refused(data: bytes, message: str, tmp
     path = tmp_path / "cluster.json"
     path.write_bytes(data)
     with pytest.raises(ProfileError, match=message) as caught:
-        load_profile(path)
+        read_profile(path)
     assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileNotFoundError, match=r"none\.json: expected a profile, got no such file"):
-        load_profile(tmp_path / "none.json")
+        read_profile(tmp_path / "none.json")
     with pytest.raises(ProfileError, match="cannot read the profile: expected a regular file, got a directory"):
-        load_profile(tmp_path)
+        read_profile(tmp_path)
 
 
 def test_create_refuses_what_the_file_would_be_refused_for() -> None:
@@ -378,7 +378,7 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     heavy = ("torch", "numpy", "scipy", "matplotlib")
     code = (
         "import sys, commlayer.profiles as p; assert 'msgspec' not in sys.modules; "
-        "[getattr(p, name) for name in p.__all__]; p.catalog.resolve('monta-a800-2x8'); p.measure; "
+        "[getattr(p, name) for name in p.__all__]; p.catalog.load_profile('monta-a800-2x8'); p.measure; "
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -27,7 +27,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler import Plan, Traffic, choose
 from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
-from commlayer.traces.analyse import Selected, Window, lanes, lateness, plans, select
+from commlayer.traces.analyse import Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
 from commlayer.traces.events import merged_events, rank_events, running
 from commlayer.traces.files import RankTrace, rank_name, rank_paths, read_folder, write_rank, write_trace
@@ -271,7 +271,7 @@ def invoke(*arguments: str | Path, status: int = 0) -> Result:
 
 
 def test_lanes_add_up() -> None:
-    found = {times.lane: times for times in lanes(select(job()))}
+    found = {times.lane: times for times in lane_times(select(job()))}
     assert list(found) == ["ep", "dp", ""]
     ep, dp, none = found.values()
     assert (ep.num_calls, ep.num_ranks, ep.num_unknown) == (8, 4, 0)
@@ -282,14 +282,14 @@ def test_lanes_add_up() -> None:
     assert (dp.queued_us, dp.held_us) == (2 * 1e3, 2 * 5e3)
     assert dp.exposed_us == 2 * (11e3 + 3e3 / 4)  # rank 2 waits 3 ms longer
     assert (none.num_unknown, none.wire_ratio, none.logical_bytes) == (0, None, 0)  # barriers
-    (together,) = lanes(select(job()), together=True)
+    (together,) = lane_times(select(job()), together=True)
     assert together.num_calls == 24
     assert together.exposed_us == ep.exposed_us + dp.exposed_us + none.exposed_us  # they do not overlap here
 
 
 def test_exposed_time_of_overlapping_waits_counts_once() -> None:
     call = replace(fake_calls(0)[1], waited=[(0, 10 * MS), (5 * MS, 12 * MS), (20 * MS, 20 * MS)])
-    (times,) = lanes(select([fake_trace(0, [call, replace(call, sequence=9)])]))
+    (times,) = lane_times(select([fake_trace(0, [call, replace(call, sequence=9)])]))
     assert times.exposed_us == 12e3
 
 
@@ -325,7 +325,7 @@ def test_a_rank_without_records_counts_nowhere() -> None:
     traces = [*job()[:3], fake_trace(3, [])]
     ranks = select(traces)
     assert {each.rank: each.num_calls for each in lateness(ranks)} == {0: 6, 1: 6, 2: 6, 3: 0}
-    assert {times.lane: times.num_ranks for times in lanes(ranks)} == {"ep": 3, "dp": 3, "": 3}
+    assert {times.lane: times.num_ranks for times in lane_times(ranks)} == {"ep": 3, "dp": 3, "": 3}
     # without all its ranks nobody knows when the last one came
     assert {each.ratio_together for each in plans(ranks)} == {None}
 
@@ -369,7 +369,7 @@ def test_batches_of_messages_count_and_are_matched_with_nothing(tmp_path: Path) 
     ranks = select(traces)
     assert [(each.num_calls, each.num_last, each.late_us) for each in lateness(ranks)] == [(0, 0, [])] * 2
     assert plans(ranks) == []
-    (times,) = lanes(ranks)
+    (times,) = lane_times(ranks)
     assert (times.lane, times.num_calls, times.num_unknown) == ("pp", 4, 0)
     assert (times.logical_bytes, times.inter_bytes, times.intra_bytes, times.wire_ratio) == (4 * 4096, 4 * 4096, 0, 1.0)
     assert (times.exposed_us, times.busy_us) == (4 * 5e3 / 2, 4 * 10e3 / 2)
@@ -476,7 +476,7 @@ def test_a_call_that_never_ended_reaches_to_the_end_of_the_trace() -> None:
     (drawn,) = slices(list(rank_events(trace)), "call")
     assert drawn["name"].endswith("(never ended)")
     assert drawn["ts"] + drawn["dur"] == 300e3
-    (times,) = lanes(select([trace]))
+    (times,) = lane_times(select([trace]))
     assert (times.num_calls, times.num_unfinished, times.busy_us, times.queued_us) == (2, 2, 0.0, 0.0)
     assert plans(select([trace])) == []
 
@@ -747,13 +747,13 @@ def test_the_tables(tmp_path: Path) -> None:
 
 def test_bytes_that_only_the_inner_backend_knows(tmp_path: Path) -> None:
     calls = [replace(call, inter_bytes=-1, intra_bytes=-1) if call.sequence else call for call in fake_calls(0)]
-    ep, _, _ = lanes(select([fake_trace(0, calls)]))
+    ep, _, _ = lane_times(select([fake_trace(0, calls)]))
     assert (ep.num_unknown, ep.inter_bytes, ep.logical_bytes, ep.wire_ratio) == (1, 512, 4096, 0.5)
     output = invoke(put(tmp_path, [fake_trace(0, calls)])).stdout
     assert "≥ 512 B" in output
     assert "≥: without 2 calls of the inner backend's own" in output
     calls = [replace(call, inter_bytes=-1) for call in calls]
-    assert lanes(select([fake_trace(0, calls)]))[1].wire_ratio is None
+    assert lane_times(select([fake_trace(0, calls)]))[1].wire_ratio is None
     assert invoke(put(tmp_path, [fake_trace(0, calls)])).stdout.count("?") == 4  # two lanes, two links
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commlayer.cli.launch import Place, check_place, emulation, place_of, place_options, run
+from commlayer.cli.launch import Place, check_place, emulation, place_of, place_options, run_job
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, json_option
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from commlayer.profiles.profile import Profile
     from commlayer.scheduler.price import Timeline
 
-__all__ = ["bench", "bench_job", "print_result", "refuse_wrong"]
+__all__ = ["bench_command", "bench_job", "print_result", "refuse_wrong"]
 
 Timelines = list[tuple[str, "Timeline", "Timeline"]]
 
 
-@click.command()
+@click.command("bench")
 @place_options
 @click.option("--profile", "profile_name", type=PROFILE, help="Plan with this profile.  [measure the cluster first]")
 @click.option("-b", "--min-bytes", type=BYTES, default="64KiB", show_default=True, help="Smallest size, a rank.")
@@ -37,7 +37,7 @@ Timelines = list[tuple[str, "Timeline", "Timeline"]]
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the result as JSON here.")
 @click.option("--report", type=REPORT, help="Write an HTML report here.")
 @json_option
-def bench(
+def bench_command(
     emulate: str | None,
     inter: str | None,
     intra: str | None,
@@ -65,17 +65,17 @@ def bench(
     """
     place = place_of(emulate, inter, intra, delay, timeout)
     from commlayer.measure.bench import BenchOptions
-    from commlayer.profiles.catalog import resolve
+    from commlayer.profiles.catalog import load_profile
     from commlayer.profiles.measure import sizes_between
     from commlayer.scheduler.plan import Gather
 
-    planned_with = resolve(profile_name) if profile_name else None
+    planned_with = load_profile(profile_name) if profile_name else None
     if planned_with is not None:
         check_place(place, planned_with.topology, planned_with.name)
     sizes = sizes_between(min_bytes, max_bytes, factor)
     gathers = tuple(Gather) if all_forms else ()
     options = BenchOptions(sizes, rounds, max_chunks, gathers, trace_bytes=sizes[-1:] if report else ())
-    found = run(place, bench_job, planned_with, options, place)
+    found = run_job(place, bench_job, planned_with, options, place)
     if found is None:
         return
     measured, result, timelines = found
@@ -107,8 +107,7 @@ def bench_job(
     from commlayer.agree.topology import discover_topology
     from commlayer.cli.profile import link_rates, measure_job
     from commlayer.cli.progress import progress
-    from commlayer.measure.bench import bench as run_bench
-    from commlayer.measure.bench import nearest_size
+    from commlayer.measure.bench import nearest_size, run_bench
     from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.profile import check_shape
 

@@ -265,7 +265,7 @@ def _choice() -> list[Finding]:
         )
         return [Finding(section, "warn", "profile", "none set", advice)]
     try:
-        profile = catalog.resolve(name)
+        profile = catalog.load_profile(name)
     except CommlayerError as error:
         return [Finding(section, "bad", "profile", name, str(error))]
     doubt = _DOUBTS.get(profile.kind, "")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commlayer.cli.launch import Place, place_of, run
+from commlayer.cli.launch import Place, place_of, run_job
 from commlayer.cli.parameters import json_option
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
@@ -57,7 +57,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
         echo("measuring its links (about a minute), then running every plan against torch.distributed", err=True)
     options = BenchOptions(_SIZES, max_chunks=_MAX_CHUNKS, trace_bytes=_SIZES[1:])
     sweep = SweepOptions(max_bytes=_SIZES[-1], repeats=Repeats(warmup=1, min_repeats=6, max_repeats=30, budget_us=1e6))
-    found = run(place, bench_job, None, options, place, sweep)
+    found = run_job(place, bench_job, None, options, place, sweep)
     if found is None:  # under torchrun, and not the first rank
         return
     profile, result, timelines = found

@@ -9,7 +9,7 @@ import click
 
 from commlayer.cli.checks import Finding, all_findings
 from commlayer.cli.parameters import json_option
-from commlayer.cli.tables import console, echo, plain, print_json
+from commlayer.cli.tables import cell_text, console, echo, print_json
 
 __all__ = ["doctor"]
 
@@ -47,11 +47,11 @@ def _show(findings: Sequence[Finding]) -> None:
         if finding.section != section:
             if section:
                 table.add_row()
-            table.add_row("", plain(finding.section, "bold"))
+            table.add_row("", cell_text(finding.section, "bold"))
             section = finding.section
         mark, colour = _MARKS[finding.mark]
-        advice = plain(finding.advice, "" if finding.mark != "ok" else "dim")
-        table.add_row(plain(mark, f"bold {colour}"), plain(finding.name), plain(finding.value), advice)
+        advice = cell_text(finding.advice, "" if finding.mark != "ok" else "dim")
+        table.add_row(cell_text(mark, f"bold {colour}"), cell_text(finding.name), cell_text(finding.value), advice)
     console().print(table)
     counts = {mark: sum(finding.mark == mark for finding in findings) for mark in _MARKS}
     echo(f"\n{counts['ok']} ✓   {counts['warn']} !   {counts['bad']} ✗")

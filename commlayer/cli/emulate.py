@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from commlayer.cli.parameters import DURATION_US
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import UsageError
+
+if TYPE_CHECKING:
+    from commlayer.emulation import EmulatedCluster, RankFailure
 
 __all__ = ["emulate"]
 
@@ -29,6 +34,11 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
     "--mode", type=_MODES, default="auto", show_default=True, help="auto: loopback where the machine grants no more."
 )
 @click.option("--per-node", is_flag=True, help="Start CMD once on each node, for torchrun itself.")
+@click.option(
+    "--prefix/--no-prefix",
+    default=None,
+    help="Begin each line that a rank prints with its name, [rank 3].  [prefix, but for a single process]",
+)
 @click.option("--timeout", type=DURATION_US, help="Kill everything after this time: 90s, 10m.  [never]")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 def emulate(
@@ -39,6 +49,7 @@ def emulate(
     delay: float,
     mode: str,
     per_node: bool,
+    prefix: bool | None,
     timeout: float | None,
     command: tuple[str, ...],
 ) -> None:
@@ -51,32 +62,64 @@ def emulate(
       commlayer emulate --nodes 2 --ranks-per-node 4 --inter 400mbit -- python train.py
       commlayer emulate --per-node -- torchrun --nproc-per-node 4 train.py
 
-    Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well.
+    Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well. Which ranks failed, how, and
+    what they said last, is told on stderr.
     """
-    from commlayer.emulation import EmulatedCluster, RanksTimedOutError
-
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
+    with _built(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay, mode=mode) as cluster:
+        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay))
+        if prefix is None:
+            prefix = nodes * (1 if per_node else ranks_per_node) > 1
+        status = _run(cluster, command, None if timeout is None else timeout / 1e6, per_node=per_node, prefix=prefix)
+    sys.exit(status)
+
+
+def _built(nodes: int, ranks_per_node: int, **links: Any) -> EmulatedCluster:
+    from commlayer.emulation import EmulatedCluster
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cluster = EmulatedCluster(
-            nodes,
-            ranks_per_node,
-            inter=inter,
-            intra=intra,
-            delay_us=delay,
-            mode=mode,  # type: ignore[arg-type]  # one of _MODES
-        )
-    with cluster:
-        for warning in caught:
-            _say(f"warning: {warning.message}")
-        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay))
-        try:
-            status = cluster.command(command, timeout_s=None if timeout is None else timeout / 1e6, per_node=per_node)
-        except RanksTimedOutError as error:
-            _say(str(error))
-            status = _TIMED_OUT
-    sys.exit(status)
+        cluster = EmulatedCluster(nodes, ranks_per_node, **links)
+    for warning in caught:
+        _say(f"warning: {warning.message}")
+    return cluster
+
+
+def _run(
+    cluster: EmulatedCluster, command: Sequence[str], timeout_s: float | None, *, per_node: bool, prefix: bool
+) -> int:
+    """The exit status; who failed has been said."""
+    from commlayer.emulation import RanksFailedError, RanksTimedOutError, exit_status
+
+    try:
+        return cluster.command(command, timeout_s=timeout_s, per_node=per_node, prefix=prefix, check=True)
+    except RanksTimedOutError as error:
+        _say(str(error))
+        return _TIMED_OUT
+    except RanksFailedError as error:
+        _say(_failed(error.failures, per_node))
+        return exit_status(error.failures)
+
+
+def _failed(failures: Sequence[RankFailure], per_node: bool) -> str:
+    """The ranks that failed by themselves, in the order of time, each with its last words; then those that were ended for it."""
+    lines = []
+    for failure in failures:
+        if not failure.by_cluster:
+            words = failure.traceback.splitlines()
+            lines.append(
+                f"{_name(failure, per_node)} {failure.reason}{'; the last lines of its stderr:' if words else ''}"
+            )
+            lines += [f"    {line}" for line in words]
+    ended = [failure for failure in failures if failure.by_cluster]
+    if ended:
+        lines.append(f"{', '.join(_name(failure, per_node) for failure in ended)}: {ended[0].reason}")
+    return "\n".join(lines)
+
+
+def _name(failure: RankFailure, per_node: bool) -> str:
+    return f"node {failure.node}" if per_node else f"rank {failure.rank} (node {failure.node})"
 
 
 def _say(words: str) -> None:

@@ -34,12 +34,12 @@ from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.units import format_us
 
-__all__ = ["estimate"]
+__all__ = ["estimate_command"]
 
 _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced alone"
 
 
-@click.command()
+@click.command("estimate")
 @job_options
 @setup_options
 @click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
@@ -47,7 +47,7 @@ _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced 
 @click.option("--trace", type=OUTPUT_FILE, help="Write that course for Chrome or Perfetto.")
 @click.option("--export", "trainer", type=EXPORT, help="Print the mapping's configuration for a trainer instead.")
 @json_option
-def estimate(
+def estimate_command(
     report: Path | None,
     picture: Path | None,
     trace: Path | None,

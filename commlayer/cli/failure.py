@@ -10,10 +10,10 @@ import click
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["Failure", "exit_code", "wants_traceback"]
+__all__ = ["CommandFailure", "exit_code", "wants_traceback"]
 
 
-class Failure(click.ClickException):
+class CommandFailure(click.ClickException):
     """A failure of the command: ``message``, with ``exit_code`` as the program's status."""
 
     def __init__(self, message: str, exit_code: int) -> None:

@@ -19,7 +19,7 @@ from commlayer.cli.tables import echo
 from commlayer.profiles.errors import ProfileMismatchError, UsageError
 from commlayer.profiles.topology import Topology
 
-__all__ = ["Emulation", "Place", "emulation", "is_first", "place_options", "run"]
+__all__ = ["Emulation", "Place", "emulation", "is_first", "place_options", "run_job"]
 
 Result = TypeVar("Result")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -123,7 +123,7 @@ def emulation() -> Emulation | None:
     return None if mode is None else "netns" if mode == "netns" else "loopback"
 
 
-def run(place: Place, job: Callable[..., Result], *arguments: Any) -> Result | None:
+def run_job(place: Place, job: Callable[..., Result], *arguments: Any) -> Result | None:
     """Run ``job(*arguments)`` on every rank, with torch.distributed initialised, and return rank 0's result.
 
     None on the other ranks of torchrun. Raises what the emulated cluster raises when a rank fails.

@@ -113,12 +113,12 @@ def _lengths(text: str | None) -> tuple[int, ...]:
 
 
 def _figure(found: Expansion) -> Figure:
-    from commlayer.drawing.mapping_figures import Line, curves_figure
+    from commlayer.drawing.mapping_figures import FigureLine, curves_figure
 
     lines = []
     for way in WAYS:
         results = [(row.sequence, row.layout(way).estimate) for row in found.rows]
-        lines.append(Line(way, [(float(tokens), each.mfu if each else None) for tokens, each in results]))
+        lines.append(FigureLine(way, [(float(tokens), each.mfu if each else None) for tokens, each in results]))
     marks = [(float(found.switch_at), "vertical from here, by MoNTA's rule")] if found.switch_at else []
     title = f"{found.model.name} on {found.cluster}: tp={found.tp}, ep={found.ep}"
     return curves_figure(lines, title, "tokens of a sequence", "MFU", crossings=marks, percent=True)

@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from commlayer import __version__
-from commlayer.cli.failure import Failure, exit_code, wants_traceback
+from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.printable import printable
 
@@ -30,7 +30,7 @@ class _Entry(NamedTuple):
 _CLUSTER = {
     "demo": _Entry("commlayer.cli.demo", "demo", "Measure, plan, run and prove it on an emulated cluster."),
     "profile": _Entry("commlayer.cli.profile", "profile", "Measure the links of a cluster into a profile."),
-    "bench": _Entry("commlayer.cli.bench", "bench", "Run every candidate plan against torch.distributed."),
+    "bench": _Entry("commlayer.cli.bench", "bench_command", "Run every candidate plan against torch.distributed."),
     "emulate": _Entry("commlayer.cli.emulate", "emulate", "Run any program on an emulated multi-node cluster."),
 }
 _OFFLINE = {
@@ -40,9 +40,13 @@ _OFFLINE = {
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }
 _MAPPINGS = {
-    "search": _Entry("commlayer.cli.search", "search", "Find the fastest mappings of a model that fit."),
-    "estimate": _Entry("commlayer.cli.estimate", "estimate", "Estimate one mapping: time, memory, what it sends."),
-    "what-if": _Entry("commlayer.cli.what_if", "what_if", "Vary one thing of a job or a cluster, or compare two ways."),
+    "search": _Entry("commlayer.cli.search", "search_command", "Find the fastest mappings of a model that fit."),
+    "estimate": _Entry(
+        "commlayer.cli.estimate", "estimate_command", "Estimate one mapping: time, memory, what it sends."
+    ),
+    "what-if": _Entry(
+        "commlayer.cli.what_if", "what_if_command", "Vary one thing of a job or a cluster, or compare two ways."
+    ),
     "long-context": _Entry(
         "commlayer.cli.long_context", "long_context", "Lay experts and context out from 4K to 1M tokens."
     ),
@@ -108,14 +112,14 @@ class LazyGroup(click.Group):
             if wants_traceback(ctx):
                 raise
             hint = "\nthis is a bug of commlayer: please report it with --traceback" if exit_code(error) == 3 else ""
-            raise Failure(f"{error}{hint}", exit_code(error)) from error
+            raise CommandFailure(f"{error}{hint}", exit_code(error)) from error
         except click.ClickException as error:  # of click's own, which quotes what was given
             error.message = printable(error.message)  # type: ignore[misc]  # click itself sets it late in places
             raise
         except OSError as error:
             if wants_traceback(ctx) or error.filename is None:
                 raise
-            raise Failure(f"{error.filename}: {error.strerror}", 1) from error
+            raise CommandFailure(f"{error.filename}: {error.strerror}", 1) from error
 
 
 @click.group(

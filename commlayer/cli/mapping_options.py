@@ -217,7 +217,7 @@ def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
             raise UsageError(
                 f"--cluster {name}: a measured profile says nothing about GPUs: add --gpu, one of {', '.join(hardware.GPUS)}"
             )
-        cluster = Cluster.from_profile(profile_catalog.resolve(name), hardware.GPUS[gpu])
+        cluster = Cluster.from_profile(profile_catalog.load_profile(name), hardware.GPUS[gpu])
     else:
         cluster = resolve_cluster(name)
         if gpu is not None:

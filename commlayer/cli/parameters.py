@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -13,8 +14,9 @@ from click.shell_completion import CompletionItem
 from commlayer.profiles.errors import UsageError
 from commlayer.units import parse_bytes
 
-__all__ = ["BYTES", "DURATION_US", "OUTPUT_FILE", "PICTURE", "PROFILE", "REPORT", "json_option"]
+__all__ = ["BYTES", "DURATION_US", "OUTPUT_FILE", "PICTURE", "PROFILE", "REPORT", "in_order", "json_option"]
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 _DURATION = re.compile(r"\s*(\d*\.?\d+)\s*(us|µs|ms|s|m|min|h)\s*", re.IGNORECASE)
 _DURATION_US = {"us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6, "m": 6e7, "min": 6e7, "h": 3.6e9}
 
@@ -48,7 +50,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic befor
 
 
 class _ProfileName(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A catalogue name or a path. Only completes; ``catalog.resolve`` says what is wrong with a bad one."""
+    """A catalogue name or a path. Only completes; ``catalog.load_profile`` says what is wrong with a bad one."""
 
     name = "profile"
 
@@ -111,5 +113,17 @@ OUTPUT_FILE = _OutputFile()
 PICTURE = _Picture()
 PROFILE = _ProfileName()
 REPORT = _Report()
+
+
+def in_order(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several options as one decorator; ``--help`` has them in the order in which they stand."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")

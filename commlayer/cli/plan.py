@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
-from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, PROFILE, json_option
+from commlayer.cli.parameters import OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.plan_options import (
+    check_strategies,
+    given_options,
+    policy_of,
+    policy_options,
+    refuse_ignored,
+    traffic_options,
+)
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.cli.traffic import GROUPS, group_traffic, size_of, traffic_for, wires_for, words
+from commlayer.cli.traffic import group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.choose import Decision, Policy, choose
-from commlayer.scheduler.plan import Gather, Strategy
+from commlayer.scheduler.choose import Decision, choose
+from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.traffic import GROUP_COLLECTIVES
+from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import Wire
 from commlayer.units import format_bytes
 
@@ -27,60 +36,16 @@ __all__ = ["as_dict", "best_of_each", "plan"]
 _BEST_COUNTS = 3
 """How many chunk counts of one strategy the table shows without --all."""
 
-_COLLECTIVES = click.Choice(["all_to_all", *GROUP_COLLECTIVES])
-_STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
-
 
 @click.command()
-@click.option("--profile", "-p", "profile_name", type=PROFILE, required=True, help="What the cluster's links can do.")
-@click.option("--collective", type=_COLLECTIVES, default="all_to_all", show_default=True, help="What is called.")
-@click.option("--group", type=click.Choice(GROUPS), help="Who calls a collective other than all_to_all.  [world]")
-@click.option("--bytes", "-b", "nbytes", type=BYTES, help="Size in nccl-tests' sense: 16MiB, 64KiB, 1.5GB, 256e6.")
-@click.option("--batch", type=int, help="In place of --bytes: sequences a rank.")
-@click.option("--sequence", type=int, help="… tokens a sequence.")
-@click.option("--hidden", type=int, help="… elements a token.")
-@click.option("--dtype", default="bf16", show_default=True, help="… type of an element.")
-@click.option("--top-k", type=int, default=1, show_default=True, help="… experts a token.")
-@click.option("--tp", type=click.IntRange(min=1), help="Ranks of a node that hold the same tokens.  [the whole node]")
-@click.option("--ep", type=click.IntRange(min=1), help="Ranks that exchange tokens.  [one on each node]")
-@click.option("--link", type=click.Choice(["inter", "intra"]), help="What the ep group crosses.  [inter]")
-@click.option("--strategy", "strategies", type=_STRATEGIES, multiple=True, help="Allow only this; may be repeated.")
-@click.option(
-    "--max-chunks", type=click.IntRange(min=1), default=32, show_default=True, help="Most chunks of a pipeline."
-)
-@click.option(
-    "--gather",
-    type=click.Choice([gather.value for gather in Gather]),
-    help="What the all_gather moves.  [the profile's]",
-)
-@click.option("--wire", help="Also allow this format between ranks: bf16, fp8_e4m3, bf16+fp8_e4m3; bf16!: no other.")
-@click.option("--no-interference", is_flag=True, help="Price resources as if they did not slow each other down.")
-@click.option(
-    "--tolerance", type=click.FloatRange(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
-)
+@traffic_options
+@policy_options
 @click.option("--all", "show_all", is_flag=True, help="Show every chunk count, not the best of each strategy.")
 @click.option("--trace", type=OUTPUT_FILE, help="Write a Chrome/Perfetto trace of the best plans.")
 @click.option("--picture", type=PICTURE, help="Draw the best plans (.svg, .png, .pdf).")
 @json_option
-def plan(
-    profile_name: str,
-    collective: str,
-    group: str | None,
-    tp: int | None,
-    ep: int | None,
-    link: str | None,
-    strategies: tuple[str, ...],
-    max_chunks: int,
-    gather: str | None,
-    wire: str | None,
-    no_interference: bool,
-    tolerance: float | None,
-    show_all: bool,
-    trace: Path | None,
-    picture: Path | None,
-    as_json: bool,
-    **size: Any,
-) -> None:
+@click.pass_context
+def plan(ctx: click.Context, /, profile_name: str, trace: Path | None, picture: Path | None, **options: Any) -> None:
     """Choose how to move a collective on a cluster, and say why.
 
     Prices every candidate (strategy and number of chunks) on the profile, without running anything. An all_to_all is that
@@ -93,35 +58,34 @@ def plan(
       commlayer plan --profile cluster.json --collective all_reduce --bytes 32MiB
       commlayer plan --profile cluster.json --collective reduce_scatter --bytes 32MiB --dtype fp32 --wire bf16
     """
-    profile = catalog.resolve(profile_name)
-    nbytes = size_of(**size)
+    refuse_ignored(given_options(ctx), options)
+    profile = catalog.load_profile(profile_name)
+    decision = choose(_traffic(profile, options), profile, policy_of(options))
+    check_strategies(decision, options["strategies"])
+    if trace is not None:
+        _write_trace(trace, decision)
+    if picture is not None:
+        _draw(picture, decision, profile)
+    if options["as_json"]:
+        print_json(as_dict(decision, profile))
+    else:
+        _show(decision, profile, options["show_all"])
+
+
+def _traffic(profile: Profile, options: Mapping[str, Any]) -> Traffic:
+    nbytes = size_of(**{name: options[name] for name in ("nbytes", "batch", "sequence", "hidden", "dtype", "top_k")})
+    collective, wire = options["collective"], options["wire"]
+    groups = {name: options[name] for name in ("tp", "ep", "link")}
     if collective == "all_to_all":
         if wire is not None:
             raise UsageError(
                 "--wire is for tokens that every rank has of its own, got it with --collective all_to_all, whose tokens are "
                 "replicated inside nodes: use --collective all_to_all_v"
             )
-        traffic = traffic_for(profile, nbytes, tp, ep, link)
-    else:
-        others = {"--tp": tp, "--ep": ep, "--link": link}
-        wires = wires_for(wire, size["dtype"], size["hidden"])
-        traffic = group_traffic(profile, collective, nbytes, group, others, wires)
-    policy = Policy(
-        strategies=tuple(Strategy(name) for name in strategies) or tuple(Strategy),
-        max_chunks=max_chunks,
-        gather=Gather(gather) if gather else None,
-        interference=not no_interference,
-        tolerance=tolerance,
-    )
-    decision = choose(traffic, profile, policy)
-    if trace is not None:
-        _write_trace(trace, decision)
-    if picture is not None:
-        _draw(picture, decision, profile)
-    if as_json:
-        print_json(as_dict(decision, profile))
-    else:
-        _show(decision, profile, show_all)
+        return traffic_for(profile, nbytes, **groups)
+    others = {f"--{name}": value for name, value in groups.items()}
+    wires = wires_for(wire, options["dtype"], options["hidden"])
+    return group_traffic(profile, collective, nbytes, options["group"], others, wires)
 
 
 def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.launch import Place, emulation, place_of, place_options, run
+from commlayer.cli.launch import Place, emulation, place_of, place_options, run_job
 from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, json_option
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
     from commlayer.measure.profiler import SweepOptions
-    from commlayer.profiles.nccl_table import Row
+    from commlayer.profiles.nccl_table import NcclRow
     from commlayer.profiles.profile import Profile
 
 __all__ = ["link_rates", "measure_here", "measure_job", "profile"]
 
-Rows = list[tuple[str, str, int, "Row"]]
+Rows = list[tuple[str, str, int, "NcclRow"]]
 """Collective, link class, group size, and the line of the table."""
 
 
@@ -97,7 +97,7 @@ def profile(
 def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple[Profile, Rows] | None:
     """Measure the cluster at ``place``; return None on ranks that do not print."""
     options = replace(options, inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
-    return run(place, measure_job, options, place, name)
+    return run_job(place, measure_job, options, place, name)
 
 
 def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[Profile, Rows]:
@@ -106,7 +106,7 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
     from commlayer.cli.progress import progress
     from commlayer.measure.profiler import measure_cluster, num_points
     from commlayer.profiles.measure import Point
-    from commlayer.profiles.nccl_table import Row
+    from commlayer.profiles.nccl_table import NcclRow
     from commlayer.units import format_bytes
 
     topology = discover_topology()
@@ -115,7 +115,7 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
     with progress("measuring", num_points(options, topology)) as advance:
 
         def on_point(point: Point, wrong: int) -> None:
-            row = Row.of(point, num_wrong=wrong if options.check else None)
+            row = NcclRow.of(point, num_wrong=wrong if options.check else None)
             rows.append((point.collective, point.link.value, point.group_size, row))
             advance(f"{point.collective} {format_bytes(point.nbytes)}")
 

@@ -54,7 +54,7 @@ def list_(as_json: bool) -> None:
 @json_option
 def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
     """Show one profile: peaks, curves in nccl-tests' columns, interference, where it comes from."""
-    profile = catalog.resolve(profile_name)
+    profile = catalog.load_profile(profile_name)
     if picture is not None:
         from commlayer.drawing import efficiency_figure, save_figure
 
@@ -87,7 +87,7 @@ def validate(names: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def diff_(a: str, b: str, as_json: bool) -> None:
     """Compare two profiles; exit status 0 if their content is equal, 1 if it differs."""
-    left, right = catalog.resolve(a), catalog.resolve(b)
+    left, right = catalog.load_profile(a), catalog.load_profile(b)
     differences, ratios = diff(left, right), _ratios(left, right)
     if as_json:
         print_json(
@@ -210,7 +210,7 @@ def _print_curve(profile: Profile, curve: Curve) -> None:
 
 def _checked(name: str) -> dict[str, Any]:
     try:
-        profile = catalog.resolve(name)
+        profile = catalog.load_profile(name)
     except ProfileError as error:
         message = str(error)
         return {"profile": name, "ok": False, "message": message if name in message else f"{name}: {message}"}

@@ -22,10 +22,10 @@ from commlayer.scheduler.mapping.search import search as search_mappings
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["search"]
+__all__ = ["search_command"]
 
 
-@click.command()
+@click.command("search")
 @job_options
 @space_options
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many mappings to show.")
@@ -33,7 +33,7 @@ __all__ = ["search"]
 @click.option("--picture", type=PICTURE, help="Draw what their steps are made of (.svg, .png, .pdf).")
 @click.option("--export", "trainer", type=EXPORT, help="Print the best mapping's configuration for a trainer instead.")
 @json_option
-def search(
+def search_command(
     top: int, report: Path | None, picture: Path | None, trainer: str | None, as_json: bool, **given: Any
 ) -> None:
     """Find the fastest mappings of a model on a cluster that fit in its memory.
@@ -89,10 +89,10 @@ def _export(trainer: str | None, result: SearchResult) -> Export | None:
 
 
 def _figure(result: SearchResult) -> Figure:
-    from commlayer.drawing.mapping_figures import breakdown_figure, named
+    from commlayer.drawing.mapping_figures import breakdown_figure, labelled
 
     title = f"{result.job.model.name} on {result.job.gpus} GPUs of {result.cluster}"
-    return breakdown_figure(named(result), title)
+    return breakdown_figure(labelled(result), title)
 
 
 def _show(result: SearchResult, reasons: list[str]) -> None:

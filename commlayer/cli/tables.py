@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["console", "echo", "echo_json", "plain", "print_json", "print_table", "rounded"]
+__all__ = ["cell_text", "console", "echo", "echo_json", "print_json", "print_table", "rounded"]
 
 _PIPE_WIDTH = 160
 
@@ -63,7 +63,7 @@ def console() -> Console:
     return Console(width=width, highlight=False, emoji=False, markup=False)
 
 
-def plain(text: str, style: str = "") -> Text:
+def cell_text(text: str, style: str = "") -> Text:
     """Make ``text`` fit for a cell: on one line, no markup, nothing that a terminal obeys."""
     from rich.text import Text
 
@@ -93,15 +93,15 @@ def print_table(
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in columns:
         table.add_column(
-            plain(column.lstrip(">~")),
+            cell_text(column.lstrip(">~")),
             justify="right" if column.startswith(">") else "left",
             no_wrap=not column.startswith("~"),
             overflow="fold",
         )
     for index, row in enumerate(rows):
         style = "bold" if index in bold else "dim" if index in dim else None
-        table.add_row(*(plain(cell) for cell in row), style=style)
+        table.add_row(*(cell_text(cell) for cell in row), style=style)
     out = console()
     if title:
-        out.print(plain(title, "bold"))
+        out.print(cell_text(title, "bold"))
     out.print(table)

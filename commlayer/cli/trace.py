@@ -11,7 +11,7 @@ import click
 from commlayer.cli.parameters import DURATION_US, OUTPUT_FILE, PICTURE, json_option
 from commlayer.cli.progress import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.traces.analyse import LaneTimes, Selected, Window, lanes, lateness, plans, select
+from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.events import merged_events
 from commlayer.traces.files import RankTrace, rank_paths, read_folder, write_trace
 from commlayer.units import format_bytes, format_us
@@ -127,8 +127,8 @@ def _as_dict(ranks: Sequence[Selected], notes: Sequence[str]) -> dict[str, Any]:
         "clock_error_us": rounded(_error_us(ranks)),
         "span_us": rounded(max(rank.span_ns for rank in ranks) / 1e3),
         "notes": list(notes),
-        "lanes": [_lane(times) for times in lanes(ranks)],
-        "together": next((_lane(times) for times in lanes(ranks, together=True)), None),
+        "lanes": [_lane(times) for times in lane_times(ranks)],
+        "together": next((_lane(times) for times in lane_times(ranks, together=True)), None),
         "stragglers": [
             {
                 "rank": each.rank,
@@ -199,10 +199,10 @@ def _within(ranks: Sequence[Selected]) -> str:
 
 
 def _show_lanes(ranks: Sequence[Selected]) -> None:
-    found = lanes(ranks)
+    found = lane_times(ranks)
     if not found:
         return
-    together = lanes(ranks, together=True) if len(found) > 1 else []
+    together = lane_times(ranks, together=True) if len(found) > 1 else []
     columns = ["lane", ">calls", ">busy ms", ">queued ms", ">held ms", ">exposed ms"]
     columns += [">logical", ">sent inter", ">sent intra", ">sent / logical"]
     print_table(

@@ -36,7 +36,7 @@ from commlayer.scheduler.mapping.what_if import what_if as estimate_all
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["what_if"]
+__all__ = ["what_if_command"]
 
 _NAMES = {kind.replace("_", "-"): kind for kind in KINDS}
 _CHOICES = {"folding": "folded", "attention": "attention", "dispatch": "dispatch"}
@@ -88,7 +88,7 @@ _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
 @click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
 @click.option("--picture", type=PICTURE, help="Draw it over the values (.svg, .png, .pdf).")
 @json_option
-def what_if(
+def what_if_command(
     vary: str,
     values: str | None,
     low: float | None,
@@ -174,7 +174,7 @@ def _crossing(request: Request, variation: Variation, ways: Sequence[Alternative
 
 
 def _figure(found: dict[str, WhatIf], crossing: Crossover | None, measure: str) -> Figure:
-    from commlayer.drawing.mapping_figures import Line, curves_figure
+    from commlayer.drawing.mapping_figures import FigureLine, curves_figure
 
     label, of = _MEASURES[measure]
     first = next(iter(found.values()))
@@ -184,7 +184,7 @@ def _figure(found: dict[str, WhatIf], crossing: Crossover | None, measure: str) 
         places = range(len(words)) if kind in WORDS else each.variation.values
         results = [of(point.estimate) if point.estimate else None for point in each.points]
         lines.append(
-            Line(name or label, [(float(place), result) for place, result in zip(places, results, strict=True)])
+            FigureLine(name or label, [(float(place), result) for place, result in zip(places, results, strict=True)])
         )
     marks = [(at, f"{at:.4g}: they change places") for at in crossing.crossings] if crossing else []
     return curves_figure(

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from commlayer.drawing.figures import BEYOND, WIDTH, byte_axis
-from commlayer.drawing.style import COLOURS, FAINT, MARKERS, OPS, new_figure, styled
+from commlayer.drawing.figures import BEYOND, FIGURE_WIDTH, byte_axis
+from commlayer.drawing.style import COLOURS, FAINT, MARKERS, OP_COLOURS, new_figure, styled
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
@@ -37,7 +37,7 @@ def efficiency_figure(profile: Profile) -> Figure:
         return _one_panel(profile)
     looks = _looks([curve.collective for curve in profile.curves])
     num_rows = math.ceil(len(panels) / 2)
-    figure = new_figure(WIDTH, 1.2 + 2.5 * num_rows)
+    figure = new_figure(FIGURE_WIDTH, 1.2 + 2.5 * num_rows)
     figure.suptitle(f"{profile.name}: {profile.kind}, {profile.topology}")
     grid = figure.subplots(num_rows, 2, squeeze=False).flatten()
     for axes, ((link, size), curves) in zip(grid, panels.items(), strict=False):
@@ -54,7 +54,7 @@ def efficiency_figure(profile: Profile) -> Figure:
 
 
 def _one_panel(profile: Profile) -> Figure:
-    figure = new_figure(WIDTH, 4.6)
+    figure = new_figure(FIGURE_WIDTH, 4.6)
     axes = figure.add_subplot()
     for index, (curve, colour) in enumerate(zip(profile.curves, _curve_colours(profile.curves), strict=True)):
         ranks = "" if curve.group_size == 1 else f", {curve.group_size} ranks"
@@ -102,7 +102,7 @@ def _looked_up(looks: Mapping[str, tuple[str, str]]) -> list[Artist]:
 
 def _curve_colours(curves: Sequence[Curve]) -> list[str]:
     """The first curve of an operation has its colour in the timelines; the others take what is left."""
-    own = {op.value: OPS[op] for op in (Op.ALL_TO_ALL, Op.ALL_GATHER, Op.COPY)}
+    own = {op.value: OP_COLOURS[op] for op in (Op.ALL_TO_ALL, Op.ALL_GATHER, Op.COPY)}
     left = [colour for colour in COLOURS if colour not in own.values()] * len(curves)
     return [own.pop(curve.collective, "") or left.pop(0) for curve in curves]
 

@@ -11,14 +11,14 @@ from commlayer.drawing.style import (
     FAINT,
     GREEN,
     INK,
-    OPS,
+    OP_COLOURS,
     PAPER,
     VERMILLION,
     new_figure,
     save_figure,
     styled,
 )
-from commlayer.measure.results import BenchResult, Point, Row
+from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op, Step
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BEYOND", "WIDTH", "bench_figure", "byte_axis", "plans_figure", "save_figure", "timeline_figure"]
+__all__ = ["BEYOND", "FIGURE_WIDTH", "bench_figure", "byte_axis", "plans_figure", "save_figure", "timeline_figure"]
 
-WIDTH = 9.0
+FIGURE_WIDTH = 9.0
 _BAR = 0.76
 """Height of a bar, where a row is 1 high."""
 _PREDICTED, _MEASURED = 0.38, 1.0
@@ -46,7 +46,7 @@ def timeline_figure(predicted: Timeline, measured: Timeline | None = None, title
     """Draw one plan as bars over time, a row for each resource; the prediction is pale and above what was measured."""
     shown = [predicted] + ([measured] if measured is not None else [])
     rows = _resources(shown)
-    figure = new_figure(WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
+    figure = new_figure(FIGURE_WIDTH, 1.35 + (0.62 if measured else 0.42) * len(rows))
     axes = figure.add_subplot()
     end_us = max(timeline.total_us for timeline in shown) or 1.0
     unit_us, unit = _unit(end_us)
@@ -69,7 +69,7 @@ def plans_figure(timelines: Mapping[str, Timeline], title: str = "", *, chosen: 
     """Draw several plans by their names, one above the other over one time axis."""
     rows = {name: _resources([timeline]) for name, timeline in timelines.items()}
     counts = [len(each) for each in rows.values()]
-    figure = new_figure(WIDTH, 1.3 + sum(0.42 + 0.3 * count for count in counts))
+    figure = new_figure(FIGURE_WIDTH, 1.3 + sum(0.42 + 0.3 * count for count in counts))
     panels = figure.subplots(len(counts), 1, sharex=True, squeeze=False, height_ratios=counts)[:, 0]
     end_us = max((timeline.total_us for timeline in timelines.values()), default=0.0) or 1.0
     unit_us, unit = _unit(end_us)
@@ -97,10 +97,10 @@ def bench_figure(result: BenchResult) -> Figure:
     """
     if not result.points:
         raise UsageError("expected a result with at least one size, got none: there is nothing to draw")
-    figure = new_figure(WIDTH, 6.6)
+    figure = new_figure(FIGURE_WIDTH, 6.6)
     times, ratios = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     sizes = [point.logical_bytes for point in result.points]
-    lines: list[tuple[str, str, str, Callable[[Point], Row]]] = [
+    lines: list[tuple[str, str, str, Callable[[BenchPoint], BenchRow]]] = [
         ("torch flat", VERMILLION, "s", lambda point: point.torch),
         ("chosen", BLUE, "o", lambda point: point.chosen),
         ("best measured", GREEN, "^", lambda point: point.best),
@@ -173,7 +173,7 @@ def _bars(
             "zorder": 2,
         }
         axes.barh(**bar, color=PAPER, edgecolor=PAPER)  # else the grid shines through
-        axes.barh(**bar, color=OPS[step.op], edgecolor=PAPER, alpha=alpha)
+        axes.barh(**bar, color=OP_COLOURS[step.op], edgecolor=PAPER, alpha=alpha)
         label = _bar_label(step, timeline.plan.chunks, (end - start) / end_us)
         if label:
             colour = INK if alpha < _MEASURED else "white"
@@ -206,7 +206,7 @@ def _totals(predicted: Timeline, measured: Timeline | None) -> str:
 def _legend(ops: set[Op], *, with_kinds: bool = False) -> list[Artist]:
     from matplotlib.patches import Patch
 
-    handles: list[Artist] = [Patch(color=OPS[op], label=op.value) for op in OPS if op in ops]
+    handles: list[Artist] = [Patch(color=OP_COLOURS[op], label=op.value) for op in OP_COLOURS if op in ops]
     if with_kinds:
         handles.append(Patch(color=FAINT, alpha=_PREDICTED, label="predicted (pale, above)"))
         handles.append(Patch(color=FAINT, label="measured (below)"))
@@ -224,7 +224,7 @@ def byte_axis(axes: Axes, label: str, most: int = 10) -> None:
     axes.set_xlabel(label)
 
 
-def _all_rows(axes: Axes, points: Sequence[Point]) -> None:
+def _all_rows(axes: Axes, points: Sequence[BenchPoint]) -> None:
     """Everything else that was run, small and grey: what the choice was made from."""
     for kind, marker, name in (("plan", ".", "other plans"), ("baseline", "x", "baselines")):
         others = [

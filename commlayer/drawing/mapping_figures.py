@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PARTS", "Line", "breakdown_figure", "curves_figure", "mapping_name", "memory_figure", "named"]
+__all__ = ["PARTS", "FigureLine", "breakdown_figure", "curves_figure", "labelled", "mapping_name", "memory_figure"]
 
 _WIDTH = 9.0
 _BAR = 0.66
@@ -65,7 +65,7 @@ _MEMORY = {
 _GB = 1e9
 
 
-class Line(NamedTuple):
+class FigureLine(NamedTuple):
     """One curve: ``points`` are (value, result); a result that is None leaves a gap."""
 
     name: str
@@ -87,7 +87,7 @@ def mapping_name(setup: Setup) -> str:
     return " ".join(f"{name}{size}" for name, size in degrees.items() if size > 1) + "\n" + ", ".join(words)
 
 
-def named(result: SearchResult) -> dict[str, StepEstimate]:
+def labelled(result: SearchResult) -> dict[str, StepEstimate]:
     """Name the mappings that a search found, by rank and mapping: the ranking, then the best folded or unfolded one if
     it is not among them.
     """
@@ -133,7 +133,7 @@ def memory_figure(estimates: Mapping[str, StepEstimate], title: str = "") -> Fig
 
 @styled
 def curves_figure(
-    lines: Sequence[Line],
+    lines: Sequence[FigureLine],
     title: str,
     x_label: str,
     y_label: str,

@@ -185,15 +185,15 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = 
 
 
 def _breakdown(result: SearchResult) -> Figure:
-    from commlayer.drawing.mapping_figures import breakdown_figure, named
+    from commlayer.drawing.mapping_figures import breakdown_figure, labelled
 
-    return breakdown_figure(named(result))
+    return breakdown_figure(labelled(result))
 
 
 def _memory(result: SearchResult) -> Figure:
-    from commlayer.drawing.mapping_figures import memory_figure, named
+    from commlayer.drawing.mapping_figures import labelled, memory_figure
 
-    return memory_figure(named(result))
+    return memory_figure(labelled(result))
 
 
 def _course(estimate: StepEstimate) -> Figure:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section
-from commlayer.measure.results import BenchResult, Point, Row
+from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.price import Timeline
@@ -114,13 +114,13 @@ def _cards(result: BenchResult) -> str:
     return cards(shown, len(shown) - 1 if num_wrong else -1)
 
 
-def _limit_words(point: Point) -> str:
+def _limit_words(point: BenchPoint) -> str:
     if point.wire_limit_us is None:
         return ""
     return f"; the wire alone takes {point.wire_limit_us / point.torch.p50_us:.3f}"
 
 
-def _error(row: Row) -> float:
+def _error(row: BenchRow) -> float:
     """How much slower than predicted, as a fraction."""
     return row.p50_us / row.predicted_us - 1 if row.predicted_us else 0.0
 
@@ -143,7 +143,7 @@ def _points(result: BenchResult) -> Iterable[str]:
 _COLUMNS = ("plan", "chunks", "predicted", "measured", "min … max", "error", "ratio to flat", "", "wrong")
 
 
-def _point_table(point: Point, with_ratios: bool) -> str:
+def _point_table(point: BenchPoint, with_ratios: bool) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
     widest = max([row.ratio for row in point.rows] + [1.0])
     kinds = {"torch": 0, "baseline": 1, "plan": 2}
@@ -156,7 +156,7 @@ def _point_table(point: Point, with_ratios: bool) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
-def _row(row: Row, widest: float, with_ratios: bool) -> str:
+def _row(row: BenchRow, widest: float, with_ratios: bool) -> str:
     css = "chosen" if row.is_chosen else row.kind if row.kind in ("torch", "baseline") else ""
     cells = [
         f"{row.name} ◀ chosen" if row.is_chosen else row.name,

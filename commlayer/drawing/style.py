@@ -26,7 +26,7 @@ __all__ = [
     "GRID",
     "INK",
     "MARKERS",
-    "OPS",
+    "OP_COLOURS",
     "PAPER",
     "check_drawing",
     "check_picture",
@@ -44,7 +44,7 @@ PAPER = "#fefefe"
 ORANGE, SKY, GREEN, BLUE, VERMILLION, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
 # BLUE too: on dark paper it must be lighter
 _VARIABLES = {INK: "--ink", FAINT: "--faint", GRID: "--grid", PAPER: "--paper", BLUE: "--blue"}
-OPS = {
+OP_COLOURS = {
     Op.ALL_TO_ALL: VERMILLION,
     Op.ALL_GATHER: BLUE,
     Op.COPY: GREEN,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from commlayer.emulation.cluster import EmulatedCluster
 from commlayer.emulation.modes import EmulationWarning, Mode
-from commlayer.emulation.outcomes import RankFailure, RankOutcome, RanksFailedError, RanksTimedOutError
+from commlayer.emulation.outcomes import RankFailure, RankOutcome, RanksFailedError, RanksTimedOutError, exit_status
 from commlayer.emulation.rates import format_rate, parse_rate
 from commlayer.emulation.requests import KEEP, request_shape
 from commlayer.emulation.rights import Rights, rights
@@ -28,6 +28,7 @@ __all__ = [
     "RanksFailedError",
     "RanksTimedOutError",
     "Rights",
+    "exit_status",
     "format_rate",
     "parse_rate",
     "request_shape",

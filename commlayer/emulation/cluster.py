@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar, overload
 
 from commlayer.emulation.collect import RunResult, run_jobs
 from commlayer.emulation.fabric import Fabric
-from commlayer.emulation.jobs import Layout, make_jobs, pick_port
+from commlayer.emulation.jobs import ClusterLayout, make_jobs, pick_port
 from commlayer.emulation.launch import masked_signals
 from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
 from commlayer.emulation.namespaces import node_address, node_name
-from commlayer.emulation.outcomes import RankOutcome, failed_error
+from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
 from commlayer.emulation.ranks import RankJob
 from commlayer.emulation.requests import KEEP, Keep, shape_message
 from commlayer.emulation.rights import rights
@@ -74,7 +74,7 @@ class EmulatedCluster:
         spec = link_spec(inter, intra, delay_us)
         self.mode: Literal["netns", "loopback"] = decide_mode(mode, spec)
         links = f"inter {inter or 'unshaped'}, intra {intra or 'unshaped'}, delay {delay_us:g} us"
-        self._layout = Layout(nodes, ranks_per_node, self.mode, links)
+        self._layout = ClusterLayout(nodes, ranks_per_node, self.mode, links)
         self._line = threading.Lock()
         self._running = threading.Lock()
         self._num_runs = 0
@@ -161,6 +161,7 @@ class EmulatedCluster:
         per_node: bool = False,
         grace_s: float = 5.0,
         check: bool = False,
+        prefix: bool = False,
     ) -> int:
         """Run a program as every rank, or once per node (for torchrun itself, which finds its PET_ variables set).
 
@@ -169,6 +170,8 @@ class EmulatedCluster:
             timeout_s, grace_s: as in `run`.
             per_node: one process per node; RANK, LOCAL_RANK and WORLD_SIZE are left to it.
             check: raise `RanksFailedError` instead of returning a status.
+            prefix: begin each line that a rank prints with its name, ``[rank 3]`` (``[node 1]`` with ``per_node``), and keep
+                the last lines of its stderr for the error. The program then writes to a pipe, not to a terminal.
 
         Returns:
             0, or the exit status of the first process that failed (128 + n if signal n killed it).
@@ -181,13 +184,16 @@ class EmulatedCluster:
             raise UsageError(f"argv: expected a list such as ['python', 'train.py'], got {argv!r}")
         if shutil.which(argv[0]) is None:
             raise UsageError(f"no program {argv[0]!r} on the PATH: give its full path, or 'python' and a script")
-        result = self._run(self._jobs(argv=argv, per_node=per_node), timeout_s, grace_s)
-        if not result.failures:
-            return 0
-        if check:
+        jobs = self._jobs(argv=argv, per_node=per_node, prefix=prefix)
+        try:
+            result = self._run(jobs, timeout_s, grace_s)
+        finally:
+            for job in jobs:
+                if job.output is not None:
+                    job.output.close()
+        if result.failures and check:
             raise failed_error(result.outcomes, result.failures)
-        first = result.failures[0]
-        return first.exitcode or 128 + (first.signal or 0)
+        return exit_status(result.failures)
 
     def shape(
         self, *, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None

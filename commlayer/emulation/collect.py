@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from commlayer.emulation.launch import RankProcess, launch, masked_signals
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, timed_out_error
+from commlayer.emulation.output import OutputStream, drain
 from commlayer.emulation.ranks import RankJob
 
 __all__ = ["RunResult", "run_jobs"]
 
 _STACKS_PATIENCE_S = 0.5
 _LEAVE_PATIENCE_S = 10.0
+_OUTPUT_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class _Run:
         for rank in self.ranks:
             self._selector.register(rank.channel, selectors.EVENT_READ, rank)
             self._selector.register(rank.pid_fd, selectors.EVENT_READ, rank)
+        for stream in self._streams():
+            self._selector.register(stream.read_fd, selectors.EVENT_READ, stream)
         while not all(rank.reported for rank in self.ranks):
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
@@ -60,6 +64,11 @@ class _Run:
                 _wait_readable(rank.pid_fd, max(0.0, deadline - time.monotonic()))
                 rank.kill("because it did not end after its function had")
                 rank.collect()
+        drain(self._streams(), _OUTPUT_PATIENCE_S)
+
+    def _streams(self) -> list[OutputStream]:
+        outputs = [rank.job.output for rank in self.ranks]
+        return [stream for output in outputs if output is not None for stream in output.streams]
 
     def _step(self, now: float) -> None:
         limits = [] if self._deadline is None else [self._deadline]
@@ -68,6 +77,9 @@ class _Run:
         events = self._selector.select(max(0.0, min(limits) - now) if limits else None)
         # Deaths first: a rank that was killed says nothing, and what its peers say is the consequence.
         for key, _ in sorted(events, key=lambda event: isinstance(event[0].fileobj, int), reverse=True):
+            if isinstance(key.data, OutputStream):
+                self._pass_on(key.data)
+                continue
             rank: RankProcess = key.data
             if key.fd == rank.pid_fd:
                 rank.collect()
@@ -78,6 +90,12 @@ class _Run:
         if failed and self._first_failed is None:
             self._first_failed = min(failed, key=lambda rank: rank.outcome()[0])
             self._grace_deadline = time.monotonic() + self._grace_s
+
+    def _pass_on(self, stream: OutputStream) -> None:
+        fd = stream.read_fd
+        self._selector.unregister(fd)
+        if stream.take():
+            self._selector.register(fd, selectors.EVENT_READ, stream)
 
     def _time_is_up(self) -> None:
         self.timed_out = [rank.job.rank for rank in self.ranks if not rank.reported]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from commlayer.emulation.namespaces import RankSpaces, node_address
+from commlayer.emulation.output import RankOutput
 from commlayer.emulation.ranks import RankJob
 from commlayer.profiles.errors import ClusterError
 
-__all__ = ["Layout", "make_jobs", "pick_port"]
+__all__ = ["ClusterLayout", "make_jobs", "pick_port"]
 
 _FIRST_PORT, _NUM_PORTS = 29_500, 1_000
 _LOOPBACK_PORTS = range(20_000, 30_000)
@@ -27,7 +28,7 @@ _REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """The layout of a run: which ranks there are, and on what they run."""
 
     nodes: int
@@ -42,7 +43,7 @@ class Layout:
         return "127.0.0.1" if self.mode == "loopback" else node_address(0)
 
 
-def pick_port(layout: Layout, num_runs: int) -> int:
+def pick_port(layout: ClusterLayout, num_runs: int) -> int:
     """A port that is free on node 0.
 
     In a private network any is; another one each run, because connections of the last run linger. On loopback one is drawn,
@@ -63,31 +64,41 @@ def pick_port(layout: Layout, num_runs: int) -> int:
 
 
 def make_jobs(
-    layout: Layout,
+    layout: ClusterLayout,
     spaces: Sequence[RankSpaces | None],
     port: int,
     *,
     call: Callable[[], Any] | None = None,
     argv: Sequence[str] = (),
     per_node: bool = False,
+    prefix: bool = False,
 ) -> list[RankJob]:
-    """One job per rank, by rank (or per node; a job's rank is then the node's first)."""
-    return [
-        RankJob(
-            rank=node * layout.ranks_per_node + local_rank,
-            node=node,
-            environment=_environment(layout, node, None if per_node else local_rank, port),
-            removed=_REMOVED,
-            spaces=spaces[node],
-            call=call,
-            argv=tuple(argv),
-        )
-        for node in range(layout.nodes)
-        for local_rank in range(1 if per_node else layout.ranks_per_node)
-    ]
+    """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``: with pipes for its output."""
+    jobs = []
+    for node in range(layout.nodes):
+        for local_rank in range(1 if per_node else layout.ranks_per_node):
+            rank = node * layout.ranks_per_node + local_rank
+            environment = _environment(layout, node, None if per_node else local_rank, port)
+            if prefix and "PYTHONUNBUFFERED" not in os.environ:
+                environment["PYTHONUNBUFFERED"] = (
+                    "1"  # into a pipe Python would write late, and a killed rank's words never
+                )
+            jobs.append(
+                RankJob(
+                    rank=rank,
+                    node=node,
+                    environment=environment,
+                    removed=_REMOVED,
+                    spaces=spaces[node],
+                    call=call,
+                    argv=tuple(argv),
+                    output=RankOutput(f"node {node}" if per_node else f"rank {rank}") if prefix else None,
+                )
+            )
+    return jobs
 
 
-def _environment(layout: Layout, node: int, local_rank: int | None, port: int) -> dict[str, str]:
+def _environment(layout: ClusterLayout, node: int, local_rank: int | None, port: int) -> dict[str, str]:
     netns = layout.mode == "netns"
     values: dict[str, object] = {
         "GROUP_RANK": node,

@@ -149,7 +149,7 @@ class RankProcess:
         if raised is not None:
             reason, text = f"raised {raised.summary.splitlines()[0]}", raised.traceback
         else:
-            text = self.stacks()
+            text = self.stacks() if self.job.output is None else self.job.output.last_words()
             if self.killed_because is not None:
                 reason = f"killed by the cluster {self.killed_because}"
             elif by_signal is not None:
@@ -173,6 +173,8 @@ class RankProcess:
 
     def close(self) -> None:
         """Give the descriptors back."""
+        if self.job.output is not None:
+            self.job.output.close()
         self.channel.close()
         os.close(self.pid_fd)
         os.close(self.stacks_fd)
@@ -204,6 +206,8 @@ def launch(jobs: Sequence[RankJob], started: list[RankProcess], private_fds: Seq
             rank_main(job, childs_end, stacks_fd, parent_pid, [*private_fds, *siblings, channel.fileno()])
         childs_end.close()
         channel.setblocking(False)
+        if job.output is not None:
+            job.output.close_writers()
         with contextlib.suppress(OSError):
             # Also done by the rank itself: whoever comes first, the group is there before anyone kills it.
             os.setpgid(pid, pid)

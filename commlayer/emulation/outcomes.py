@@ -10,7 +10,7 @@ from typing import Any
 
 from commlayer.profiles.errors import RankFailedError
 
-__all__ = ["RankFailure", "RankOutcome", "RanksFailedError", "RanksTimedOutError"]
+__all__ = ["RankFailure", "RankOutcome", "RanksFailedError", "RanksTimedOutError", "exit_status"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,13 @@ def signal_name(number: int) -> str:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:
         return str(number)
+
+
+def exit_status(failures: Sequence[RankFailure]) -> int:
+    """The status of a run: that of the first process that failed, 128 + n if signal n ended it, 0 if none failed."""
+    if not failures:
+        return 0
+    return failures[0].exitcode or 128 + (failures[0].signal or 0)
 
 
 def _describe(failures: Sequence[RankFailure]) -> str:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from commlayer.emulation import syscalls
 from commlayer.emulation.namespaces import RankSpaces, enter
+from commlayer.emulation.output import RankOutput
 
 __all__ = ["FRAME_ERROR", "FRAME_HEADER", "FRAME_RESULT", "RaisedInRank", "RankJob", "flush_stdio", "rank_main"]
 
@@ -61,6 +62,8 @@ class RankJob:
     call: Callable[[], Any] | None = None
     argv: Sequence[str] = field(default=())
     """A program to become, where `call` is None."""
+    output: RankOutput | None = None
+    """Where the program's output goes; None: where the parent's goes."""
 
 
 def flush_stdio() -> None:
@@ -106,6 +109,8 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
     syscalls.die_with_parent(parent_pid)
     for fd in close:
         os.close(fd)
+    if job.output is not None:
+        job.output.attach()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

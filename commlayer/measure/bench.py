@@ -22,7 +22,7 @@ from commlayer.communicator import Communicator
 from commlayer.measure.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import environment
-from commlayer.measure.results import BenchResult, Point, Row
+from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
@@ -31,7 +31,7 @@ from commlayer.scheduler.plan import Gather, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.strategies import candidates
 
-__all__ = ["BenchOptions", "bench", "check_sizes", "nearest_size", "world_groups"]
+__all__ = ["BenchOptions", "check_sizes", "nearest_size", "run_bench", "world_groups"]
 
 _TORCH = "torch.distributed"
 _MAX_ROUNDS = 31
@@ -89,7 +89,7 @@ def check_sizes(sizes: Sequence[int], blocks: int) -> None:
             )
 
 
-def bench(
+def run_bench(
     profile: Profile,
     topology: Topology,
     options: BenchOptions,
@@ -147,7 +147,7 @@ def _measure_size(
     tp_group: dist.ProcessGroup,
     options: BenchOptions,
     inter_gbps: float | None,
-) -> Point:
+) -> BenchPoint:
     x = _tokens(size, communicator)
     decision = communicator.decide(size)
     plans = _plans(decision, communicator, options)
@@ -168,7 +168,7 @@ def _measure_size(
         _row(name, times, more.get(name, []), wrong[name], plans.get(name), decision, communicator.profile)
         for name in ways
     ]
-    return Point(
+    return BenchPoint(
         logical_bytes=size,
         wire_limit_us=_wire_limit_us(size, communicator, inter_gbps),
         reason=decision.reason(),
@@ -263,10 +263,10 @@ def _row(
     plan: Plan | None,
     decision: Decision,
     profile: Profile,
-) -> Row:
+) -> BenchRow:
     ratios = [mine / theirs for mine, theirs in zip(times[name], times[_TORCH], strict=True)] + [*more_ratios]
     low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return Row(
+    return BenchRow(
         name=name,
         kind="plan" if plan else "torch" if name == _TORCH else "baseline",
         p50_us=median(times[name]),

@@ -22,7 +22,7 @@ from commlayer.agree.messages import Message, Reason
 from commlayer.agree.topology import Identity, node_identity, versions
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.profiler import SweepOptions, measure_cluster
-from commlayer.profiles.catalog import resolve
+from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.measure import Repeats
@@ -123,7 +123,7 @@ def cluster_key(topology: Topology, identities: list[str], device_type: str, int
 def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
     profile, held = None, _Held()
     try:
-        profile = resolve(wanted)
+        profile = load_profile(wanted)
         if topology is not None:
             check_shape(profile, topology)
         held = _Held(profile.fingerprint)

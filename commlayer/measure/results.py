@@ -9,10 +9,10 @@ import msgspec
 
 from commlayer.profiles.files import write_file
 
-__all__ = ["BenchResult", "Point", "Row"]
+__all__ = ["BenchPoint", "BenchResult", "BenchRow"]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     """One way of moving one size.
 
     ``kind`` is "plan" for a candidate of ours, "torch" for torch.distributed's own all_to_all_single (what ``ratio`` is
@@ -43,31 +43,31 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     is_chosen: bool = False
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class BenchPoint(msgspec.Struct, frozen=True, kw_only=True):
     """All rows of one size. ``wire_limit_us``: the bytes that cross between nodes at the inter link's rate, nothing else;
     None where that rate is not known."""
 
     logical_bytes: int
     wire_limit_us: float | None
     reason: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     @property
-    def chosen(self) -> Row:
+    def chosen(self) -> BenchRow:
         """The plan that the decision took. Raises LookupError in a result without one."""
         return self._only("chosen", lambda row: row.is_chosen)
 
     @property
-    def torch(self) -> Row:
+    def torch(self) -> BenchRow:
         """torch.distributed's own all_to_all. Raises LookupError in a result without it."""
         return self._only("torch", lambda row: row.kind == "torch")
 
     @property
-    def best(self) -> Row:
+    def best(self) -> BenchRow:
         """The fastest of our candidates, as measured."""
         return min((row for row in self.rows if row.kind == "plan"), key=lambda row: row.p50_us)
 
-    def _only(self, what: str, wanted: Callable[[Row], bool]) -> Row:
+    def _only(self, what: str, wanted: Callable[[BenchRow], bool]) -> BenchRow:
         for row in self.rows:
             if wanted(row):
                 return row
@@ -85,7 +85,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     inter: str | None
     intra: str | None
     environment: dict[str, str]
-    points: tuple[Point, ...]
+    points: tuple[BenchPoint, ...]
 
     @property
     def is_comparable(self) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.profile import Interference, load_profile
+from commlayer.profiles.profile import Interference, read_profile
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu, Link
 from commlayer.scheduler.mapping.clusters import closest, from_peaks, load, names
@@ -113,7 +113,7 @@ def _built(file: _File, folder: Path) -> Cluster:
         ]
         if given:
             raise UsageError(f"{given[0]}: expected it not beside profiles, which say it")
-        first, *more = (load_profile(folder / path) for path in file.profiles)
+        first, *more = (read_profile(folder / path) for path in file.profiles)
         return Cluster.from_profile(first, gpu, *more).replace(name=file.name)
     if not file.domain or file.peaks is None:
         raise UsageError("expected domain and peaks, or profiles")

@@ -26,7 +26,7 @@ from commlayer.profiles.errors import (
     TensorError,
     UsageError,
 )
-from commlayer.testing.fake_results import Part, complete
+from commlayer.testing.fake_results import Contribution, complete
 from commlayer.testing.verbs import Pending, ReduceOp
 
 __all__ = ["FakeVerbs", "FakeWorld"]
@@ -38,7 +38,7 @@ T = TypeVar("T")
 class _Call:
     """One collective: the parts that have come, and its end."""
 
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, Contribution] = field(default_factory=dict)
     done: bool = False
     error: ClusterError | None = None
 
@@ -91,7 +91,7 @@ class FakeWorld:
             raise errors[0]
         return results
 
-    def _join(self, rank: int, part: Part) -> _FakePending:
+    def _join(self, rank: int, part: Contribution) -> _FakePending:
         """Bring a part to the rank's next collective; the last one computes it."""
         with self._changed:
             sequence = self._num_calls[rank]
@@ -196,24 +196,24 @@ class FakeVerbs:
         async_op: bool = False,
     ) -> Pending | None:
         splits = self._splits("source", source, source_splits), self._splits("output", output, output_splits)
-        return self._collective(Part("all_to_all", (source.dtype,), source, output, *splits), async_op)
+        return self._collective(Contribution("all_to_all", (source.dtype,), source, output, *splits), async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
         self._check_blocks("output", output, source)
-        return self._collective(Part("all_gather", (source.dtype,), source, output), async_op)
+        return self._collective(Contribution("all_gather", (source.dtype,), source, output), async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> Pending | None:
         self._check_blocks("source", source, output)
-        return self._collective(Part("reduce_scatter", (source.dtype, op), source, output), async_op)
+        return self._collective(Contribution("reduce_scatter", (source.dtype, op), source, output), async_op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
-        return self._collective(Part("all_reduce", (tensor.dtype, op), tensor, tensor), async_op)
+        return self._collective(Contribution("all_reduce", (tensor.dtype, op), tensor, tensor), async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
         self._check_rank(root)
-        return self._collective(Part("broadcast", (tensor.dtype, root), tensor, tensor), async_op)
+        return self._collective(Contribution("broadcast", (tensor.dtype, root), tensor, tensor), async_op)
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
@@ -221,7 +221,7 @@ class FakeVerbs:
         self._check_rank(root)
         if self.rank == root:
             self._check_blocks("output", output, source)
-        return self._collective(Part("gather", (source.dtype, root), source, output), async_op)
+        return self._collective(Contribution("gather", (source.dtype, root), source, output), async_op)
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
@@ -229,13 +229,13 @@ class FakeVerbs:
         self._check_rank(root)
         if self.rank == root:
             self._check_blocks("source", source, output)
-        return self._collective(Part("scatter", (output.dtype, root), source, output), async_op)
+        return self._collective(Contribution("scatter", (output.dtype, root), source, output), async_op)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> Pending | None:
         self._check_rank(root)
-        return self._collective(Part("reduce", (tensor.dtype, root, op), tensor, tensor), async_op)
+        return self._collective(Contribution("reduce", (tensor.dtype, root, op), tensor, tensor), async_op)
 
     def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
         self._check_rank(to, other=True)
@@ -247,9 +247,9 @@ class FakeVerbs:
         return _started(self._world._receive(self.rank, source, tensor), async_op)
 
     def barrier(self) -> None:
-        self._collective(Part("barrier", ()), async_op=False)
+        self._collective(Contribution("barrier", ()), async_op=False)
 
-    def _collective(self, part: Part, async_op: bool) -> Pending | None:
+    def _collective(self, part: Contribution, async_op: bool) -> Pending | None:
         return _started(self._world._join(self.rank, part), async_op)
 
     def _splits(self, name: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ import torch
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["Part", "complete"]
+__all__ = ["Contribution", "complete"]
 
 
 @dataclass(frozen=True)
-class Part:
+class Contribution:
     """The part of one rank in a collective."""
 
     verb: str
@@ -29,7 +29,7 @@ class Part:
         return f"{self.verb}({', '.join(str(value).removeprefix('torch.') for value in self.agreed)})"
 
 
-def complete(parts: Sequence[Part]) -> None:
+def complete(parts: Sequence[Contribution]) -> None:
     """Compute the collective of all ranks' parts, by rank, into their targets.
 
     Raises DisagreementError where ranks call different things, or sizes do not match.
@@ -49,7 +49,7 @@ def _bytes(tensor: torch.Tensor | None) -> torch.Tensor:
     return as_bytes(tensor)
 
 
-def _sources(parts: Sequence[Part]) -> list[torch.Tensor]:
+def _sources(parts: Sequence[Contribution]) -> list[torch.Tensor]:
     sources = [_bytes(part.source) for part in parts]
     for rank, source in enumerate(sources):
         if len(source) != len(sources[0]):
@@ -59,7 +59,7 @@ def _sources(parts: Sequence[Part]) -> list[torch.Tensor]:
     return sources
 
 
-def _all_to_all(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _all_to_all(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     ranks = range(len(parts))
     for a in ranks:
         for b in ranks:
@@ -76,30 +76,30 @@ def _all_to_all(parts: Sequence[Part]) -> list[torch.Tensor | None]:
     return [torch.cat([blocks[a][b] for a in ranks]) for b in ranks]
 
 
-def _all_gather(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _all_gather(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     return [torch.cat(_sources(parts))] * len(parts)
 
 
-def _root_of(parts: Sequence[Part]) -> int:
+def _root_of(parts: Sequence[Contribution]) -> int:
     root: int = parts[0].agreed[1]
     return root
 
 
-def _gather(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _gather(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     root = _root_of(parts)
     return [torch.cat(_sources(parts)) if rank == root else None for rank in range(len(parts))]
 
 
-def _scatter(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _scatter(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     data = _bytes(parts[_root_of(parts)].source)
     return list(data.view(len(parts), -1).unbind(0)) if len(data) else [data] * len(parts)
 
 
-def _broadcast(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _broadcast(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     return [_sources(parts)[_root_of(parts)].clone()] * len(parts)
 
 
-def _reduced(parts: Sequence[Part]) -> torch.Tensor:
+def _reduced(parts: Sequence[Contribution]) -> torch.Tensor:
     _sources(parts)  # of equal sizes
     combine = _COMBINE[parts[0].agreed[-1]]
     total: torch.Tensor | None = None
@@ -111,15 +111,15 @@ def _reduced(parts: Sequence[Part]) -> torch.Tensor:
     return total
 
 
-def _all_reduce(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _all_reduce(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     return [_reduced(parts)] * len(parts)
 
 
-def _reduce(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _reduce(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     return [_reduced(parts) if rank == _root_of(parts) else None for rank in range(len(parts))]
 
 
-def _reduce_scatter(parts: Sequence[Part]) -> list[torch.Tensor | None]:
+def _reduce_scatter(parts: Sequence[Contribution]) -> list[torch.Tensor | None]:
     total = _reduced(parts)
     return list(total.view(len(parts), -1).unbind(0)) if len(total) else [total] * len(parts)
 
@@ -131,7 +131,7 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "max": torch.maximum,
 }
 
-_RESULTS: dict[str, Callable[[Sequence[Part]], list[torch.Tensor | None]]] = {
+_RESULTS: dict[str, Callable[[Sequence[Contribution]], list[torch.Tensor | None]]] = {
     "all_to_all": _all_to_all,
     "all_gather": _all_gather,
     "gather": _gather,

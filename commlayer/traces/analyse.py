@@ -13,7 +13,7 @@ from commlayer.traces.files import RankTrace
 from commlayer.traces.intervals import length
 from commlayer.traces.recorder import CallRecord, Mark
 
-__all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lanes", "lateness", "plans", "select"]
+__all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lane_times", "lateness", "plans", "select"]
 
 _Key = tuple[str, tuple[int, ...], int, int]
 
@@ -118,7 +118,7 @@ class LaneTimes:
         return (self.inter_bytes + self.intra_bytes) / self.known_logical_bytes
 
 
-def lanes(ranks: Sequence[Selected], *, together: bool = False) -> list[LaneTimes]:
+def lane_times(ranks: Sequence[Selected], *, together: bool = False) -> list[LaneTimes]:
     """Add up each lane that has calls, those that go first above. ``together``: all of them as one, named "all"."""
     found: dict[str, LaneTimes] = {}
     for rank in ranks:

@@ -23,9 +23,9 @@ from commlayer.traces.recorder import CallRecord, Mark, rank_name
 if TYPE_CHECKING:
     from commlayer.traces.recorder import Recorder
 
-__all__ = ["FORMAT", "RankTrace", "rank_name", "rank_paths", "read_folder", "write_rank", "write_trace"]
+__all__ = ["TRACE_FORMAT", "RankTrace", "rank_name", "rank_paths", "read_folder", "write_rank", "write_trace"]
 
-FORMAT = 1
+TRACE_FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)(?:-(\d+))?\.json")
 _T = TypeVar("_T")
 _PACKAGES = ("commlayer", "torch", "numpy")
@@ -50,7 +50,7 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     num_dropped: int
     calls: tuple[CallRecord, ...]
     marks: tuple[Mark, ...]
-    format: int = FORMAT
+    format: int = TRACE_FORMAT
 
     def job_clock(self) -> Callable[[int], int]:
         """Return the function that turns a stamp of this rank into ns since the job's origin on rank 0's clock; without
@@ -188,9 +188,10 @@ def _head(path: Path) -> tuple[_Head, bytes]:
     except OSError as error:
         raise UsageError(f"{path}: cannot read the trace: {error.strerror or error}") from error
     head = _decoded(path, data, _Probe).commlayer
-    if head.format != FORMAT:
+    if head.format != TRACE_FORMAT:
         raise UsageError(
-            f"{path}: expected a trace of format {FORMAT}, got format {head.format}: read it with the commlayer that wrote it"
+            f"{path}: expected a trace of format {TRACE_FORMAT}, got format {head.format}: read it with the commlayer that "
+            "wrote it"
         )
     return head, data
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import stats
-from commlayer.cli.failure import Failure, exit_code, wants_traceback
+from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
 from commlayer.cli.launch import is_first
 from commlayer.cli.parameters import json_option
 from commlayer.cli.progress import progress
@@ -125,7 +125,7 @@ class _Program(click.Command):
         except CommlayerError as error:
             if wants_traceback(ctx):
                 raise
-            raise Failure(str(error), exit_code(error)) from error
+            raise CommandFailure(str(error), exit_code(error)) from error
 
 
 @contextmanager

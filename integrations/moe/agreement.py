@@ -16,7 +16,7 @@ import torch.distributed as dist
 from commlayer.profiles.errors import DisagreementError, TensorError
 
 if TYPE_CHECKING:
-    from commlayer.integrations.moe.handle import Grid
+    from commlayer.integrations.moe.handle import ExpertGrid
 
 __all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
 
@@ -57,7 +57,7 @@ class Offer:
     needs_gradient: bool = False
     error: Exception | None = None
 
-    def message(self, grid: Grid) -> torch.Tensor:
+    def message(self, grid: ExpertGrid) -> torch.Tensor:
         """Return what goes to the other ranks, int64: the head, then rows for each slice of the tokens and expert. On
         the host. Raises TensorError.
         """
@@ -77,7 +77,7 @@ class Offer:
         return torch.cat([torch.tensor(head), counts.reshape(-1)])
 
 
-def require_agreement(grid: Grid, offer: Offer, everyone: torch.Tensor) -> None:
+def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) -> None:
     refused = [grid.all.ranks[place] for place in everyone[:, HEAD.index("refusal")].nonzero().flatten().tolist()]
     if offer.error is not None:
         raise offer.error
@@ -100,7 +100,7 @@ _agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakre
 """Of each group, the numbers of experts that its ranks have agreed on."""
 
 
-def agree_on_experts(grid: Grid) -> None:
+def agree_on_experts(grid: ExpertGrid) -> None:
     """Check, once for a group, that its ranks have as many experts: counts of another number of experts are a message
     of another length, of which a rank may die.
 

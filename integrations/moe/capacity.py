@@ -18,7 +18,7 @@ import torch
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["Choices", "Gathering", "Limits", "capacity", "gather_choices", "keep_within"]
+__all__ = ["Gathering", "Limits", "RoutedChoices", "capacity", "gather_choices", "keep_within"]
 
 
 class Gathering(Protocol):
@@ -44,7 +44,7 @@ class Gathering(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choices:
+class RoutedChoices:
     """The choices that capacity is applied to: ``indices`` [T, K] of experts; ``priority`` [T, K], the higher are kept;
     ``positions`` [T] of the tokens in their sequence, None: the order in which they lie here. Where priorities are
     equal the earlier is kept.
@@ -72,7 +72,7 @@ class Limits:
             None if device is None or self.num_devices is None else capacity(device, num_choices, self.num_devices),
         )
 
-    def keep(self, choices: Choices) -> torch.Tensor:
+    def keep(self, choices: RoutedChoices) -> torch.Tensor:
         """The choices that are kept, [T, K] of bool: first each expert drops what it cannot take, then each device."""
         per_expert, per_device = self.capacities(choices.indices.numel())
         keep = torch.ones_like(choices.indices, dtype=torch.bool)
@@ -92,7 +92,7 @@ def capacity(factor: float, num_choices: int, num_bins: int) -> int:
     return max(min(num_choices, 1), math.ceil(Fraction(str(factor)) * num_choices / num_bins))
 
 
-def keep_within(bins: torch.Tensor, choices: Choices, num_bins: int, capacity: int) -> torch.Tensor:
+def keep_within(bins: torch.Tensor, choices: RoutedChoices, num_bins: int, capacity: int) -> torch.Tensor:
     """Mark, in every bin, the ``capacity`` choices of highest priority: [T, K] of bool.
 
     ``bins`` [T, K]: 0 ≤ bin < ``num_bins``, or −1: out of the contest, not kept. Sorts are stable, so that the decision
@@ -112,7 +112,9 @@ def keep_within(bins: torch.Tensor, choices: Choices, num_bins: int, capacity: i
 
 
 @torch.no_grad()
-def gather_choices(choices: Choices, sequence: Gathering, *, is_refused: bool = False) -> tuple[Choices, slice]:
+def gather_choices(
+    choices: RoutedChoices, sequence: Gathering, *, is_refused: bool = False
+) -> tuple[RoutedChoices, slice]:
     """The choices of all ranks of ``sequence``, and which of them are this rank's. Ranks may have different T.
 
     Raises DisagreementError, on every rank, where only some ranks pass positions, or one comes with ``is_refused``.
@@ -133,7 +135,7 @@ def gather_choices(choices: Choices, sequence: Gathering, *, is_refused: bool = 
             "pass positions on all of them, or on none"
         )
     start = sum(rows[: sequence.rank])
-    whole = Choices(
+    whole = RoutedChoices(
         sequence.all_gather(choices.indices, rows),
         sequence.all_gather(choices.priority.detach().double(), rows),  # in one dtype, whatever the weights' is here
         None if positions is None else sequence.all_gather(positions, rows),

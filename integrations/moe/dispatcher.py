@@ -23,12 +23,12 @@ import torch
 
 from commlayer.collectives import GroupCommunicator, Held, Pending
 from commlayer.integrations.moe.agreement import Offer, agree_on_experts, number_of
-from commlayer.integrations.moe.handle import Chunk, DispatchHandle, Experts, Grid, Layout
-from commlayer.integrations.moe.planning import KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
+from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, ExpertGrid, Experts
+from commlayer.integrations.moe.planning import DISPATCH_KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
-from commlayer.integrations.moe.stage import Stage, cut, returned, split
-from commlayer.integrations.moe.ways import DispatchWire, Ways, dispatch_wire, number_of_wire
+from commlayer.integrations.moe.stage import ChunkStage, chunk_part, returned, split
+from commlayer.integrations.moe.ways import DispatchWire, WireGroups, dispatch_wire, number_of_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
@@ -80,8 +80,8 @@ class TokenDispatcher:
             raise UsageError(
                 f"{num_experts} experts over EP {ep.size}: some ranks would have none; use EP {num_experts} or less"
             )
-        if kind not in ("auto", *KINDS):
-            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(KINDS)}, got {kind!r}")
+        if kind not in ("auto", *DISPATCH_KINDS):
+            raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
         if kind == "all_gather" and slices is not None and len(slices) > 1:
             raise UsageError("all_gather brings all tokens at once: leave chunks out, or take kind all_to_all")
@@ -97,13 +97,13 @@ class TokenDispatcher:
             raise GroupError(
                 f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
             )
-        self.grid = Grid(num_experts, ep, etp, both)
-        self.ways = Ways(ep, both, dispatch_wire(wire))
+        self.grid = ExpertGrid(num_experts, ep, etp, both)
+        self.ways = WireGroups(ep, both, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
         self._setup = (
             number_of_wire(self.ways.wire),
-            ("auto", *KINDS).index(kind),
+            ("auto", *DISPATCH_KINDS).index(kind),
             weights_travel,
             *(slices or ()),
         )
@@ -136,7 +136,7 @@ class TokenDispatcher:
         except Exception as error:  # noqa: BLE001  the others hear of it first
             offer = Offer(_NO_INDICES, error=error)
         agree_on_experts(self.grid)
-        layout = Layout.exchange(self.grid, offer)
+        layout = ChoiceCounts.exchange(self.grid, offer)
         self.decision = decision = self._decide(layout, like, experts)
         chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.slices)
         return DispatchHandle(
@@ -165,7 +165,7 @@ class TokenDispatcher:
     def refuse(self, error: Exception) -> NoReturn:
         """Refuse a call in place of :meth:`prepare`, where this rank cannot go on: tell the others, then raise ``error``."""
         agree_on_experts(self.grid)
-        Layout.exchange(self.grid, Offer(_NO_INDICES, error=error))
+        ChoiceCounts.exchange(self.grid, Offer(_NO_INDICES, error=error))
         raise error
 
     # The six phases, of one chunk
@@ -284,8 +284,8 @@ class TokenDispatcher:
         sizes = [chunk.num_tokens for chunk in handle.chunks]
         xs = split(x, sizes)
         ws = [None] * len(sizes) if weights is None else split(weights, sizes)
-        stages = [Stage(self, chunk) for chunk in handle.chunks]
-        # With a gradient all are packed before the first computes: its rows are held then (see Stage.pack). Without, one ahead.
+        stages = [ChunkStage(self, chunk) for chunk in handle.chunks]
+        # With a gradient all are packed before the first computes: its rows are held then (ChunkStage.pack). Without, one ahead.
         ahead = len(stages) if handle.needs_gradient and torch.is_grad_enabled() else 1
         for j in range(ahead):
             stages[j].pack(xs[j], ws[j], self._weights_travel)
@@ -297,7 +297,7 @@ class TokenDispatcher:
                 if j + 1 >= ahead:
                     stages[j + 1].pack(xs[j + 1], ws[j + 1], self._weights_travel)
                 stages[j + 1].send()
-            stage.compute(experts, partial(cut, sizes, j), x)
+            stage.compute(experts, partial(chunk_part, sizes, j), x)
         parts = [stage.finish() for stage in stages]
         return parts[0] if len(parts) == 1 else torch.cat(parts), other
 

@@ -18,7 +18,7 @@ from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_ag
 from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import GroupError
 
-__all__ = ["Chunk", "DispatchHandle", "Experts", "Grid", "Layout"]
+__all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "ExpertGrid", "Experts"]
 
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
@@ -80,7 +80,7 @@ class DispatchHandle:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class ExpertGrid:
     """EP × ETP ranks, and the E experts over EP."""
 
     num_experts: int
@@ -103,10 +103,10 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class ChoiceCounts:
     """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert."""
 
-    grid: Grid
+    grid: ExpertGrid
     indices: torch.Tensor
     capacity: int | None
     tokens: tuple[int, ...]
@@ -114,7 +114,7 @@ class Layout:
     needs_gradient: bool = False
 
     @classmethod
-    def exchange(cls, grid: Grid, offer: Offer) -> Layout:
+    def exchange(cls, grid: ExpertGrid, offer: Offer) -> ChoiceCounts:
         """Exchange the counts of all ranks. Collective over EP × ETP.
 
         Raises what this rank refuses; DisagreementError where another one does, or where ranks offer different things;

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from commlayer.integrations.moe.handle import Experts, Grid
+from commlayer.integrations.moe.handle import ExpertGrid, Experts
 from commlayer.integrations.moe.rows import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.overlap import ExpertTimes
@@ -59,7 +59,7 @@ class Measurements:
     all ranks ask with the same numbers, and so find alike whether it is.
     """
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: ExpertGrid) -> None:
         self._grid = grid
         self._experts: dict[tuple[Any, ...], ExpertTimes] = {}
 

@@ -15,18 +15,18 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.agreement import FINEST
-from commlayer.integrations.moe.handle import Experts, Grid, Layout
+from commlayer.integrations.moe.handle import ChoiceCounts, ExpertGrid, Experts
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
-from commlayer.integrations.moe.ways import DispatchWire, Ways
+from commlayer.integrations.moe.ways import DispatchWire, WireGroups
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import choose_slices
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
+__all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
 
 RowsOf = tuple[int, torch.dtype]
-KINDS = ("all_to_all", "all_gather")
+DISPATCH_KINDS = ("all_to_all", "all_gather")
 _WHOLE = (FINEST,)
 _MARGIN = 0.1
 """all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
@@ -67,14 +67,16 @@ class DispatchDecision:
 class DispatchPlanner:
     """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto."""
 
-    def __init__(self, grid: Grid, kind: str, slices: tuple[int, ...] | None, ways: Ways | None = None) -> None:
+    def __init__(
+        self, grid: ExpertGrid, kind: str, slices: tuple[int, ...] | None, ways: WireGroups | None = None
+    ) -> None:
         self._grid, self._kind, self._slices = grid, kind, slices
-        self._ways = ways or Ways(grid.ep, grid.all, DispatchWire())
+        self._ways = ways or WireGroups(grid.ep, grid.all, DispatchWire())
         self._measured = Measurements(grid)
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
         self._decided: dict[tuple[Any, ...], DispatchDecision] = {}
 
-    def decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
+    def decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         """One decision for calls of about the same counts, within a sixteenth. ``like`` [T, H]: the tokens.
 
         Collective where something is to be measured: with the first call, and where there is more to do by far.
@@ -95,7 +97,7 @@ class DispatchPlanner:
             self._decided[key] = self._decide(layout, like, experts)
         return self._decided[key]
 
-    def _decide(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
+    def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         row_bytes = None if like is None else like.shape[1] * like.element_size()
         kind, kinds_us, why = self._choose_kind(layout, row_bytes, like)
         if layout.capacity is not None and self._slices not in (None, _WHOLE):
@@ -110,7 +112,7 @@ class DispatchPlanner:
         slices, slices_us = self._choose_slices(layout, like, experts)
         return DispatchDecision(kind, slices, kinds_us, slices_us, f"{why}; chunks by the experts' times")
 
-    def _why_one_chunk(self, layout: Layout, like: torch.Tensor | None, experts: Experts | None) -> str | None:
+    def _why_one_chunk(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> str | None:
         """Why there is nothing to choose; None where there is."""
         if self._grid.ep.size == 1 or like is None or experts is None:
             return "nothing to overlap"
@@ -123,7 +125,7 @@ class DispatchPlanner:
         return None
 
     def _choose_slices(
-        self, layout: Layout, like: torch.Tensor, experts: Experts
+        self, layout: ChoiceCounts, like: torch.Tensor, experts: Experts
     ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
         times = self._measured.experts(experts, layout.most_expert_rows, like)
         size, ep_size = layout.most_rows * like.shape[1] * like.element_size(), self._grid.ep.size
@@ -140,7 +142,7 @@ class DispatchPlanner:
         )
 
     def _choose_kind(
-        self, layout: Layout, row_bytes: int | None, like: torch.Tensor | None
+        self, layout: ChoiceCounts, row_bytes: int | None, like: torch.Tensor | None
     ) -> tuple[str, dict[str, float], str]:
         if self._kind != "auto":
             return self._kind, {}, f"{self._kind} as asked for"
@@ -169,7 +171,9 @@ class DispatchPlanner:
             f"{kind} by rows, for want of a profile: {gathered:.0f} by all_gather, {sent:.0f} by all_to_all",
         )
 
-    def _kinds_us(self, layout: Layout, tokens: int, row_bytes: int, like: torch.Tensor) -> dict[str, float] | None:
+    def _kinds_us(
+        self, layout: ChoiceCounts, tokens: int, row_bytes: int, like: torch.Tensor
+    ) -> dict[str, float] | None:
         """Out and back, with the rows that are moved in memory; where there is a gradient, its way too."""
         grid = self._grid
         rows_of = _rows_of(like)
@@ -189,7 +193,7 @@ class DispatchPlanner:
             "all_gather": passes * (all_gather + reduce_scatter + small[1]) + small[0] + tokens * moves.token_us,
         }
 
-    def _move_shape(self, layout: Layout) -> MoveShape:
+    def _move_shape(self, layout: ChoiceCounts) -> MoveShape:
         grid = self._grid
         most = max(grid.experts)
         is_sorted, top_k = most * grid.etp.size > 1, layout.indices.shape[1]

@@ -27,7 +27,7 @@ from commlayer.integrations.moe.balance import (
     step_bias,
     usage,
 )
-from commlayer.integrations.moe.capacity import Choices, Gathering, gather_choices
+from commlayer.integrations.moe.capacity import Gathering, RoutedChoices, gather_choices
 from commlayer.integrations.moe.routing import Routing, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
 from commlayer.integrations.moe.scoring import first_highest, fixed_shape_logits, limit_to_groups, score, weigh
@@ -195,7 +195,7 @@ class Router(torch.nn.Module):
         if config.is_dropless:
             return indices, weights, (None, None)
         by_position = config.drop_policy == "position"
-        choices = Choices(indices, torch.zeros_like(weights) if by_position else weights.detach(), positions)
+        choices = RoutedChoices(indices, torch.zeros_like(weights) if by_position else weights.detach(), positions)
         mine = slice(None)
         if config.drop_scope == "sequence" and self.sequence is not None:
             choices, mine = gather_choices(choices, self.sequence, is_refused=is_refused)

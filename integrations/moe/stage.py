@@ -16,10 +16,10 @@ from commlayer.profiles.errors import TensorError
 if TYPE_CHECKING:
     from commlayer.integrations.moe.dispatcher import TokenDispatcher
 
-__all__ = ["Stage", "cut", "returned", "split"]
+__all__ = ["ChunkStage", "chunk_part", "returned", "split"]
 
 
-class Stage:
+class ChunkStage:
     """One chunk on its way through :meth:`TokenDispatcher.run`."""
 
     def __init__(self, dispatcher: TokenDispatcher, chunk: Chunk) -> None:
@@ -92,14 +92,14 @@ def returned(computed: object, shape: Sequence[int], dtype: torch.dtype) -> torc
 class _Arriving:
     """A chunk's tokens on their way to the experts once more."""
 
-    def __init__(self, stage: Stage, x: torch.Tensor) -> None:
+    def __init__(self, stage: ChunkStage, x: torch.Tensor) -> None:
         self._stage, self._pending = stage, stage.exchange(x)
 
     def wait(self) -> torch.Tensor:
         return self._stage.dispatcher.dispatch_postprocess(self._pending.wait(), self._stage.chunk)
 
 
-def cut(sizes: list[int], j: int, x: torch.Tensor) -> torch.Tensor:
+def chunk_part(sizes: list[int], j: int, x: torch.Tensor) -> torch.Tensor:
     """Cut chunk j out of all tokens [T, H] or [S, B, H]."""
     part: torch.Tensor = x.flatten(0, -2).split(sizes)[j]
     return part

@@ -14,7 +14,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.wire import WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
-__all__ = ["DispatchWire", "Ways", "dispatch_wire", "number_of_wire"]
+__all__ = ["DispatchWire", "WireGroups", "dispatch_wire", "number_of_wire"]
 
 _NATIVE = WirePolicy()
 
@@ -66,7 +66,7 @@ def number_of_wire(wire: DispatchWire) -> int:
     return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
 
 
-class Ways:
+class WireGroups:
     """The communicators of a dispatcher: ``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are
     gathered.
     """

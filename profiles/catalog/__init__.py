@@ -8,9 +8,9 @@ from functools import cache
 
 from commlayer.profiles.errors import ProfileNotFoundError
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.profile import Profile, load_profile, parse_profile
+from commlayer.profiles.profile import Profile, parse_profile, read_profile
 
-__all__ = ["load", "names", "resolve"]
+__all__ = ["load", "load_profile", "names"]
 
 
 def names() -> list[str]:
@@ -39,7 +39,7 @@ def load(name: str) -> Profile:
     return parse_profile((files(__name__) / f"{name}.json").read_bytes(), f"catalog/{name}.json")
 
 
-def resolve(name_or_path: str) -> Profile:
+def load_profile(name_or_path: str | os.PathLike[str]) -> Profile:
     """A shipped profile by its name, or any profile by its path.
 
     What is not a shipped name is a path when it contains "/", ends with ".json" or exists.
@@ -48,8 +48,7 @@ def resolve(name_or_path: str) -> Profile:
         ProfileNotFoundError: neither a shipped name nor a file.
         ProfileError: a file that is not a sound profile.
     """
-    if name_or_path not in names() and (
-        "/" in name_or_path or name_or_path.endswith(".json") or os.path.exists(name_or_path)
-    ):
-        return load_profile(name_or_path)
-    return load(name_or_path)
+    wanted = os.fspath(name_or_path)
+    if wanted not in names() and ("/" in wanted or wanted.endswith(".json") or os.path.exists(wanted)):
+        return read_profile(wanted)
+    return load(wanted)

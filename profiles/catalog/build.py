@@ -12,7 +12,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Peaks, Resource, bus_factor
 from commlayer.profiles.profile import Profile
 
-__all__ = ["build", "main"]
+__all__ = ["build_catalog", "main"]
 
 _KIB, _GIB = 1 << 10, 1 << 30
 
@@ -148,14 +148,14 @@ def _h100_eos() -> Profile:
     )
 
 
-def build() -> list[Profile]:
+def build_catalog() -> list[Profile]:
     """The profiles that this program writes."""
     return [_h100_eos(), _h800(), _monta()]
 
 
 def main() -> None:
     """Write each profile beside this file."""
-    for profile in build():
+    for profile in build_catalog():
         path = Path(__file__).with_name(f"{profile.name}.json")
         profile.save(path)
         print(f"{path.name}: {profile.fingerprint}")

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from commlayer.drawing.mapping_cells import closed_forms, mapping_cells, nodes_words, part_cells
-from commlayer.drawing.mapping_figures import PARTS, Line, breakdown_figure, curves_figure, mapping_name, memory_figure
+from commlayer.drawing.mapping_figures import (
+    PARTS,
+    FigureLine,
+    breakdown_figure,
+    curves_figure,
+    mapping_name,
+    memory_figure,
+)
 from commlayer.drawing.mapping_report import write_estimate_report, write_what_if_report
 from commlayer.drawing.step_course import course_figure, pipeline_tasks, step_trace
 from commlayer.drawing.style import save_figure
@@ -134,13 +141,15 @@ def test_memory_is_drawn_against_the_limit(tmp_path: Path) -> None:
 
 
 def test_curves_mark_where_they_cross(tmp_path: Path) -> None:
-    lines = [Line("a", [(1.0, 0.2), (16.0, 0.5)]), Line("b", [(1.0, 0.4), (16.0, None)])]
+    lines = [FigureLine("a", [(1.0, 0.2), (16.0, 0.5)]), FigureLine("b", [(1.0, 0.4), (16.0, None)])]
     figure = curves_figure(lines, "t", "GB/s", "MFU", crossings=[(4.0, "they meet")], percent=True)
     shown = texts(figure, tmp_path)
     assert "they meet" in shown
     assert "40%" in shown
     assert figure.axes[0].get_xscale() == "log"
-    words = texts(curves_figure([Line("a", [(0.0, 1.0), (1.0, 2.0)])], "t", "x", "y", words=["bf16", "fp8"]), tmp_path)
+    words = texts(
+        curves_figure([FigureLine("a", [(0.0, 1.0), (1.0, 2.0)])], "t", "x", "y", words=["bf16", "fp8"]), tmp_path
+    )
     assert "fp8" in words
 
 
@@ -149,7 +158,7 @@ def test_nothing_to_draw_is_an_error(draw: Any) -> None:
     with pytest.raises(UsageError, match="nothing to draw"):
         draw({})
     with pytest.raises(UsageError, match="nothing to draw"):
-        curves_figure([Line("a", [(1.0, None)])], "t", "x", "y")
+        curves_figure([FigureLine("a", [(1.0, None)])], "t", "x", "y")
 
 
 def test_names_leave_out_degrees_of_one() -> None:

@@ -13,7 +13,7 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import measuring
 from commlayer.integrations.moe.agreement import FINEST
-from commlayer.integrations.moe.handle import Grid, Layout
+from commlayer.integrations.moe.handle import ChoiceCounts, ExpertGrid
 from commlayer.integrations.moe.measuring import MoveShape, measure_experts, measure_moves
 from commlayer.integrations.moe.planning import DispatchDecision, DispatchPlanner, _rounded, slices_of
 from commlayer.integrations.moe.rows import make_row_map
@@ -114,11 +114,11 @@ class Predicted(GroupCommunicator):
         return x.expand(self.size, *x.shape[1:])  # all ranks measure the same
 
 
-def layout(group: GroupCommunicator, *, top_k: int, capacity: int | None = None) -> Layout:
+def layout(group: GroupCommunicator, *, top_k: int, capacity: int | None = None) -> ChoiceCounts:
     """Four ranks with 16 tokens each, whose choices are spread evenly over 4 experts."""
-    grid = Grid(4, group, GroupCommunicator(None, "ep"), group)
+    grid = ExpertGrid(4, group, GroupCommunicator(None, "ep"), group)
     counts = torch.full((4, 1, 8, 4), 16 * top_k // 4 // 8 or 1)
-    return Layout(grid, torch.zeros(16, top_k, dtype=torch.int64), capacity, (16,) * 4, counts)
+    return ChoiceCounts(grid, torch.zeros(16, top_k, dtype=torch.int64), capacity, (16,) * 4, counts)
 
 
 LIKE = torch.zeros(16, 8)
@@ -405,11 +405,11 @@ def test_groups_that_lie_differently_are_priced_alike() -> None:
 
 def test_the_most_rows_are_of_the_fullest_rank() -> None:
     group = Predicted(2, None)
-    grid = Grid(3, group, GroupCommunicator(None, "ep"), group)  # experts 2 + 1
+    grid = ExpertGrid(3, group, GroupCommunicator(None, "ep"), group)  # experts 2 + 1
     counts = torch.zeros(2, 1, 8, 3, dtype=torch.int64)
     counts[0, 0, 0] = torch.tensor([5, 1, 2])
     counts[1, 0, 3] = torch.tensor([7, 0, 1])
-    found = Layout(grid, torch.zeros(0, 1, dtype=torch.int64), None, (8, 8), counts)
+    found = ChoiceCounts(grid, torch.zeros(0, 1, dtype=torch.int64), None, (8, 8), counts)
     assert found.most_rows == 13  # received by rank 0
     assert found.gathered_rows == (13, 3)
     assert found.most_expert_rows == 13

@@ -14,12 +14,12 @@ import torch
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire
 from commlayer.wire.codecs.fp8 import FORMATS, LEAST_AMAX, Fp8, finite_limit
 
-__all__ = ["add", "decode", "encode"]
+__all__ = ["add", "reference_decode", "reference_encode"]
 
 Group = tuple[slice, slice]
 
 
-def encode(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+def reference_encode(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Encode as a message (uint8) the ``rows`` [r, W]; NaN and infinity are passed on."""
     scales, codes = [], torch.zeros(rows.shape, dtype=torch.uint8)
     for group in _groups(wire, rows.shape[0]):
@@ -28,7 +28,7 @@ def encode(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     return torch.cat([torch.tensor(scales, dtype=torch.float32).view(torch.uint8), codes.view(-1)])
 
 
-def decode(encoded: torch.Tensor, rows: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def reference_decode(encoded: torch.Tensor, rows: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
     """Decode the ``rows`` × W elements of a message, in ``dtype``."""
     return _decode(encoded, rows, wire, dtype).to(dtype)
 
