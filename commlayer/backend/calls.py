@@ -29,7 +29,7 @@ __all__ = ["Calls"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
-_EVEN, _UNKNOWN = Row.EVEN, Row.UNKNOWN
+_EVEN, _UNKNOWN = Row.EVEN, (Row.UNKNOWN, 0)
 
 
 class Calls:
@@ -81,35 +81,25 @@ class Calls:
         num_bytes: int,
         call: Callable[..., Work],
         *args: Any,
-        inter: int = _UNKNOWN,
-        intra: int = 0,
+        sent: tuple[int, int] = _UNKNOWN,
     ) -> None:
-        """The inner backend's own call. ``args[-1]`` are its options; ``inter``, ``intra``: the bytes it sends (see Row)."""
+        """The inner backend's own call. ``args[-1]`` are its options; ``sent``: the bytes it sends (inter and intra of Row)."""
         order, record = self.order, self.inner.planned.record
         if record is None:
             order.lane.hold(num_bytes)
         else:
             record.held_ns += order.lane.hold(num_bytes)
-            sent = inter, intra
-            if inter == _EVEN:
-                far, near = self.counters.shares
-                sent = int(num_bytes * far), int(num_bytes * near)
-            fill_flat(self.inner.planned, record, order.sequence + 1, num_bytes, sent)
+            far, near = self.counters.shares
+            known = (int(num_bytes * far), int(num_bytes * near)) if sent[0] == _EVEN else sent
+            fill_flat(self.inner.planned, record, order.sequence + 1, num_bytes, known)
         if _profiling():
             with _record(f"commlayer:{collective} flat"):
-                self.wait(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
+                self.wait(collective, num_bytes, now(), call(*args), args[-1], sent)
         else:
-            self.wait(collective, num_bytes, now(), call(*args), args[-1], inter, intra)
+            self.wait(collective, num_bytes, now(), call(*args), args[-1], sent)
 
     def wait(
-        self,
-        collective: str,
-        num_bytes: int,
-        started: int,
-        work: Work,
-        opts: Any,
-        inter: int = _UNKNOWN,
-        intra: int = 0,
+        self, collective: str, num_bytes: int, started: int, work: Work, opts: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
         """Wait for the inner backend's ``work``, and count it. Where issuing it raised, it was refused: nothing was sent."""
         self.order.sequence += 1
@@ -121,6 +111,7 @@ class Calls:
         row.calls += 1
         row.logical_bytes += num_bytes
         row.time_ns += now() - started
+        inter, intra = sent
         if inter >= 0:
             row.inter += inter
             row.intra += intra
@@ -137,14 +128,7 @@ class Calls:
             fail(self.members, self.inner, error, collective, sequence, started, timeout_of(opts))
 
     def under_way(
-        self,
-        collective: str,
-        num_bytes: int,
-        work: Work,
-        opts: Any,
-        outputs: Any,
-        inter: int = _UNKNOWN,
-        intra: int = 0,
+        self, collective: str, num_bytes: int, work: Work, opts: Any, outputs: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
         """An asynchronous call that has just been issued."""
         order = self.order
@@ -158,7 +142,7 @@ class Calls:
             if order.latest is issued:  # it holds the call's tensors
                 order.latest = None
 
-        self.counters.flat[collective].add(num_bytes, 0, inter, intra)
+        self.counters.flat[collective].add(num_bytes, 0, *sent)
         issued = IssuedWork(order.progress, collective, outputs, work, self.inner.planned.board, end)
         order.latest = issued
         if order.coalescing is not None:
@@ -191,7 +175,7 @@ class Calls:
         self.count_plan(plan, collective, num_bytes, now() - started, planned.sent_bytes(plan, root))
 
     def count_plan(
-        self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int] = (_UNKNOWN, _UNKNOWN)
+        self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int] = (-1, -1)
     ) -> None:
         """Count and record a planned call that has ended. ``sent``: bytes between nodes, and inside this one."""
         planned = self.inner.planned

@@ -32,21 +32,21 @@ EVEN = (Row.EVEN, 0)
 def all_to_all(
     calls: Calls, output: torch.Tensor, input: torch.Tensor, received: Sequence[int], sent: Sequence[int], opts: Any
 ) -> None:
-    """``received``, ``sent``: rows from and to each rank; empty: even."""
+    """Rows of ``input`` by ``input_split_sizes`` (empty: even) go to the ranks; ``output`` receives by its own."""
     if calls.needs_look and _by_plan(calls, output, input, received, sent, opts):
         return
     num_bytes = input.nbytes
-    inter, intra = sent_bytes(calls.members, num_bytes, sent)
+    going = sent_bytes(calls.members, num_bytes, sent)
     if is_plain(input) and is_plain(output):
         call = calls.inner.gloo.alltoall_base
-        calls.flat("all_to_all", num_bytes, call, output, input, received, sent, opts, inter=inter, intra=intra)
+        calls.flat("all_to_all", num_bytes, call, output, input, received, sent, opts, sent=going)
         return
     with torch.inference_mode():
         source, target = as_bytes(input), landing(output)
         into = target.view(torch.uint8)
         received, sent = _in_bytes(output, received), _in_bytes(input, sent)
         call = calls.inner.gloo.alltoall_base
-        calls.flat("all_to_all", num_bytes, call, into, source, received, sent, opts, inter=inter, intra=intra)
+        calls.flat("all_to_all", num_bytes, call, into, source, received, sent, opts, sent=going)
         land(output, target)
 
 
@@ -97,6 +97,7 @@ def _by_plan(
 
 
 def all_to_all_lists(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
+    """``inputs[k]`` goes to rank k, ``outputs[k]`` comes from it; shapes may all differ."""
     if any(x.dtype != inputs[0].dtype for x in (*inputs, *outputs)):
         raise TensorError(f"{calls.members.who}: all_to_all needs one dtype in all tensors")
     with torch.inference_mode():

@@ -9,8 +9,9 @@ form for that reason: a function that asks them is one more entry of Python in e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from time import perf_counter_ns as now
 from typing import Any
@@ -21,7 +22,7 @@ from torch._C._distributed_c10d import Work
 from commlayer.backend.calls import Calls
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
 from commlayer.backend.failing import Refused
-from commlayer.backend.members import Members
+from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import real, reals
@@ -30,11 +31,11 @@ __all__ = [
     "Direct",
     "Method",
     "Verb",
+    "add_methods",
     "exchange",
     "in_place",
     "lists_in",
     "lists_out",
-    "method",
     "pair",
     "pairs",
     "rows_out",
@@ -64,35 +65,40 @@ class Direct:
 class Verb:
     """A collective of c10d, in one of its forms."""
 
-    name: str
-    """torch's, of the method; NCCL's is called by it for CUDA tensors."""
+    names: str
+    """torch's, of the methods; NCCL's of the first name is called for CUDA tensors."""
     collective: str
     """What statistics, traces and errors call it."""
     form: Callable[[Verb], Method]
     options: Any
     """torch's options for it, of which one is made from whatever a call has."""
     body: Callable[..., None]
-    """Runs it on CPU tensors, in the group's order: ``body(calls, *tensors, opts)``."""
-    does: str
-    """Who sends what, and what changes in place."""
-    title: str = ""
-    """What errors about its arguments call it, where that is not ``collective``."""
-    may_be_sparse: bool = False
+    """Runs it on CPU tensors, in the group's order: ``body(calls, *tensors, opts)``. Its docstring is the method's."""
+    direct: Direct | None = None
     check: Callable[..., None] | None = None
     """``check(members, *tensors)`` refuses, before the call is queued, what the body could not be given."""
-    direct: Direct | None = None
-    also: tuple[Any, ...] = ()
-    """Other options of torch's that are taken."""
     is_rooted: bool = False
     """Whether only one rank, ``opts.rootRank``, has the list of tensors."""
+    may_be_sparse: bool = False
+    title: str = ""
+    """What errors about its arguments call it, where that is not ``collective``."""
+    also: tuple[Any, ...] = ()
+    """Other options of torch's that are taken."""
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names.split()[0]
 
 
-def method(row: Verb) -> Method:
-    """The method of a row, with its name in tracebacks and profiles."""
-    made: Any = row.form(row)
-    made.__name__, made.__qualname__, made.__doc__ = row.name, f"CommlayerGroup.{row.name}", row.does
-    made.__code__ = made.__code__.replace(co_name=row.name)
-    return made  # type: ignore[no-any-return]
+def add_methods(group: type, rows: Iterable[Verb]) -> None:
+    """Give ``group`` the method of each row, by all names; the first is what tracebacks and profiles show."""
+    for row in rows:
+        made: Any = row.form(row)
+        made.__name__, made.__qualname__, made.__doc__ = row.name, f"{group.__name__}.{row.name}", row.body.__doc__
+        made.__code__ = made.__code__.replace(co_name=row.name)
+        for name in row.names.split():
+            setattr(group, name, made)
 
 
 class _Parts:
@@ -109,10 +115,10 @@ _NEVER = Direct(attrgetter("_none"), frozenset())
 
 def in_place(row: Verb) -> Method:
     """``tensors`` (a list, mostly of one) change in place."""
-    options, collective, body, title = row.options, row.collective, row.body, row.title or row.collective
+    name, options, collective, body = row.name, row.options, row.collective, row.body
+    title, takes_as_it_is = row.title or row.collective, row.direct is not None
     direct = row.direct or _NEVER
     inner, dtypes, fits, refuses = direct.inner, direct.dtypes, direct.fits, direct.refuses
-    takes_as_it_is = row.direct is not None
 
     def verb(self: _Parts, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         order = self._order
@@ -143,7 +149,7 @@ def in_place(row: Verb) -> Method:
             opts = make(type(opts) if isinstance(opts, row.also) else options, opts, timeout, named)
         tensors = self._members.some(title, tensors, may_be_sparse=row.may_be_sparse)
         if not tensors[0].is_cpu:
-            return getattr(order.on_device(tensors[0]), row.name)(tensors, opts)  # type: ignore[no-any-return]
+            return getattr(order.on_device(tensors[0]), name)(tensors, opts)  # type: ignore[no-any-return]
         return order.issue(opts, collective, tensors, body, self._calls, tensors, opts)
 
     return verb
@@ -151,7 +157,7 @@ def in_place(row: Verb) -> Method:
 
 def pair(row: Verb) -> Method:
     """``input`` goes, ``output`` comes: one tensor each."""
-    options, collective, body = row.options, row.collective, row.body
+    name, options, collective, body = row.name, row.options, row.collective, row.body
     direct = row.direct or _NEVER
     inner, dtypes, fits, refuses = direct.inner, direct.dtypes, direct.fits, direct.refuses
     counts_input = direct.counts_input
@@ -196,81 +202,67 @@ def pair(row: Verb) -> Method:
             opts = make(options, opts, timeout, named)
         input, output = real(input), real(output)
         if not input.is_cpu:
-            return getattr(order.on_device(input), row.name)(output, input, opts)  # type: ignore[no-any-return]
+            return getattr(order.on_device(input), name)(output, input, opts)  # type: ignore[no-any-return]
         return order.issue(opts, collective, [output], body, self._calls, output, input, opts)
 
     return verb
 
 
-def pairs(row: Verb) -> Method:
+def pairs(row: Verb, outputs_of: Callable[[Any], Any] = reals) -> Method:
     """``inputs`` go, ``outputs`` come: several tensors each, as one call."""
-    options, collective, body, check = row.options, row.collective, row.body, row.check
+    name, options, collective, body = row.name, row.options, row.collective, row.body
+    check = row.check
 
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None, **named: Any) -> Work:
         opts = make(options, opts, timeout, named)
-        outputs, inputs = reals(outputs), reals(inputs)
+        outputs, inputs = outputs_of(outputs), reals(inputs)
         if inputs and not inputs[0].is_cpu:
-            return getattr(self._order.on_device(inputs[0]), row.name)(outputs, inputs, opts)  # type: ignore[no-any-return]
+            return getattr(self._order.on_device(inputs[0]), name)(outputs, inputs, opts)  # type: ignore[no-any-return]
         if check is not None:
             check(self._members, outputs, inputs)
         return self._order.issue(opts, collective, outputs, body, self._calls, outputs, inputs, opts)
 
     return verb
+
+
+def _lists(lists: Iterable[Tensors]) -> list[list[torch.Tensor]]:
+    return [reals(each) for each in lists]
 
 
 def lists_out(row: Verb) -> Method:
     """``inputs`` is one tensor, ``outputs`` a list of one for each rank, in a list; or both without that list around them."""
-    options, collective, body, is_rooted = row.options, row.collective, row.body, row.is_rooted
-
-    def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
-        opts = make(options, opts, timeout, named)
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs = [outputs] if outputs or not is_rooted else [], [inputs]
-        outputs, inputs = [reals(each) for each in outputs], self._members.some(collective, inputs)
-        if not inputs[0].is_cpu:
-            return getattr(self._order.on_device(inputs[0]), row.name)(outputs, inputs, opts)  # type: ignore[no-any-return]
-        if is_rooted:
-            filled = outputs[0] if outputs else []
-            return self._order.issue(opts, collective, filled, body, self._calls, outputs, inputs, opts)
-        self._members.require_one_list(collective, outputs, inputs)
-        return self._order.issue(opts, collective, outputs[0], body, self._calls, outputs[0], inputs[0], opts)
-
-    return verb
-
-
-def rows_out(row: Verb) -> Method:
-    """``inputs`` are several tensors, ``outputs`` for each rank a list of as many."""
-    options, collective, body, check = row.options, row.collective, row.body, row.check
-
-    def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, *, timeout: Any = None, **named: Any) -> Work:
-        opts = make(options, opts, timeout, named)
-        outputs, inputs = [reals(each) for each in outputs], reals(inputs)
-        if inputs and not inputs[0].is_cpu:
-            return getattr(self._order.on_device(inputs[0]), row.name)(outputs, inputs, opts)  # type: ignore[no-any-return]
-        if check is not None:
-            check(self._members, outputs, inputs)
-        return self._order.issue(opts, collective, outputs, body, self._calls, outputs, inputs, opts)
-
-    return verb
+    return _one_list(row, is_out=True)
 
 
 def lists_in(row: Verb) -> Method:
     """``outputs`` is one tensor, ``inputs`` a list of one for each rank, in a list; or both without that list around them."""
-    options, collective, body, is_rooted = row.options, row.collective, row.body, row.is_rooted
+    return _one_list(row, is_out=False)
+
+
+def _one_list(row: Verb, *, is_out: bool) -> Method:
+    name, options, collective, body = row.name, row.options, row.collective, row.body
+    is_rooted = row.is_rooted
 
     def verb(self: _Parts, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, **named: Any) -> Work:
         opts = make(options, opts, timeout, named)
-        if isinstance(outputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs] if inputs or not is_rooted else []
-        outputs, inputs = self._members.some(collective, outputs), [reals(each) for each in inputs]
-        if not outputs[0].is_cpu:
-            return getattr(self._order.on_device(outputs[0]), row.name)(outputs, inputs, opts)  # type: ignore[no-any-return]
-        if is_rooted:
-            return self._order.issue(opts, collective, outputs, body, self._calls, outputs, inputs, opts)
-        self._members.require_one_list(collective, inputs, outputs)
-        return self._order.issue(opts, collective, outputs, body, self._calls, outputs[0], inputs[0], opts)
+        singles, lists = (inputs, outputs) if is_out else (outputs, inputs)
+        if isinstance(singles, torch.Tensor):
+            singles, lists = [singles], [lists] if lists or not is_rooted else []
+        singles, lists = self._members.some(collective, singles), _lists(lists)
+        outputs, inputs = (lists, singles) if is_out else (singles, lists)
+        if not singles[0].is_cpu:
+            return getattr(self._order.on_device(singles[0]), name)(outputs, inputs, opts)  # type: ignore[no-any-return]
+        if not is_rooted:
+            self._members.require_one_list(collective, lists, singles)
+        filled = singles if not is_out else lists[0] if lists else []
+        given = (outputs, inputs) if is_rooted else (outputs[0], inputs[0])
+        return self._order.issue(opts, collective, filled, body, self._calls, *given, opts)
 
     return verb
+
+
+rows_out = partial(pairs, outputs_of=_lists)
+"""The form in which ``inputs`` are several tensors, and ``outputs`` for each rank a list of as many."""
 
 
 def exchange(row: Verb) -> Method:
@@ -278,7 +270,7 @@ def exchange(row: Verb) -> Method:
 
     Also direct where no call of this kind is ever planned; then only while the caller waits, and the queue keeps the order.
     """
-    options, collective, body = row.options, row.collective, row.body
+    name, options, collective, body = row.name, row.options, row.collective, row.body
     direct = row.direct or _NEVER
     inner, dtypes = direct.inner, direct.dtypes
 
@@ -326,14 +318,14 @@ def exchange(row: Verb) -> Method:
             started = now()
             work = inner(order.inner.gloo)(output, input, output_split_sizes, input_split_sizes, opts)
             if opts.asyncOp:
-                return calls.under_way(collective, num_bytes, work, opts, [output], *sent)
-            return calls.wait(collective, num_bytes, started, work, opts, *sent)
+                return calls.under_way(collective, num_bytes, work, opts, [output], sent)
+            return calls.wait(collective, num_bytes, started, work, opts, sent)
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
         input, output = real(input), real(output)
         splits = output_split_sizes, input_split_sizes
         if not input.is_cpu:
-            return getattr(order.on_device(input), row.name)(output, input, *splits, opts)  # type: ignore[no-any-return]
+            return getattr(order.on_device(input), name)(output, input, *splits, opts)  # type: ignore[no-any-return]
         order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
         return order.issue(opts, collective, [output], body, calls, output, input, *splits, opts)
 

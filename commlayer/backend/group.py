@@ -19,24 +19,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
-from commlayer.backend import barriers, verbs, world
-from commlayer.backend.batches import Batches, Parcel
+from commlayer.backend import barriers, world
+from commlayer.backend.batches import Batches
 from commlayer.backend.calls import Calls
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
-from commlayer.backend.forms import method
+from commlayer.backend.forms import add_methods
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.together import Together
+from commlayer.backend.verbs import VERBS
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
-from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.wire import Wire
 from commlayer.statistics import GroupCounters
-from commlayer.wire.codecs import Codec
 
 __all__ = ["CommlayerGroup"]
 
@@ -45,6 +43,8 @@ _ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in whic
 
 class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     """A process group whose CPU collectives are planned. Made by ``init_process_group("commlayer")`` and ``new_group``.
+
+    Its collectives are the rows of :data:`commlayer.backend.verbs.VERBS`.
 
     CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.transport.nccl`).
     ``make``: makes another group, of some members of this one.
@@ -73,9 +73,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         self._messages = Messages(self._order, self.counters)
-        self._batches = Batches(self._order, self._messages, self.counters)
-        self._encodings = Encodings(self._calls)
-        self._ending = Ending(self._order, self._batches, self.counters)
+        batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
+        self._ending = Ending(self._order, batches, self.counters)
+        # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
+        self.start_batch = batches.start
+        self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
+        self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -84,31 +87,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         num_far = len(members.far)
         counters.shares = num_far / members.size, (members.size - num_far - 1) / members.size
         return counters
-
-    # Collectives
-
-    all_gather_single = method(verbs.ALL_GATHER)
-    all_gather_single_coalesced = method(verbs.ALL_GATHER_COALESCED)
-    allgather = method(verbs.ALL_GATHER_LIST)
-    allgather_coalesced = method(verbs.ALL_GATHER_ROWS)
-    broadcast = method(verbs.BROADCAST)
-    gather = method(verbs.GATHER)
-    scatter = method(verbs.SCATTER)
-    allreduce = method(verbs.ALL_REDUCE)
-    allreduce_coalesced = method(verbs.ALL_REDUCE_COALESCED)
-    reduce = method(verbs.REDUCE)
-    reduce_scatter_single = method(verbs.REDUCE_SCATTER)
-    reduce_scatter_single_coalesced = method(verbs.REDUCE_SCATTER_COALESCED)
-    reduce_scatter = method(verbs.REDUCE_SCATTER_LIST)
-    all_to_all_single = method(verbs.ALL_TO_ALL)
-    alltoall = method(verbs.ALL_TO_ALL_LISTS)
-
-    # c10d's other names
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
     # Synchronisation
 
@@ -156,37 +134,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
         """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
         return self._messages.recv_anysource(tensors, tag)
-
-    def start_batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:
-        """Send to and receive from some members at once: see :class:`commlayer.backend.batches.Batches`."""
-        return self._batches.start(sends, receives)
-
-    # Collectives in a wire format: see commlayer.backend.encodings
-
-    def encoded_plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
-        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
-        return self._encodings.plan(collective, num_bytes, wires, element_bytes)
-
-    def start_encoded(
-        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int], codec: Codec
-    ) -> Work:
-        """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns."""
-        return self._encodings.start(plan, source, target, blocks, codec)
-
-    def start_encoded_exchange(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        splits: tuple[Sequence[int], Sequence[int]],
-        codec: Codec,
-    ) -> Work:
-        """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
-        return self._encodings.start_exchange(plan, source, target, splits, codec)
-
-    def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
-        """A reduce_scatter in the memory of ``source``."""
-        return self._encodings.start_in_place(plan, source, target)
 
     # Lanes
 
@@ -319,3 +266,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
         self._ending.disown()
         world.forget(self)
+
+
+add_methods(CommlayerGroup, VERBS)

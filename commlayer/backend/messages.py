@@ -88,31 +88,24 @@ class Messages:
     def __init__(self, order: Order, counters: GroupCounters) -> None:
         self._order, self._members, self._inner, self._counters = order, order.members, order.inner, counters
 
-    def send(self, tensors: Sequence[torch.Tensor], dstRank: int, tag: int = 0) -> Work | None:  # noqa: N803  torch's name
-        """Send ``tensors[0]`` (any dtype and layout) to rank ``dstRank`` of the group.
-
-        Raises UsageError for this rank itself, or one that is not in the group.
-        """
+    def send(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
+        """See CommlayerGroup; so the next two."""
         tensor = self._only_one("send", tensors)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).send(tensors, dstRank, tag)
-        self._members.require_other("destination", dstRank)
-        moved = flat(tensor)
-        return self._start(
-            "send", f"send to rank {self._members.named(dstRank)}, tag {tag}", moved, moved, dstRank, tag
-        )
+            return self._order.on_device(tensor).send(tensors, member, tag)
+        self._members.require_other("destination", member)
+        moved, what = flat(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
+        return self._start("send", what, moved, moved, member, tag)
 
-    def recv(self, tensors: Sequence[torch.Tensor], srcRank: int, tag: int = 0) -> Work | None:  # noqa: N803
-        """Receive into ``tensors[0]`` from rank ``srcRank`` of the group. Raises as :meth:`send`."""
+    def recv(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
         tensor = self._only_one("recv", tensors)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).recv(tensors, srcRank, tag)
-        self._members.require_other("source", srcRank)
-        what = f"recv from rank {self._members.named(srcRank)}, tag {tag}"
-        return self._start("recv", what, tensor, landing(tensor), srcRank, tag)
+            return self._order.on_device(tensor).recv(tensors, member, tag)
+        self._members.require_other("source", member)
+        what = f"recv from rank {self._members.named(member)}, tag {tag}"
+        return self._start("recv", what, tensor, landing(tensor), member, tag)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
-        """Receive into ``tensors[0]`` from whoever sends first; ``source_rank()`` of the Work says who."""
         tensor = self._only_one("recv_anysource", tensors)
         if not tensor.is_cpu:
             return self._order.on_device(tensor).recv_anysource(tensors, tag)

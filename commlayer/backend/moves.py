@@ -35,6 +35,7 @@ __all__ = [
 
 
 def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
+    """``output`` holds n times the elements of ``input``, in any shape; block k comes from rank k."""
     size = calls.members.size
     if output.numel() != size * input.numel() or output.dtype != input.dtype:
         raise TensorError(
@@ -59,6 +60,7 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
 
 
 def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
+    """:meth:`all_gather_single` of each pair, as one call."""
     if len(outputs) != len(inputs):
         raise TensorError(
             f"{calls.members.who}: all_gather of {len(inputs)} tensors into {len(outputs)}: expected as many"
@@ -68,6 +70,7 @@ def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) 
 
 
 def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: Any) -> None:
+    """``outputs[0]`` is a list of n tensors, whose k-th has as many elements as the input of rank k."""
     sizes, mine = [output.numel() for output in outputs], calls.members.rank
     if sizes[mine] != input.numel() or any(output.dtype != input.dtype for output in outputs):
         raise TensorError(
@@ -112,11 +115,13 @@ def all_gather_uneven(
 
 
 def all_gather_rows(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:
+    """``outputs[k][i]`` becomes input i of rank k."""
     for i, part in enumerate(inputs):
         all_gather_list(calls, [row[i] for row in outputs], part, opts)
 
 
 def broadcast(calls: Calls, tensors: Tensors, opts: Any) -> None:
+    """The tensors of rank ``opts.rootRank`` become those of all."""
     for tensor in tensors:
         broadcast_one(calls, tensor, opts)
 
@@ -140,6 +145,7 @@ def broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
 
 
 def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:
+    """The inputs of all ranks, on rank ``opts.rootRank``; elsewhere ``outputs`` is empty."""
     if len(inputs) != 1:
         raise TensorError(f"{calls.members.who}: gather takes one input, got {len(inputs)}")
     calls.members.require_root("gather to", opts.rootRank)
@@ -159,6 +165,7 @@ def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any)
 
 
 def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> None:
+    """Input k of rank ``opts.rootRank`` goes to rank k; elsewhere ``inputs`` is empty."""
     if len(outputs) != 1:
         raise TensorError(f"{calls.members.who}: scatter takes one output, got {len(outputs)}")
     calls.members.require_root("scatter from", opts.rootRank)

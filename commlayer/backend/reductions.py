@@ -59,6 +59,7 @@ def is_row_of_blocks(members: Members, output: torch.Tensor, input: torch.Tensor
 
 
 def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
+    """Every element becomes its reduction over all ranks, the same bits on every rank. In place."""
     tensor, op = tensors[0], opts.reduceOp.op
     if (
         len(tensors) > 1 or tensor.layout is not _STRIDED
@@ -93,6 +94,7 @@ def all_reduce_carried(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
 
 
 def all_reduce_joined(calls: Calls, tensors: Tensors, opts: Any) -> None:
+    """:meth:`allreduce` of all ``tensors`` (one dtype), as one call."""
     if any(x.dtype != tensors[0].dtype for x in tensors):
         raise TensorError(
             f"{calls.members.who}: all_reduce_coalesced needs one dtype, got {sorted({str(x.dtype) for x in tensors})}"
@@ -111,6 +113,7 @@ def all_reduce_joined(calls: Calls, tensors: Tensors, opts: Any) -> None:
 
 
 def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
+    """As :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others' tensors are undefined after it."""
     tensor, op = tensors[0], opts.reduceOp.op
     if len(tensors) != 1:
         raise TensorError(f"{calls.members.who}: reduce takes one tensor, got {len(tensors)}")
@@ -129,6 +132,7 @@ def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
 
 
 def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
+    """``input`` holds n times the elements of ``output``, in any shape; rank k gets the reduction of block k."""
     size = calls.members.size
     if input.numel() != size * output.numel() or output.dtype != input.dtype:
         raise TensorError(
@@ -159,6 +163,7 @@ def reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tens
 
 
 def reduce_scatter_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
+    """:meth:`reduce_scatter_single` of each pair, as one call."""
     if len(outputs) != len(inputs):
         raise TensorError(
             f"{calls.members.who}: reduce_scatter of {len(inputs)} tensors into {len(outputs)}: expected as many"
@@ -168,6 +173,7 @@ def reduce_scatter_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: A
 
 
 def reduce_scatter_list(calls: Calls, output: torch.Tensor, inputs: Tensors, opts: Any) -> None:
+    """``inputs[0]`` is a list of n tensors; rank k gets the reduction of the k-th. They may differ in size."""
     sizes = [x.numel() for x in inputs]
     if sizes[calls.members.rank] != output.numel() or any(x.dtype != output.dtype for x in inputs):
         raise TensorError(
