@@ -265,40 +265,33 @@ class Estimator:
         """Of one layer: forward (side 0) or backward (1)."""
         if calls:
             return self._layer_times(setup, is_moe, is_bound=True)[side].total_us
+        return self._computed_us(setup, is_moe)[side]
+
+    def _computed_us(self, setup: Setup, is_moe: bool) -> tuple[float, float, float]:
+        """Of one layer without its calls: forward, backward, both."""
         degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
-        key = ("pass", side, is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
+        key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
-        def time() -> float:
+        def times() -> tuple[float, float, float]:
             work = layer_work(self._job(setup), setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
-            return work.step_us(setup.recompute) - work.forward if side else work.forward
+            both = work.step_us(setup.recompute)
+            return work.forward, both - work.forward, both
 
-        return _kept(self._known, key, time)
+        return _kept(self._known, key, times)
 
     def _stage_us(self, setup: Setup, stage: Stage, calls: bool) -> float:
         """Of one micro-batch through ``stage``; without ``calls`` of computation alone."""
         total = 0.0
         for is_moe in (True, False):
             if number := (stage.sparse if is_moe else stage.dense):
-                total += number * (self._passes_us(setup, is_moe) if calls else self._layer_us(setup, is_moe))
+                if calls:
+                    both = sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
+                else:
+                    both = self._computed_us(setup, is_moe)[2]
+                total += number * both
         if calls:
             return total + self._ends(setup, stage).total_us
         return total + (self._head_us(setup) if stage.number == setup.pp - 1 else 0.0)
-
-    def _passes_us(self, setup: Setup, is_moe: bool) -> float:
-        def both() -> float:
-            return sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
-
-        return _kept(self._known, ("passes", *self._layer_key(setup, is_moe)), both)
-
-    def _layer_us(self, setup: Setup, is_moe: bool) -> float:
-        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
-        key = ("layer", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
-
-        def times() -> float:
-            work = layer_work(self._job(setup), setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
-            return work.step_us(setup.recompute)
-
-        return _kept(self._known, key, times)
 
     def _head_us(self, setup: Setup) -> float:
         key = ("head", setup.tp, setup.cp, setup.micro_batch, setup.precision)
