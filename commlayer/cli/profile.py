@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.launch import Place, emulation, place_of, place_options, run_job
-from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, in_order, json_option
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
+from commlayer.profiles.sampling import doubts
 
 if TYPE_CHECKING:
     from commlayer.measure.profiler import SweepOptions
@@ -24,36 +25,32 @@ Rows = list[tuple[str, str, int, "NcclRow"]]
 """Collective, link class, group size, and the line of the table."""
 
 
+_sweep_options = in_order(
+    click.option("-b", "--min-bytes", type=BYTES, default="4KiB", show_default=True, help="Smallest size, a rank."),
+    click.option("-e", "--max-bytes", type=BYTES, default="32MiB", show_default=True, help="Largest size, a rank."),
+    click.option("-f", "--factor", type=float, default=2.0, show_default=True, help="Each size over the one before."),
+    click.option(
+        "-n", "--iters", type=click.IntRange(2), default=40, show_default=True, help="Most repeats of one size."
+    ),
+    click.option(
+        "-w", "--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs that do not count."
+    ),
+    click.option(
+        "-c", "--check", type=click.IntRange(0, 1), default=1, show_default=True, help="Check every byte first."
+    ),
+)
+
+
 @click.command()
 @place_options
-@click.option("-b", "--min-bytes", type=BYTES, default="4KiB", show_default=True, help="Smallest size, a rank.")
-@click.option("-e", "--max-bytes", type=BYTES, default="32MiB", show_default=True, help="Largest size, a rank.")
-@click.option("-f", "--factor", type=float, default=2.0, show_default=True, help="Each size over the one before.")
-@click.option("-n", "--iters", type=click.IntRange(2), default=40, show_default=True, help="Most repeats of one size.")
-@click.option("-w", "--warmup", type=click.IntRange(0), default=1, show_default=True, help="Runs that do not count.")
-@click.option("-c", "--check", type=click.IntRange(0, 1), default=1, show_default=True, help="Check every byte first.")
+@_sweep_options
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the profile here.")
 @click.option("-J", "--table-json", type=OUTPUT_FILE, help="Write the table as JSON here.")
 @click.option("--name", help="The profile's name.  [from the shape]")
 @click.option("--picture", type=PICTURE, help="Draw efficiency over bytes (.svg, .png, .pdf).")
 @json_option
 def profile(
-    emulate: str | None,
-    inter: str | None,
-    intra: str | None,
-    delay: float,
-    timeout: float,
-    min_bytes: int,
-    max_bytes: int,
-    factor: float,
-    iters: int,
-    warmup: int,
-    check: int,
-    output: Path | None,
-    table_json: Path | None,
-    name: str | None,
-    picture: Path | None,
-    as_json: bool,
+    output: Path | None, table_json: Path | None, name: str | None, picture: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Measure the links of a cluster into a profile.
 
@@ -64,20 +61,12 @@ def profile(
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer profile -o cluster.json
       commlayer profile --emulate 2x4 --inter 400mbit -o emulated.json
     """
-    place = place_of(emulate, inter, intra, delay, timeout)
-    from commlayer.measure.profiler import SweepOptions
-    from commlayer.profiles.measure import Repeats
-
-    few = min(6, iters)
-    repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1e6)
-    options = SweepOptions(min_bytes, max_bytes, factor, repeats, check=bool(check))
-    most = min(iters, options.group_repeats.max_repeats)
-    groups = replace(options.group_repeats, warmup=warmup, min_repeats=min(3, iters), max_repeats=most)
-    options = replace(options, group_repeats=groups)
-    found = measure_here(place, options, name)
+    place = place_of(*(options.pop(each) for each in ("emulate", "inter", "intra", "delay", "timeout")))
+    found = measure_here(place, _sweep(**options), name)
     if found is None:
         return
     measured, rows = found
+    _warn(measured)
     if output is not None:
         measured.save(output)
     if table_json is not None:
@@ -92,6 +81,18 @@ def profile(
         echo_json(measured.to_json())
     else:
         _print(measured, rows, output)
+
+
+def _sweep(min_bytes: int, max_bytes: int, factor: float, iters: int, warmup: int, check: int) -> SweepOptions:
+    from commlayer.measure.profiler import SweepOptions
+    from commlayer.profiles.measure import Repeats
+
+    few = min(6, iters)
+    repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1e6)
+    options = SweepOptions(min_bytes, max_bytes, factor, repeats, check=bool(check))
+    most = min(iters, options.group_repeats.max_repeats)
+    groups = replace(options.group_repeats, warmup=warmup, min_repeats=min(3, iters), max_repeats=most)
+    return replace(options, group_repeats=groups)
 
 
 def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple[Profile, Rows] | None:
@@ -163,6 +164,18 @@ def link_rates(place: Place) -> dict[str, str]:
         return {"emulated": mode}
     rates = {"inter": place.inter or "unshaped", "intra": place.intra or "unshaped"}
     return {"emulated": mode, **rates, "delay_us": f"{place.delay_us:g}"}
+
+
+def _warn(measured: Profile) -> None:
+    """Say on stderr which curves rest on too few times or sizes, and how to have more."""
+    found = doubts(measured.curves)
+    for doubt in found:
+        echo(f"warning: {doubt}", err=True)
+    if found:
+        echo(
+            "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
+            err=True,
+        )
 
 
 def _as_dicts(rows: Rows) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, diff
+from commlayer.profiles.sampling import doubts
 from commlayer.units import format_bytes
 
 __all__ = ["profiles"]
@@ -182,6 +183,10 @@ def _show(profile: Profile) -> None:
         print_table(["interference", ">takes longer"], rows)
     else:
         echo("\nno interference stored: resources are priced as independent")
+    if found := doubts(profile.curves):
+        echo()
+        for doubt in found:
+            echo(f"few times: {doubt}")
     if profile.environment:
         echo()
         print_table(["environment", "~"], sorted(profile.environment.items()))
