@@ -16,7 +16,7 @@ from moe_baseline import Clock, PlainMoE, deepspeed_layer, instrument, why_no_de
 from moe_tables import PHASES, Breakdown, LayerRow, breakdown, ratios, spread, width_of_balance
 from torch import nn
 
-from commlayer.agree.messages import Message, Peers, gather
+from commlayer.agree.messages import Message, Peers, gather_messages
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -332,7 +332,9 @@ class _Bench:
                 clock.restart()
                 self.step(way)
                 spent = _Spent({name: clock.spent_us[name] for name in PHASES})
-                everyones = gather(spent, _Spent, Peers.of(None), _TIMEOUT_S, "to compare where their time went")
+                everyones = gather_messages(
+                    spent, _Spent, Peers.of(None), _TIMEOUT_S, "to compare where their time went"
+                )
                 seen[place].append([theirs.us for theirs in everyones])
         return [breakdown(way.name, way.mapping, seen[place]) for place, way in enumerate(ways)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from commlayer.agree.messages import Message, Peers, gather
+from commlayer.agree.messages import Message, Peers, gather_messages
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.settings import Settings
 
@@ -48,7 +48,7 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     # the number of groups that a rank is in; ranks in different numbers of groups then wait for each other for ever.
     mine = tuple(dist.get_process_group_ranks(group))
     timeout_s = Settings.from_environment().timeout_s
-    told = gather(_Ranks(mine), _Ranks, Peers.of(None), timeout_s, "to make planned groups")
+    told = gather_messages(_Ranks(mine), _Ranks, Peers.of(None), timeout_s, "to make planned groups")
     everyones = [each.ranks for each in told]
     _check_possible(everyones)
     ours = None

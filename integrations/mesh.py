@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from commlayer.agree.messages import Message, Peers, gather
+from commlayer.agree.messages import Message, Peers, gather_messages
 from commlayer.agree.topology import discover_topology
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology
@@ -262,7 +262,7 @@ def _check_backend(backend: str | None) -> None:
 def _check_agreed(mine: str) -> None:
     """Raise DisagreementError unless all ranks ask for the same mesh: they would make groups that never meet."""
     timeout_s = Settings.from_environment().timeout_s
-    everyones = gather(_Arguments(mine), _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
+    everyones = gather_messages(_Arguments(mine), _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
     for rank, other in enumerate(everyones):
         if other != everyones[0]:
             raise DisagreementError(

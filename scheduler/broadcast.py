@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.legs import ExchangeLeg, Schedule
+from commlayer.scheduler.legs import ExchangeLeg, LegOrder
 from commlayer.scheduler.moves import Buffer, Message, Moves, Region, cut, filled
 from commlayer.scheduler.plan import Cut, Op, Plan, Span
 
@@ -90,4 +90,4 @@ SCATTER = Scatter("scatter in node", Op.SCATTER, Span.NODE, _OUT, _OUT)
 SEND_ON = SendOn("send on", Op.ALL_GATHER, Span.RAIL, _OUT, _OUT, (SCATTER,))
 GATHER = GatherInNode("gather in node", Op.ALL_GATHER, Span.NODE, _OUT, _OUT, (SEND_ON,))
 
-BROADCAST = Schedule(((SCATTER, 0),), ((SEND_ON, 0),), ((GATHER, 0),))
+BROADCAST = LegOrder(((SCATTER, 0),), ((SEND_ON, 0),), ((GATHER, 0),))

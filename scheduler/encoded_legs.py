@@ -14,12 +14,12 @@ from __future__ import annotations
 from commlayer.scheduler.encoded_moves import EncodedPlace, ExchangePlace
 from commlayer.scheduler.group_legs import SHARE, SUM_NODE, Cross, SpreadSlices, SumNodes
 from commlayer.scheduler.group_moves import Piece
-from commlayer.scheduler.legs import AHEAD, LATE, CodedLeg, ExchangeLeg, LocalLeg, Schedule
+from commlayer.scheduler.legs import AHEAD, LATE, CodedLeg, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Decode, Encode, Message, Moves, Reduction, filled
 from commlayer.scheduler.plan import Cut, Op, Span
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["EXCHANGE_OVER_NODES", "ON_ONE_LEVEL", "OVER_NODES"]
+__all__ = ["ENCODED_ON_ONE_LEVEL", "ENCODED_OVER_NODES", "EXCHANGE_OVER_NODES"]
 
 
 class _Send(ExchangeLeg):
@@ -230,18 +230,18 @@ SEND_NEAR = SendNear("send in node", Op.ALL_TO_ALL, Span.NODE, _IN, _OUT)
 KEEP_OWN = KeepOwn("keep own", Op.COPY, Span.SELF, _IN, _OUT)
 DECODE_FAR = DecodeFar("decode from others", Op.DECODE, Span.GROUP, _ARRIVED, _OUT, (SEND_FAR,))
 
-_SUMS = Schedule(((ENCODE_SUMS, AHEAD), (CROSS, AHEAD), (SHARE, 0), (DECODE_SUMS, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
-OVER_NODES = {
-    "all_gather": Schedule(((ENCODE_OWN, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
+_SUMS = LegOrder(((ENCODE_SUMS, AHEAD), (CROSS, AHEAD), (SHARE, 0), (DECODE_SUMS, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
+ENCODED_OVER_NODES = {
+    "all_gather": LegOrder(((ENCODE_OWN, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
     "reduce_scatter": _SUMS,
-    "all_reduce": _SUMS + Schedule(((ENCODE_SUM, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
+    "all_reduce": _SUMS + LegOrder(((ENCODE_SUM, 0), (RAILS, 0), (DECODE_RAILS, LATE), (SPREAD, LATE))),
 }
-_SUMS_OF_ALL = Schedule(((ENCODE_BLOCKS, 0), (SEND_BLOCKS, 0), (DECODE_BLOCKS, LATE)))
-ON_ONE_LEVEL = {
-    "all_gather": Schedule(((ENCODE_OWN, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
+_SUMS_OF_ALL = LegOrder(((ENCODE_BLOCKS, 0), (SEND_BLOCKS, 0), (DECODE_BLOCKS, LATE)))
+ENCODED_ON_ONE_LEVEL = {
+    "all_gather": LegOrder(((ENCODE_OWN, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
     "reduce_scatter": _SUMS_OF_ALL,
-    "all_reduce": _SUMS_OF_ALL + Schedule(((ENCODE_SUM, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
-    "all_to_all_v": Schedule(((ENCODE_FAR, 0), (SEND_FAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),)),
+    "all_reduce": _SUMS_OF_ALL + LegOrder(((ENCODE_SUM, 0), (SEND_TO_ALL, 0), (DECODE_ALL, LATE))),
+    "all_to_all_v": LegOrder(((ENCODE_FAR, 0), (SEND_FAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),)),
 }
-EXCHANGE_OVER_NODES = Schedule(((ENCODE_FAR, 0), (SEND_FAR, 0), (SEND_NEAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),))
+EXCHANGE_OVER_NODES = LegOrder(((ENCODE_FAR, 0), (SEND_FAR, 0), (SEND_NEAR, 0), (KEEP_OWN, 0)), ((DECODE_FAR, 0),))
 """An all_to_all where some of the ranks are on this one's node."""

@@ -11,7 +11,7 @@ On one level the whole group is one node, so the same legs share, sum and spread
 from __future__ import annotations
 
 from commlayer.scheduler.group_moves import GroupPlace
-from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LocalLeg, Schedule
+from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
 from commlayer.scheduler.plan import Cut, Op, Span
 
@@ -158,15 +158,15 @@ SHARE_WITH_ALL = Share("share with all", Op.ALL_TO_ALL, Span.GROUP, _IN, _STAGED
 SUM_ALL = SumShares("sum all", Op.REDUCE, Span.GROUP, _STAGED, _OUT, (SHARE_WITH_ALL,))
 SPREAD_TO_ALL = SpreadSlices("spread to all", Op.ALL_GATHER, Span.GROUP, _OUT, _OUT, (OWN_BLOCK, SUM_ALL))
 
-_SUMS = Schedule(((CROSS, AHEAD), (SHARE, 0), (SUM_NODES, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
+_SUMS = LegOrder(((CROSS, AHEAD), (SHARE, 0), (SUM_NODES, 2 * AHEAD), (SUM_NODE, AHEAD - 1)))
 OVER_NODES = {
-    "all_gather": Schedule(((OWN_BLOCK, 0), (RAILS, 0), (SPREAD, LATE))),
+    "all_gather": LegOrder(((OWN_BLOCK, 0), (RAILS, 0), (SPREAD, LATE))),
     "reduce_scatter": _SUMS,
-    "all_reduce": _SUMS + Schedule(((RAILS_OF_SUMS, 0), (SPREAD, LATE))),
+    "all_reduce": _SUMS + LegOrder(((RAILS_OF_SUMS, 0), (SPREAD, LATE))),
 }
-_SUMS_OF_ALL = Schedule(((SHARE_WITH_ALL, 0), (SUM_ALL, AHEAD - 1)))
+_SUMS_OF_ALL = LegOrder(((SHARE_WITH_ALL, 0), (SUM_ALL, AHEAD - 1)))
 ON_ONE_LEVEL = {
-    "all_gather": Schedule(((OWN_BLOCK, 0), (SPREAD_TO_ALL, 0))),
+    "all_gather": LegOrder(((OWN_BLOCK, 0), (SPREAD_TO_ALL, 0))),
     "reduce_scatter": _SUMS_OF_ALL,
-    "all_reduce": _SUMS_OF_ALL + Schedule(((SPREAD_TO_ALL, 0),)),
+    "all_reduce": _SUMS_OF_ALL + LegOrder(((SPREAD_TO_ALL, 0),)),
 }

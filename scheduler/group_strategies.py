@@ -26,7 +26,7 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import encoded_legs, group_legs
 from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
-from commlayer.scheduler.legs import OwnCallLeg, Schedule
+from commlayer.scheduler.legs import LegOrder, OwnCallLeg
 from commlayer.scheduler.moves import MAX_TAGS, Buffer
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
@@ -36,7 +36,7 @@ from commlayer.scheduler.wire import NATIVE, Wire
 __all__ = ["build_group", "finer_plans", "group_candidates", "schedule_of"]
 
 _OWN_CALLS = {
-    name: Schedule(((OwnCallLeg(f"own {name}", op, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT), 0),))
+    name: LegOrder(((OwnCallLeg(f"own {name}", op, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT), 0),))
     for name, op in ((name, Op(name.removesuffix("_v"))) for name in GROUP_COLLECTIVES)
 }
 _OVER_NODES = {**group_legs.OVER_NODES, "all_to_all_v": TWO_LEVEL, "broadcast": BROADCAST}
@@ -65,7 +65,7 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     return plan
 
 
-def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire) -> Schedule:
+def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire) -> LegOrder:
     """The legs of a strategy that applies to the traffic."""
     collective, is_direct = traffic.collective, strategy is Strategy.DIRECT
     if strategy is Strategy.FLAT:
@@ -74,7 +74,7 @@ def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire) -> Schedule:
         return (group_legs.ON_ONE_LEVEL if is_direct else _OVER_NODES)[collective]
     if collective == "all_to_all_v" and len(traffic.nodes) > 1 and max(traffic.nodes) > 1:
         return encoded_legs.EXCHANGE_OVER_NODES
-    return (encoded_legs.ON_ONE_LEVEL if is_direct else encoded_legs.OVER_NODES)[collective]
+    return (encoded_legs.ENCODED_ON_ONE_LEVEL if is_direct else encoded_legs.ENCODED_OVER_NODES)[collective]
 
 
 def group_candidates(

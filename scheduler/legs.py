@@ -15,7 +15,7 @@ from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Cut, Leg, Op, Plan, Step
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["AHEAD", "LATE", "CodedLeg", "ExchangeLeg", "LocalLeg", "OwnCallLeg", "Phase", "Schedule"]
+__all__ = ["AHEAD", "LATE", "CodedLeg", "ExchangeLeg", "LegOrder", "LocalLeg", "OwnCallLeg", "Phase"]
 
 AHEAD = 2
 _BF16_BYTES = 2
@@ -98,15 +98,15 @@ class CodedLeg(LocalLeg):
         return size * _BF16_BYTES / plan.traffic.element_bytes if plan.wire.format.is_scaled else size
 
 
-class Schedule:
+class LegOrder:
     """The legs of a strategy, in the order in which their steps are posted: one phase after the other, and in a phase chunk by
     chunk, each leg's as many chunks later as it says."""
 
     def __init__(self, *phases: Phase) -> None:
         self.phases = phases
 
-    def __add__(self, other: Schedule) -> Schedule:
-        return Schedule(*self.phases, *other.phases)
+    def __add__(self, other: LegOrder) -> LegOrder:
+        return LegOrder(*self.phases, *other.phases)
 
     @property
     def legs(self) -> tuple[Leg, ...]:
@@ -134,7 +134,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=_MOST_ORDERS)
-def _order(schedule: Schedule, chunks: int, pieces: int, late: int) -> tuple[_Place, ...]:
+def _order(schedule: LegOrder, chunks: int, pieces: int, late: int) -> tuple[_Place, ...]:
     """Which steps are posted one after the other. The same for calls of all sizes, so it is kept."""
     order: list[_Place] = []
     lines: dict[int, _Posted] = {}

@@ -12,7 +12,7 @@ from functools import lru_cache
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.legs import LocalLeg, OwnCallLeg, Schedule
+from commlayer.scheduler.legs import LegOrder, LocalLeg, OwnCallLeg
 from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.price import Timeline, schedule
@@ -103,9 +103,9 @@ def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan
 
 
 @lru_cache
-def _ahead(chunks: int) -> Schedule:
+def _ahead(chunks: int) -> LegOrder:
     """So many chunks are on their way to the experts before that which is computed."""
-    return Schedule(((DISPATCH, 0), (EXPERTS, chunks), (COMBINE, chunks)))
+    return LegOrder(((DISPATCH, 0), (EXPERTS, chunks), (COMBINE, chunks)))
 
 
 def time_pipeline(plan: Plan, exchange_us: Micros, experts_us: Micros) -> Timeline:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Cut, Gather, Plan, Step, Strategy
-from commlayer.scheduler.replicated import GATHER, LOCAL_BLOCK, SLICES
+from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK
 from commlayer.scheduler.strategies import flat
 from commlayer.scheduler.traffic import Traffic
 
@@ -20,7 +20,7 @@ def exchange_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
     no step of another plan is.
     """
     traffic = one_call_probe(num_bytes, group_size, link).traffic
-    return _plan(traffic, (SLICES.step(Cut(traffic)),), Gather.WHOLE)
+    return _plan(traffic, (EXCHANGE_SLICES.step(Cut(traffic)),), Gather.WHOLE)
 
 
 def one_call_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
@@ -53,7 +53,7 @@ def side_by_side(
     cut = Cut(traffic, gather=Gather.REMOTE)
     steps: list[Step] = []
     # Copies last: on the CPU they occupy the posting thread.
-    for resource, leg in ((Resource.INTER, SLICES), (Resource.INTRA, GATHER), (Resource.DEVICE, LOCAL_BLOCK)):
+    for resource, leg in ((Resource.INTER, EXCHANGE_SLICES), (Resource.INTRA, GATHER), (Resource.DEVICE, LOCAL_BLOCK)):
         steps += [replace(leg.step(cut), resource=resource)] * counts.get(resource, 0)
     return _plan(traffic, tuple(steps))
 

@@ -23,19 +23,19 @@ from __future__ import annotations
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.legs import ExchangeLeg, LocalLeg, Phase, Schedule
+from commlayer.scheduler.legs import ExchangeLeg, LegOrder, LocalLeg, Phase
 from commlayer.scheduler.moves import ALIGN, Buffer, Copy, Message, Moves, Region, filled
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = [
+    "EXCHANGE_SLICES",
     "FLAT",
     "GATHER",
     "IN_PLACE",
     "LOCAL_BLOCK",
     "PIPELINED",
     "PIPELINED_COPY",
-    "SLICES",
     "ReplicatedPlace",
     "replicated_moves",
     "staging_bytes",
@@ -211,31 +211,31 @@ def _gathered_bytes(cut: Cut) -> float:
 _IN, _OUT, _STAGED = Buffer.INPUT, Buffer.OUTPUT, Buffer.STAGING
 
 WHOLE_BLOCKS = WholeBlocks("all blocks", Op.ALL_TO_ALL, Span.GROUP, _IN, _OUT)
-SLICES = Slices("slices", Op.ALL_TO_ALL, Span.GROUP, _IN, _OUT)
+EXCHANGE_SLICES = Slices("slices", Op.ALL_TO_ALL, Span.GROUP, _IN, _OUT)
 LOCAL_BLOCK = LocalBlock("local block", Op.COPY, Span.SELF, _IN, _OUT)
-GATHER = GatherSlices("gather in node", Op.ALL_GATHER, Span.HOLDERS, _OUT, _OUT, (SLICES,))
+GATHER = GatherSlices("gather in node", Op.ALL_GATHER, Span.HOLDERS, _OUT, _OUT, (EXCHANGE_SLICES,))
 STAGED_SLICES = SlicesToStaging("slices to staging", Op.ALL_TO_ALL, Span.GROUP, _IN, _STAGED)
 GATHER_STAGED = GatherStaged("gather in staging", Op.ALL_GATHER, Span.HOLDERS, _STAGED, _STAGED, (STAGED_SLICES,))
 PLACE_IN_TURN = PlaceChunk("place in turn", Op.COPY, Span.HOLDERS, _STAGED, _OUT, (GATHER_STAGED,))
 PLACE_BESIDE = PlaceChunk("place beside", Op.COPY, Span.SELF, _STAGED, _OUT, (GATHER_STAGED,))
 
-_EXCHANGE: Phase = ((SLICES, 0),)
+_EXCHANGE: Phase = ((EXCHANGE_SLICES, 0),)
 _EXCHANGE_STAGED: Phase = ((STAGED_SLICES, 0),)
 _LOCAL: Phase = ((LOCAL_BLOCK, 0),)
 # The copy of a chunk is posted behind the all_gather of the next one where it has a resource of its own, so that an executor that
 # copies on its own thread has already posted what the copy should overlap.
 _BESIDE: Phase = ((GATHER_STAGED, 0), (PLACE_BESIDE, 1))
 
-FLAT = Schedule(((WHOLE_BLOCKS, 0),))
+FLAT = LegOrder(((WHOLE_BLOCKS, 0),))
 IN_PLACE = {
-    Gather.WHOLE: Schedule(_EXCHANGE, ((GATHER, 0),)),
-    Gather.REMOTE: Schedule(_EXCHANGE, _LOCAL, ((GATHER, 0),)),
+    Gather.WHOLE: LegOrder(_EXCHANGE, ((GATHER, 0),)),
+    Gather.REMOTE: LegOrder(_EXCHANGE, _LOCAL, ((GATHER, 0),)),
 }
 PIPELINED = {
-    Gather.WHOLE: Schedule(_EXCHANGE_STAGED, ((GATHER_STAGED, 0), (PLACE_IN_TURN, 0))),
+    Gather.WHOLE: LegOrder(_EXCHANGE_STAGED, ((GATHER_STAGED, 0), (PLACE_IN_TURN, 0))),
     Gather.REMOTE: IN_PLACE[Gather.REMOTE],
 }
 PIPELINED_COPY = {
-    Gather.WHOLE: Schedule(_EXCHANGE_STAGED, _BESIDE),
-    Gather.REMOTE: Schedule(_EXCHANGE_STAGED, _LOCAL, _BESIDE),
+    Gather.WHOLE: LegOrder(_EXCHANGE_STAGED, _BESIDE),
+    Gather.REMOTE: LegOrder(_EXCHANGE_STAGED, _LOCAL, _BESIDE),
 }

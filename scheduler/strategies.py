@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_strategies import build_group, group_candidates
-from commlayer.scheduler.legs import Schedule
+from commlayer.scheduler.legs import LegOrder
 from commlayer.scheduler.plan import Cut, Gather, Plan, Strategy
 from commlayer.scheduler.replicated import FLAT, IN_PLACE, PIPELINED, PIPELINED_COPY
 from commlayer.scheduler.traffic import Traffic
@@ -102,7 +102,7 @@ def candidates(
         yield pipelined_copy(traffic, count, gather)
 
 
-def _plan(traffic: Traffic, strategy: Strategy, chunks: int, gather: Gather, schedules: dict[Gather, Schedule]) -> Plan:
+def _plan(traffic: Traffic, strategy: Strategy, chunks: int, gather: Gather, schedules: dict[Gather, LegOrder]) -> Plan:
     if chunks < 1:
         raise PlanError(f"a pipelined plan needs 1 or more chunks, got {chunks}")
     return Plan(traffic, strategy, chunks, gather, schedules[gather].steps(Cut(traffic, chunks, gather=gather)))

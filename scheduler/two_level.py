@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from commlayer.scheduler.legs import ExchangeLeg, LocalLeg, Schedule
+from commlayer.scheduler.legs import ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, filled
 from commlayer.scheduler.plan import Cut, Op, Span
 
@@ -160,4 +160,4 @@ SORT = Sort("sort in node", Op.ALL_TO_ALL, Span.NODE, Buffer.INPUT, _TRANSIT, (C
 PASS_ON = PassOn("pass on", Op.ALL_TO_ALL, Span.RAIL, _TRANSIT, _STAGED, (SORT,))
 PLACE = PlaceBlocks("place", Op.COPY, Span.SELF, _STAGED, Buffer.OUTPUT, (PASS_ON,))
 
-TWO_LEVEL = Schedule(((COUNT, 0), (SORT, 0), (PASS_ON, 0), (PLACE, 0)))
+TWO_LEVEL = LegOrder(((COUNT, 0), (SORT, 0), (PASS_ON, 0), (PLACE, 0)))

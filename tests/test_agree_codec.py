@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from commlayer import __version__
 from commlayer.agree import messages as agree_codec
 from commlayer.agree import signature, topology
-from commlayer.agree.messages import LIMIT_BYTES, Message, Peers, Reason, check_alike, decode, encode, gather
+from commlayer.agree.messages import LIMIT_BYTES, Message, Peers, Reason, check_alike, decode, encode, gather_messages
 from commlayer.agree.topology import Member
 from commlayer.backend import world
 from commlayer.measure import calibrate
@@ -154,7 +154,7 @@ class OtherRankSays:
 
 def told(words: bytes) -> list[ProfileText]:
     peers = Peers(OtherRankSays(words), (4, 9), 0, torch.device("cpu"))
-    return gather(ProfileText("mine"), ProfileText, peers, 1.0, "to test")
+    return gather_messages(ProfileText("mine"), ProfileText, peers, 1.0, "to test")
 
 
 def test_a_gather_reads_words_of_any_length_up_to_the_limit() -> None:

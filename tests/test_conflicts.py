@@ -16,7 +16,7 @@ from commlayer.scheduler import Gather, Op, Plan, Step, Strategy, Traffic, build
 from commlayer.scheduler.conflicts import Call, Compute, Forecast, Issue, Item, Wait, simulate, slowdown
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, longest_hold_us, paced
 from commlayer.scheduler.overlap import pipeline
-from commlayer.scheduler.replicated import LOCAL_BLOCK, SLICES
+from commlayer.scheduler.replicated import EXCHANGE_SLICES, LOCAL_BLOCK
 from commlayer.scheduler.step_model import Load, loads_of, speeds
 from commlayer.testing.synthetic import synthetic_profile
 
@@ -28,7 +28,7 @@ STRICT = LanePolicy(share=1e-9)
 
 def exchanges(count: int, link: Resource = Resource.INTER, *, is_paced: bool = False) -> Plan:
     """``count`` exchanges on one link that wait for nothing; paced: for the one two before."""
-    steps = tuple(Step(SLICES, link, chunk, TRAFFIC.logical_bytes / count, ()) for chunk in range(count))
+    steps = tuple(Step(EXCHANGE_SLICES, link, chunk, TRAFFIC.logical_bytes / count, ()) for chunk in range(count))
     return Plan(TRAFFIC, Strategy.PIPELINED, count, Gather.REMOTE, paced(steps, link) if is_paced else steps)
 
 
@@ -198,7 +198,7 @@ def test_a_paced_plan_is_no_slower_and_its_credits_change_nothing() -> None:
 
 def test_while_a_call_is_held_nothing_behind_that_step_is_posted() -> None:
     """One loop posts a call's steps, and stands at the edge."""
-    steps = [Step(SLICES, Resource.INTER, chunk, 1.0, ()) for chunk in range(4)]
+    steps = [Step(EXCHANGE_SLICES, Resource.INTER, chunk, 1.0, ()) for chunk in range(4)]
     steps.append(Step(LOCAL_BLOCK, Resource.DEVICE, 0, 1.0, (0,)))
     plan = Plan(TRAFFIC, Strategy.PIPELINED, 4, Gather.REMOTE, tuple(steps))
     low = Call("low", plan, "dp", "", (10.0, 10.0, 10.0, 10.0, 1.0))

@@ -19,7 +19,7 @@ from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build, price
 from commlayer.scheduler.group_legs import OVER_NODES, Share
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.group_strategies import schedule_of
-from commlayer.scheduler.legs import Schedule
+from commlayer.scheduler.legs import LegOrder
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Region
 from commlayer.scheduler.plan import Cut, Leg, Op, Span
 from commlayer.scheduler.price import curves_of
@@ -40,7 +40,7 @@ REPLICATED = {
 }
 
 
-def plans() -> Iterator[tuple[Plan, Schedule]]:
+def plans() -> Iterator[tuple[Plan, LegOrder]]:
     """One or more of every strategy of every collective, with the schedule that it was made from."""
     for strategy, schedules in REPLICATED.items():
         for gather, schedule in schedules.items():
@@ -72,7 +72,7 @@ def test_every_collective_and_strategy_is_among_the_plans() -> None:
 
 
 @pytest.mark.parametrize(("plan", "schedule"), PLANS, ids=[f"{p.traffic.collective}-{p.name}" for p, _ in PLANS])
-def test_a_plan_is_its_list_of_legs(plan: Plan, schedule: Schedule) -> None:
+def test_a_plan_is_its_list_of_legs(plan: Plan, schedule: LegOrder) -> None:
     """A step of each leg for each chunk, in order, as the leg makes it; and it waits for what its leg waits for."""
     cut = Cut(plan.traffic, plan.chunks, plan.pieces, plan.wire, plan.gather)
     found: dict[str, list[int]] = {leg.name: [] for leg in schedule.legs}
@@ -127,7 +127,7 @@ ODD_CURVE = Curve("all_to_all", Resource.INTER, 3, (1024, 1 << 20), (7.0, 700.0)
 
 
 @pytest.mark.parametrize(("plan", "schedule"), PLANS, ids=[f"{p.traffic.collective}-{p.name}" for p, _ in PLANS])
-def test_whatever_is_asked_of_a_step_is_asked_of_its_leg(plan: Plan, schedule: Schedule) -> None:
+def test_whatever_is_asked_of_a_step_is_asked_of_its_leg(plan: Plan, schedule: LegOrder) -> None:
     """With another leg of the same fields everything is as that one says: nobody reads a meaning from the fields."""
     odd = {id(leg): Odd(**{each.name: getattr(leg, each.name) for each in fields(leg)}) for leg in schedule.legs}
     cut = Cut(plan.traffic, plan.chunks, plan.pieces, plan.wire, plan.gather)
@@ -165,13 +165,13 @@ def test_steps_are_posted_as_late_as_their_turn_says() -> None:
     third: Leg = replace(first, name="c", after=(second,))
     cut = Cut(Traffic(SIZE, 8, 1, Resource.INTER, "all_reduce", (4, 4)), 3)
 
-    def posted(schedule: Schedule) -> str:
+    def posted(schedule: LegOrder) -> str:
         return " ".join(f"{step.leg.name}{step.chunk}" for step in schedule.steps(cut))
 
-    assert posted(Schedule(((first, 0), (second, 1)))) == "a0 a1 b0 a2 b1 b2"
-    assert posted(Schedule(((second, 1), (first, 0)))) == "a0 b0 a1 b1 a2 b2"
-    assert posted(Schedule(((first, 0),), ((second, 0), (third, 0)))) == "a0 a1 a2 b0 c0 b1 c1 b2 c2"
-    steps = Schedule(((first, 0),), ((second, 0), (third, 0))).steps(cut)
+    assert posted(LegOrder(((first, 0), (second, 1)))) == "a0 a1 b0 a2 b1 b2"
+    assert posted(LegOrder(((second, 1), (first, 0)))) == "a0 b0 a1 b1 a2 b2"
+    assert posted(LegOrder(((first, 0),), ((second, 0), (third, 0)))) == "a0 a1 a2 b0 c0 b1 c1 b2 c2"
+    steps = LegOrder(((first, 0),), ((second, 0), (third, 0))).steps(cut)
     assert [step.after for step in steps if step.leg is third] == [(3,), (5,), (7,)]
 
 

@@ -28,7 +28,7 @@ from commlayer.scheduler import (
 )
 from commlayer.scheduler.plan import Cut
 from commlayer.scheduler.probes import exchange_probe, one_call_probe
-from commlayer.scheduler.replicated import GATHER, LOCAL_BLOCK, SLICES, replicated_moves
+from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK, replicated_moves
 from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.testing.synthetic import synthetic_profile
 
@@ -168,7 +168,7 @@ def test_price_with_interference_agrees_with_the_plain_loop(
 
 
 def test_steps_that_end_together_and_steps_of_no_length_are_priced_as_by_the_plain_loop() -> None:
-    legs = {Resource.INTER: SLICES, Resource.INTRA: GATHER, Resource.DEVICE: LOCAL_BLOCK}
+    legs = {Resource.INTER: EXCHANGE_SLICES, Resource.INTRA: GATHER, Resource.DEVICE: LOCAL_BLOCK}
     graph = [("inter", ()), ("intra", ()), ("device", (0, 1)), ("inter", (1,)), ("intra", (2,)), ("device", (3, 4))]
     slow = {(a, b): 1.5 for a in LINKS for b in LINKS if a is not b}
     profile = synthetic_profile(

@@ -36,8 +36,8 @@ __all__ = [
     "decode",
     "encode",
     "from_first",
-    "gather",
     "gather_grid",
+    "gather_messages",
 ]
 
 LIMIT_BYTES = 1 << 20
@@ -155,7 +155,7 @@ def _refusal(who: str, why: str, version: str | None = None) -> DisagreementErro
     )
 
 
-def gather(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:
+def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:
     """``value`` of every one of ``peers``, in their order. Collective over them. ``purpose``: "to make a mesh".
 
     ``timeout_s`` None: for as long as the group's own timeout allows.
@@ -192,15 +192,15 @@ def gather_grid(
     """(rank, ``value``) of every rank of a grid, row by row; ``row`` None: of this rank alone. Collective over the grid.
 
     Along the row, then along the column, along which travels also what could not be read in the row: a rank that raised
-    after the first would leave the ranks of its column waiting. Raises as :func:`gather`.
+    after the first would leave the ranks of its column waiting. Raises as :func:`gather_messages`.
     """
     ranks = (column.rank,) if row is None else row.ranks
     try:
-        here = [value] if row is None else gather(value, type_, row, timeout_s, purpose)
+        here = [value] if row is None else gather_messages(value, type_, row, timeout_s, purpose)
         mine = _Row(ranks, tuple(map(encode, here)))
     except DisagreementError as error:
         mine = _Row(ranks, (), str(error))
-    rows = gather(mine, _Row, column, timeout_s, purpose)
+    rows = gather_messages(mine, _Row, column, timeout_s, purpose)
     for each in rows:
         if each.trouble is not None:
             raise DisagreementError(each.trouble)
@@ -215,7 +215,7 @@ def _opened(row: _Row, type_: type[M], teller: int) -> list[tuple[int, M]]:
 
 
 def from_first(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> M:
-    """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As :func:`gather`."""
+    """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As :func:`gather_messages`."""
     content = _as_tensor(encode(value))
     until = _until(timeout_s)
     with _blaming(peers, timeout_s, purpose):

@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather, gather_grid
+from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather_grid, gather_messages
 from commlayer.profiles.errors import ClusterError, DisagreementError, GroupError, TopologyError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
@@ -81,7 +81,7 @@ def discover_topology(timeout_s: float | None = None) -> Topology:
     """
     settings = Settings.from_environment()
     mine, purpose = Identity(node_identity()), "to discover the topology"
-    everyones = gather(mine, Identity, Peers.of(None), timeout_s or settings.timeout_s, purpose)
+    everyones = gather_messages(mine, Identity, Peers.of(None), timeout_s or settings.timeout_s, purpose)
     identities = [theirs.text for theirs in everyones]
     if settings.topology is None:
         return Topology.from_identities(identities)

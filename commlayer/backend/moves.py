@@ -28,7 +28,7 @@ __all__ = [
     "all_gather_list",
     "all_gather_rows",
     "broadcast",
-    "check_rows",
+    "check_lists_of_rows",
     "gather",
     "scatter",
 ]
@@ -184,7 +184,7 @@ def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
         land(output, sink)
 
 
-def check_rows(members: Members, outputs: Sequence[Tensors], inputs: Tensors) -> None:
+def check_lists_of_rows(members: Members, outputs: Sequence[Tensors], inputs: Tensors) -> None:
     """Raises TensorError unless there are as many outputs for each rank as inputs."""
     if len(outputs) != members.size or any(len(row) != len(inputs) for row in outputs):
         raise TensorError(

@@ -25,7 +25,7 @@ from commlayer.backend.calls import Calls
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import like, with_op
 from commlayer.backend.tensors import flat, join, land, require_room, spread
-from commlayer.failures.waits import reduce_scatter as gloo_reduce_scatter
+from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 
@@ -148,7 +148,7 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
     plan = calls.look("reduce_scatter", input, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     output, input = output.detach().view(-1), input.detach().view(-1)
     if plan is None:
-        calls.flat("reduce_scatter", num_bytes, gloo_reduce_scatter, calls.inner.gloo, output, input, opts)
+        calls.flat("reduce_scatter", num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
     else:
         reduce_by_plan(calls, plan, "reduce_scatter", num_bytes, input, output, op, opts)
 

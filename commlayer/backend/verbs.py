@@ -26,7 +26,7 @@ from commlayer.backend import exchanges, moves, reductions
 from commlayer.backend.arithmetic import FLOATS
 from commlayer.backend.forms import Direct, Verb, exchange, in_place, lists_in, lists_out, pair, pairs, rows_out
 from commlayer.backend.tensors import MOVABLE
-from commlayer.failures.waits import reduce_scatter
+from commlayer.failures.waits import bounded_reduce_scatter
 
 __all__ = ["VERBS"]
 
@@ -35,7 +35,9 @@ _BROADCAST = Direct(attrgetter("broadcast"), MOVABLE)
 # Asking for the operation costs as much as all else on the direct path. Gloo has those that floats commonly get, and says before
 # it sends anything where it has not; to a caller who does not wait, it says so too late.
 _ALL_REDUCE = Direct(attrgetter("allreduce"), FLOATS, fits=reductions.is_native)
-_REDUCE_SCATTER = Direct(partial(partial, reduce_scatter), FLOATS, counts_input=True, fits=reductions.is_row_of_blocks)
+_REDUCE_SCATTER = Direct(
+    partial(partial, bounded_reduce_scatter), FLOATS, counts_input=True, fits=reductions.is_row_of_blocks
+)
 _ALL_TO_ALL = Direct(attrgetter("alltoall_base"), MOVABLE)
 
 VERBS = (
@@ -54,7 +56,7 @@ VERBS = (
         rows_out,
         AllgatherOptions,
         moves.all_gather_rows,
-        check=moves.check_rows,
+        check=moves.check_lists_of_rows,
     ),
     Verb("broadcast", "broadcast", in_place, BroadcastOptions, moves.broadcast, _BROADCAST),
     Verb("gather", "gather", lists_out, GatherOptions, moves.gather, is_rooted=True),

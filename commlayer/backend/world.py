@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
-from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather
+from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather_messages
 from commlayer.agree.topology import node_identity, versions
 from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
@@ -100,7 +100,7 @@ def agree(
     must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
     mine = _Card(node_identity(), must_agree, None if failure is None else Reason.of(failure))
     peers = Peers(gloo, tuple(global_ranks), rank, torch.device("cpu"))
-    everyone = gather(mine, _Card, peers, timeout.total_seconds(), "to make a group of the backend")
+    everyone = gather_messages(mine, _Card, peers, timeout.total_seconds(), "to make a group of the backend")
     if failure is not None:
         raise failure
     _check(everyone, global_ranks)

@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-__all__ = ["SLICE", "Board", "Watched", "bounded", "end_wait", "keep", "reduce_scatter", "wait", "within"]
+__all__ = ["SLICE", "Board", "Watched", "bounded", "bounded_reduce_scatter", "end_wait", "keep", "wait", "within"]
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -109,7 +109,7 @@ class _SummedBlock:
         return True
 
 
-def reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
+def bounded_reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Any:
     """Gloo's ``_reduce_scatter_base``, which is an all_reduce of a copy; but its work waits without a limit, and this one's not.
 
     1-D contiguous tensors of one dtype: ``input`` [n·s], ``output`` [s]. The same bits as Gloo's.

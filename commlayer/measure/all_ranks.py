@@ -83,7 +83,7 @@ class AllRanks:
 
     def gather(self, value: M, type_: type[M]) -> list[M]:
         """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
-        return messages.gather(value, type_, self._peers, None, _PURPOSE)
+        return messages.gather_messages(value, type_, self._peers, None, _PURPOSE)
 
     @property
     def _peers(self) -> Peers:

@@ -57,11 +57,11 @@ from commlayer.transport.shared_memory.work import (
     Waitable,
 )
 
-__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Parcel", "SharedMemoryGroup", "Waitable"]
+__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
 
 INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: one write and one read, and nothing to give back."""
-Parcel = tuple[torch.Tensor, int, int]
+_Parcel = tuple[torch.Tensor, int, int]
 """A message to be posted: its tensor, 1-D uint8 contiguous, the other member of the group, and its tag."""
 _BYTE = torch.uint8
 _INLINE, _SLAB, _READ = int(Kind.INLINE), int(Kind.SLAB), int(Kind.READ)
@@ -128,7 +128,7 @@ class SharedMemoryGroup:
         self.receive_all([(tensors[0], peer, tag)], works)
         return works[0]
 
-    def send_all(self, parcels: Sequence[Parcel], works: list[Waitable]) -> None:
+    def send_all(self, parcels: Sequence[_Parcel], works: list[Waitable]) -> None:
         """:meth:`send` for each of ``parcels``, whose works are appended; lines to one peer go together.
 
         Where it raises, the parcel behind those whose works there are is to blame.
@@ -174,7 +174,7 @@ class SharedMemoryGroup:
         peer.line.put(_SLAB, tag, size, block.start)
         return Send(self, peer, block)
 
-    def receive_all(self, parcels: Sequence[Parcel], works: list[Waitable]) -> None:
+    def receive_all(self, parcels: Sequence[_Parcel], works: list[Waitable]) -> None:
         """:meth:`recv` for each of ``parcels``, whose works are appended. Raises as :meth:`send_all`."""
         with self._lock:
             for tensor, rank, tag in parcels:
