@@ -64,7 +64,7 @@ class GroupCommunicator:
     """
 
     backends: ClassVar[tuple[str, ...]] = ("commlayer",)
-    """Of the groups that are taken. Comparisons add others: there nothing is planned, held or encoded."""
+    """The backends whose groups are taken. Comparisons add others: there nothing is planned, held or encoded."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class GroupCommunicator:
         *,
         most_rows: int | None = None,
     ) -> Pending:
-        """As :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
+        """Start :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x,
             lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows),
@@ -196,13 +196,13 @@ class GroupCommunicator:
         )
 
     def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
-        """As :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
+        """Start :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x, lambda t: self._all_gather(t, rows, self._forth), lambda t: self._reduce_scatter(t, rows, self._back)
         )
 
     def start_reduce_scatter(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
-        """As :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
+        """Start :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x, lambda t: self._reduce_scatter(t, rows, self._forth), lambda t: self._all_gather(t, rows, self._back)
         )
@@ -255,7 +255,7 @@ class GroupCommunicator:
         *,
         rows_of: tuple[int, torch.dtype] | None = None,
     ) -> float | None:
-        """What the profile predicts for a call, µs; None where there is none, or it knows no such group. Talks to nobody.
+        """Predict by the profile what a call takes, µs; None where there is none, or it knows no such group. Talks to nobody.
 
         ``collective``: all_to_all_v (``num_bytes``: the most that a rank sends or receives), all_gather (the gathered total)
         or reduce_scatter (a rank's whole input): numbers that all ranks know alike. ``shape``: of another group, where the

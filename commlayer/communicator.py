@@ -203,7 +203,7 @@ class Communicator:
 
     @property
     def policy(self) -> Policy:
-        """What the chooser may do."""
+        """The policy: what the chooser may do."""
         return self._planner.policy
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ def least_samples(confidence: float) -> int:
 
 
 def doubts(curves: Iterable[Curve], confidence: float = 0.95) -> list[str]:
-    """What is too little in measured curves, a line for each such curve; none where it is not known how often was measured."""
+    """Describe what is too little in measured curves, a line for each such curve; none where it is not known how often was
+    measured."""
     return [text for curve in curves if curve.samples and (text := "; ".join(_doubts(curve, confidence)))]
 
 

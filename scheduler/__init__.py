@@ -1,4 +1,5 @@
-"""What to do: traffic → plans → price → decision. Pure: no torch, no input or output, nothing but arithmetic on a profile.
+"""Decisions what to do: traffic → plans → price → decision. Pure: no torch, no input or output, nothing but arithmetic on a
+profile.
 
 Plans of one call are loaded with the package. What mappings, steps and wire formats need is loaded on first use (PEP 562).
 """

@@ -26,7 +26,7 @@ class BroadcastPlace:
         self.i = self.here.index(rank)
 
     def slice_of(self, a: int, i: int, chunk: int) -> Region:
-        """What rank i of node a handles of a chunk."""
+        """The part of a chunk that rank i of node a handles."""
         size = self.plan.traffic.logical_bytes
         start, stop = (cut(size, self.plan.chunks, chunk + k) for k in (0, 1))
         low, high = (start + cut(stop - start, len(self.nodes[a]), i + k) for k in (0, 1))

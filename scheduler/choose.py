@@ -33,7 +33,7 @@ _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the chooser may do.
+    """The policy of a decision: what the chooser may do.
 
     ``gather`` None follows the profile. ``tolerance`` None takes the error of the curves: a simpler plan is preferred
     when it is predicted slower by no more than this fraction. ``min_slice_bytes`` is MoNTA's I_minimal. Where there is

@@ -1,4 +1,4 @@
-"""What a training step takes where its calls meet on the links: several plans on one timeline, with lanes and without.
+"""The time of a training step whose calls meet on the links: several plans on one timeline, with lanes and without.
 
 ``price`` predicts one call that has the cluster to itself. In a step several are under way: while a layer's experts
 exchange tokens, the gradients of the layer before are summed. MoNTA (section "Communication Conflict", figure 11) finds
@@ -64,7 +64,7 @@ class CallTimes:
 
     @property
     def total_us(self) -> float:
-        """From its issue to its end, µs."""
+        """Its time from its issue to its end, µs."""
         return self.end_us - self.issued_us
 
     @property

@@ -118,7 +118,7 @@ class CodedRails(ExchangeLeg):
 
 
 class DecodeRails(CodedLeg):
-    """What this rank handles of the other nodes' blocks."""
+    """Decode what this rank handles of the other nodes' blocks."""
 
     def size(self, cut: Cut) -> float:
         num_nodes = len(cut.traffic.nodes)
@@ -158,7 +158,7 @@ def _far(traffic: Traffic) -> float:
 
 
 class EncodeFar(CodedLeg):
-    """What goes to ranks that are far, or has come from them."""
+    """Encode what goes to ranks that are far."""
 
     def size(self, cut: Cut) -> float:
         return cut.size / cut.chunks * _far(cut.traffic)
@@ -194,7 +194,7 @@ class SendNear(ExchangeLeg):
 
 
 class KeepOwn(LocalLeg):
-    """What a rank has for itself."""
+    """Copy what a rank has for itself."""
 
     is_whole = True
 

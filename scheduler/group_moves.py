@@ -191,7 +191,7 @@ class GroupPlace:
         return self.arrival(1 if self.i == 0 else 0, b, piece)
 
     def outgoing(self, b: int, piece: Piece) -> Region:
-        """What is sent to node b of this node's sum."""
+        """List what is sent to node b of this node's sum."""
         return self.partial(b, piece)
 
     def crossed(self, b: int, piece: Piece) -> Region:

@@ -106,7 +106,7 @@ def group_candidates(
 def finer_plans(
     plan: Plan, min_slice_bytes: float, is_worth: Callable[[Plan, float], bool] | None = None
 ) -> Iterator[Plan]:
-    """What ``plan`` becomes where it yields to others between exchanges: the finest first.
+    """Make the plans that ``plan`` becomes where it yields to others between exchanges: the finest first.
 
     Over nodes in its own format its chunks cross in pieces; everything else is cut into more chunks, of ``min_slice_bytes`` a
     rank or more.

@@ -20,8 +20,8 @@ __all__ = ["AHEAD", "LATE", "CodedLeg", "ExchangeLeg", "LegOrder", "LocalLeg", "
 AHEAD = 2
 _BF16_BYTES = 2
 LATE = -1
-"""As many chunks later as there are: all at once at the end; or, where the number of chunks on the link is bounded and so whoever
-posts them waits for it, ``AHEAD`` of them, between the others."""
+"""The lag of as many chunks as there are: all at once at the end; or, where the number of chunks on the link is bounded and
+so whoever posts them waits for it, ``AHEAD`` of them, between the others."""
 
 Turn = tuple[Leg, int]
 """A leg, and how many chunks later than the first legs of its phase its steps are posted."""

@@ -1,4 +1,4 @@
-"""What one rank does in one step: messages, copies, sums, encoding and decoding of regions of its buffers. Pure, no torch.
+"""Moves of one rank in one step: messages, copies, sums, encoding and decoding of regions of its buffers. Pure, no torch.
 
 Cuts are at multiples of ``ALIGN`` bytes, so sizes that do not divide just give parts that differ a little (some may be
 empty); a byte is a byte, so every dtype passes. Which regions those are says the leg of the step, for a place.
@@ -97,7 +97,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What one rank does in one step: copies, then reductions, then encoding, then decoding.
+    """The moves of one rank in one step: copies, then reductions, then encoding, then decoding.
 
     For replicated tokens an all_to_all goes over the ep group and an all_gather over the tp group; else peers are those of
     the group.

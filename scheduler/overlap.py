@@ -58,7 +58,7 @@ COMBINE = OwnCallLeg("combine", Op.ALL_TO_ALL, Span.GROUP, Buffer.INPUT, Buffer.
 
 @dataclass(frozen=True, slots=True)
 class ExpertTimes:
-    """What the experts of a rank take, measured: ``times_us[i]`` for ``rows[i]`` rows, ascending.
+    """Measured times of the experts of a rank: ``times_us[i]`` for ``rows[i]`` rows, ascending.
 
     Between the points on a line; beyond them in proportion to the nearest.
     """

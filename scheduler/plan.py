@@ -54,7 +54,7 @@ class Op(str, Enum):
 
 
 class Gather(str, Enum):
-    """What the all_gather stage moves.
+    """The blocks that the all_gather stage moves.
 
     WHOLE is MoNTA's form (eq. 9): the whole tensor, also the block that never left the node. REMOTE is ours: tokens are
     replicated, so the local block already lies on every rank of the node; only blocks that crossed the wire are gathered.
@@ -144,14 +144,14 @@ class Leg(ABC):
 
     @abstractmethod
     def moves(self, place: Any, tag: int, chunk: int) -> Moves:
-        """What the rank at ``place`` does in the step of a chunk; ``tag``: the first of the step's."""
+        """Say what the rank at ``place`` does in the step of a chunk; ``tag``: the first of the step's."""
 
     @abstractmethod
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         """The curve that times a step of ``size`` bytes. Raises PlanError where the profile lacks it."""
 
     def resource(self, traffic: Traffic) -> Resource:
-        """What its steps occupy."""
+        """The resource that its steps occupy."""
         return self.span.link(traffic)
 
     def ranks(self, traffic: Traffic) -> int:
@@ -159,7 +159,7 @@ class Leg(ABC):
         return self.span.ranks(traffic)
 
     def looked_up(self, size: float, plan: Plan) -> float:
-        """By what size a step of ``size`` bytes is looked up in its curve."""
+        """The size by which a step of ``size`` bytes is looked up in its curve."""
         return size
 
     def connections(self, traffic: Traffic) -> int:
@@ -256,7 +256,7 @@ class Plan:
         return len(traffic.nodes)
 
     def moves(self, place: Any, tags: int | None = None) -> tuple[Moves, ...]:
-        """What the rank at ``place`` does in each step; ``tags``: how far apart those of the steps are, if not as usual."""
+        """Say what the rank at ``place`` does in each step; ``tags``: how far apart those of the steps are, if not as usual."""
         apart = self.tags_per_step if tags is None else tags
         return tuple(step.leg.moves(place, index * apart, step.chunk) for index, step in enumerate(self.steps))
 

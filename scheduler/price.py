@@ -45,7 +45,7 @@ class Timeline:
 
     @property
     def total_us(self) -> float:
-        """From the call to the end of the last step, µs."""
+        """The time from the call to the end of the last step, µs."""
         return max((end for _, end in self.spans), default=0.0)
 
     def busy_us(self) -> dict[Resource, float]:

@@ -96,7 +96,7 @@ def numbered(program: Iterable[Item]) -> Iterator[Item]:
 
 @dataclass(slots=True)
 class Breakdown:
-    """What the time of a program is made of, µs: by part of a step; what is waited for by lane, and by link class."""
+    """The parts of a program's time, µs: by part of a step; what is waited for by lane, and by link class."""
 
     total_us: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)

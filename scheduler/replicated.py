@@ -149,7 +149,7 @@ class GatherSlices(ExchangeLeg):
         return _gathered_bytes(cut)
 
     def regions(self, place: ReplicatedPlace, chunk: int, nth: int) -> list[tuple[int, Region]]:
-        """What holder ``nth`` gives the others, with the numbers of the messages."""
+        """The regions that holder ``nth`` gives the others, with the numbers of the messages."""
         return [(block, place.slice_of(Buffer.OUTPUT, block, chunk, nth)) for block in place.gathered]
 
     def moves(self, place: ReplicatedPlace, tag: int, chunk: int) -> Moves:
@@ -171,7 +171,7 @@ class GatherStaged(GatherSlices):
 
 
 class PlaceChunk(LocalLeg):
-    """What lies in staging is copied to its place; over HOLDERS, in turn with the all_gather, and else beside it."""
+    """Copy what lies in staging to its place; over HOLDERS, in turn with the all_gather, and else beside it."""
 
     def size(self, cut: Cut) -> float:
         return _gathered_bytes(cut)

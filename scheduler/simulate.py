@@ -47,7 +47,7 @@ from commlayer.scheduler.programs import Breakdown, Item, run_alone
 __all__ = ["RESERVE", "Estimator"]
 
 RESERVE = 0.06
-"""Of a GPU's memory, that CUDA, NCCL and fragmentation take before a model does."""
+"""The part of a GPU's memory that CUDA, NCCL and fragmentation take before a model does."""
 _ADAM_BYTES = 4 + 4 + 8 + 8 + 8 + 2
 """Per parameter: its FP32 gradient is read for the norm and for the step, weight and both moments are read and written in
 FP32, and a BF16 weight is written."""

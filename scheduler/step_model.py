@@ -1,4 +1,4 @@
-"""What a step asks of the resource that it occupies, and how steps of different calls share one.
+"""The load of a step on the resource that it occupies, and how steps of different calls share one.
 
 A step's time alone is what ``price`` takes. Of that time a part is work that the resource itself does, at the rate that
 the step's curve sustains: its ``use``, 1.0 for a large message and little for a small one, whose time is latency. The
@@ -40,7 +40,7 @@ _SLACK = 1 + 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a step asks for.
+    """The load that a step is.
 
     ``alone_us``: its time with nothing beside it. ``use``: the part of its resource that it then uses, 0 to 1.
     ``weight``: for how many it counts where its resource is shared. ``peak_us``: what its bytes take at the peak of its

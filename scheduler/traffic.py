@@ -1,4 +1,4 @@
-"""What must move: the traffic of one collective call, in numbers that every rank knows to be equal."""
+"""The traffic of one collective call, in numbers that every rank knows to be equal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "flo
 
 
 GROUP_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_v", "broadcast", "reduce_scatter")
-"""What is planned over the nodes of a group whose ranks all hold tokens of their own."""
+"""The collectives that are planned over the nodes of a group whose ranks all hold tokens of their own."""
 
 
 @dataclass(frozen=True, slots=True)

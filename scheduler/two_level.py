@@ -51,7 +51,7 @@ class TwoLevel:
         return self._landings[-1]
 
     def counts(self) -> list[list[int]]:
-        """What this rank tells local rank j: how much it brings for rank j of each node. To be written, as int64, to the
+        """Counts for local rank j: how much it brings for rank j of each node. To be written, as int64, to the
         beginning of the staging buffer."""
         return [[self.source_bytes[members[j]] for members in self.nodes] for j in range(len(self.here))]
 
@@ -62,7 +62,7 @@ class TwoLevel:
         return Region(Buffer.STAGING, width, 2 * width)
 
     def before(self) -> tuple[Moves, ...]:
-        """What is known at once. Step 1 and the sends of step 2 follow from the counts."""
+        """The moves that are known at once. Step 1 and the sends of step 2 follow from the counts."""
         return self._moves()
 
     def after(self, counts: Sequence[Sequence[int]]) -> tuple[Moves, Moves, int]:
@@ -76,7 +76,7 @@ class TwoLevel:
         return tuple(leg.moves(self, step * tags, 0) for step, leg in enumerate(TWO_LEVEL.legs))
 
     def source(self, member: int) -> Region:
-        """What goes to a member."""
+        """The region that goes to a member."""
         return Region(Buffer.INPUT, self.sources[member], self.sources[member + 1])
 
     def target(self, member: int) -> Region:
@@ -88,7 +88,7 @@ class TwoLevel:
         return Region(Buffer.STAGING, self._landings[nth], self._landings[nth + 1])
 
     def held(self, nth: int, first: int, stop: int) -> Region:
-        """What the local ranks ``first`` to ``stop`` bring for the rank of this place on the ``nth`` other node."""
+        """The region that the local ranks ``first`` to ``stop`` bring for the rank of this place on the ``nth`` other node."""
         edges = self.edges[nth * len(self.here) :]
         return Region(Buffer.TRANSIT, edges[first], edges[stop])
 

@@ -1,1 +1,1 @@
-"""What ranks tell each other once, before the first call: messages, topology, signatures of calls."""
+"""Agreement of ranks before the first call: messages, topology, signatures of calls."""

@@ -1,4 +1,4 @@
-"""What all ranks of a group have alike: whether they do, and a number on which they agree without waiting for each other.
+"""Agreement of a group on a value: whether all ranks have it alike, and a number that they settle without waiting for each other.
 
 The number is the largest of the call before.
 

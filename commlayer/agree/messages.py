@@ -1,4 +1,4 @@
-"""What ranks tell each other when groups are made, as typed data: nothing that arrives is ever run.
+"""Messages between ranks when groups are made, as typed data: nothing that arrives is ever run.
 
 A message is a frozen :class:`Message`, declared beside the code that owns it, and travels as msgpack in an envelope that
 names its type and its sender's version. It is read strictly: an unknown, a missing or a wrong field is an error on all

@@ -29,12 +29,12 @@ class Signature(Message, frozen=True):
     checksum: int
 
     def without_checksum(self) -> tuple[object, ...]:
-        """What must be equal on all ranks; the bytes must be only where they are replicated."""
+        """The part that must be equal on all ranks; the bytes must be only where they are replicated."""
         return self.sequence, self.direction, self.plan, self.shape, self.dtype
 
 
 def signature(sequence: int, direction: str, plan: str, x: torch.Tensor, source: torch.Tensor) -> Signature:
-    """What a rank is about to do. ``source``: ``x`` as 1-D uint8 [bytes]."""
+    """Describe what a rank is about to do. ``source``: ``x`` as 1-D uint8 [bytes]."""
     weights = torch.arange(1, source.numel() + 1, dtype=torch.int64) % 65_521  # order matters, not only the sum
     checksum = int((source.cpu().to(torch.int64) * weights).sum())
     return Signature(sequence, direction, plan, tuple(x.shape), str(x.dtype), checksum)

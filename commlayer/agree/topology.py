@@ -35,7 +35,7 @@ class Identity(Message, frozen=True):
 
 
 class Member(Message, frozen=True):
-    """What a rank says of itself when a Communicator is made."""
+    """A rank as it describes itself when a Communicator is made."""
 
     rank: int
     identity: str
@@ -218,5 +218,5 @@ def _link(rows: Sequence[Sequence[int]], topology: Topology, place: dict[int, in
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all ranks for their plans to be equal, beside profile and policy."""
+    """The versions that must be equal on all ranks for their plans to be equal, beside profile and policy."""
     return {"commlayer version": __version__, "torch version": str(torch.__version__)}

@@ -47,7 +47,7 @@ NATIVE: dict[ReduceOp.RedOpType, frozenset[torch.dtype]] = {
     BXOR: _INTEGERS,
     PREMUL_SUM: frozenset(),
 }
-"""What Gloo reduces by itself."""
+"""The operations and dtypes that Gloo reduces by itself."""
 
 PLAN_NAMES: dict[ReduceOp.RedOpType, str] = {
     SUM: "sum",
@@ -59,7 +59,7 @@ PLAN_NAMES: dict[ReduceOp.RedOpType, str] = {
     BXOR: "bxor",
     AVG: "sum",  # and a division after it
 }
-"""What a plan calls them."""
+"""The names that plans have for them."""
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _BOOL_OPS = {SUM: MAX, MAX: MAX, BOR: MAX, PRODUCT: MIN, MIN: MIN, BAND: MIN, BXOR: BXOR}

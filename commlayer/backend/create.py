@@ -39,7 +39,7 @@ _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
 
 def create_group(opts: Any, pg_options: Any) -> CommlayerGroup:
-    """What ``init_process_group`` and ``new_group`` call (torch's extended_api). Collective over the group's ranks.
+    """Make a group for ``init_process_group`` and ``new_group`` (torch's extended_api). Collective over the group's ranks.
 
     Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together.
     """

@@ -51,7 +51,7 @@ def all_to_all(
 
 
 def sent_bytes(members: Members, num_bytes: int, sent: Sequence[int]) -> tuple[int, int]:
-    """What this rank sends between nodes and inside its own: Gloo sends every block straight to its rank."""
+    """Count what this rank sends between nodes and inside its own: Gloo sends every block straight to its rank."""
     if not sent:
         return EVEN
     rows = sum(sent)

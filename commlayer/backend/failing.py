@@ -1,4 +1,4 @@
-"""What the failure of an inner backend's call is raised as: who, where, what, and who failed first."""
+"""Errors of the inner backends' calls, as they are raised: who, where, what, and who failed first."""
 
 from __future__ import annotations
 

@@ -56,9 +56,10 @@ class Direct:
     counts_input: bool = False
     """Whether the bytes of a call are those of its input, not of its output."""
     fits: Callable[..., Any] | None = None
-    """What is asked besides, of the members and the arguments of the inner call."""
+    """A further question, of the members and the arguments of the inner call."""
     refuses: type[Exception] = Refused
-    """What Gloo raises for what it does not take, when it is called: nothing was sent then, and the call goes the long way."""
+    """The error that Gloo raises for what it does not take, when it is called: nothing was sent then, and the call goes the
+    long way."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Verb:
     names: str
     """torch's, of the methods; NCCL's of the first name is called for CUDA tensors."""
     collective: str
-    """What statistics, traces and errors call it."""
+    """The name that it has in statistics, traces and errors."""
     form: Callable[[Verb], Method]
     options: Any
     """torch's options for it, of which one is made from whatever a call has."""
@@ -81,7 +82,7 @@ class Verb:
     """Whether only one rank, ``opts.rootRank``, has the list of tensors."""
     may_be_sparse: bool = False
     title: str = ""
-    """What errors about its arguments call it, where that is not ``collective``."""
+    """The name that it has in errors about its arguments, where that is not ``collective``."""
     also: tuple[Any, ...] = ()
     """Other options of torch's that are taken."""
 

@@ -138,7 +138,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     # Lanes
 
     def use_lane(self, lane: str, *, fine: bool = True) -> None:
-        """From the next call on this group's traffic is of ``lane``, one of ep, pp, cp, dp, tp, or none (""). The same on all
+        """Put this group's traffic, from the next call on, on ``lane``, one of ep, pp, cp, dp, tp, or none (""). The same on all
         ranks, between the same calls. ``fine``: calls that others go before are cut more finely than their own speed asks for;
         False: they are held at the edges that they have, unless ``COMMLAYER_LANES=on`` cuts all.
 
@@ -184,8 +184,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **wire: Any
     ) -> float | None:
-        """What the profile predicts for a call, µs, also in ``wire``: see :meth:`commlayer.engine.choices.Choices.predicted_us`.
-        Talks to nobody."""
+        """Predict by the profile what a call takes, µs, also in ``wire``: see
+        :meth:`commlayer.engine.choices.Choices.predicted_us`. Talks to nobody."""
         predicted: float | None = self._inner.planned.choices.predicted_us(collective, num_bytes, shape, **wire)
         return predicted
 

@@ -1,4 +1,4 @@
-"""What works inside a group of the backend: Gloo, NCCL, the engine's planned group; and who answers for it after the end."""
+"""The inner groups of a group of the backend: Gloo, NCCL, the engine's planned group; and who answers for it after the end."""
 
 from __future__ import annotations
 

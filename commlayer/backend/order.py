@@ -119,7 +119,7 @@ class Order:
     # Lanes and devices
 
     def use_lane(self, lane: str, *, is_told: bool) -> None:
-        """From the next call on traffic is of ``lane``. ``is_told``: the program says so. UsageError for none that exists."""
+        """Put traffic, from the next call on, on ``lane``. ``is_told``: the program says so. UsageError for none that exists."""
         self.lane.use(lane, is_told=is_told)
         if self.inner.nccl is not None:
             use_nccl_lane(self.inner.nccl, lane)

@@ -1,4 +1,4 @@
-"""What COMMLAYER_TRACE keeps of a group's calls: who fills a record in, and when."""
+"""Records of a group's calls for COMMLAYER_TRACE: who fills a record in, and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_PLANS = {"all_to_all": "all_to_all_v"}
 
 
 def new_record(planned: PlannedGroup, lane: str, description: str, collective: str) -> CallRecord:
-    """Of a call that the program issues now."""
+    """Make the record of a call that the program issues now."""
     group = description if description and description != "undefined" else planned.name
     me = planned.global_ranks[planned.rank]
     return CallRecord(lane, group, planned.global_ranks, me, 0, collective, "flat", 0, now())

@@ -113,7 +113,8 @@ def all_reduce_joined(calls: Calls, tensors: Tensors, opts: Any) -> None:
 
 
 def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
-    """As :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others' tensors are undefined after it."""
+    """Reduce as :meth:`allreduce`, but only rank ``opts.rootRank`` gets the result; the others' tensors are undefined after
+    it."""
     tensor, op = tensors[0], opts.reduceOp.op
     if len(tensors) != 1:
         raise TensorError(f"{calls.members.who}: reduce takes one tensor, got {len(tensors)}")

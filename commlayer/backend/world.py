@@ -1,4 +1,4 @@
-"""What all groups of a job share: who sits on which node, the settings, the planner. Agreed once.
+"""The knowledge that all groups of a job share: who sits on which node, the settings, the planner. Agreed once.
 
 The default group asks every rank, over its own inner Gloo; later groups look their members up. Where the default group is
 another backend's, each group of ours asks its members: that some of them know each other from another group decides
@@ -62,7 +62,7 @@ _current: tuple[World, object] | None = None
 
 
 def current() -> World | None:
-    """What the default group has agreed on; None while there is none of ours."""
+    """The agreement of the default group; None while there is none of ours."""
     return _current[0] if _current is not None else None
 
 

@@ -39,7 +39,7 @@ traffic_options = in_order(
     click.option("--ep", type=click.IntRange(min=1), help="Ranks that exchange tokens.  [one on each node]"),
     click.option("--link", type=click.Choice(["inter", "intra"]), help="What the ep group crosses.  [inter]"),
 )
-"""What moves, and between whom."""
+"""Add the options that say what moves, and between whom."""
 
 policy_options = in_order(
     click.option("--strategy", "strategies", type=_STRATEGIES, multiple=True, help="Allow only this; may be repeated."),
@@ -59,7 +59,7 @@ policy_options = in_order(
         "--tolerance", type=click.FloatRange(min=0), help="Gain below which the simpler plan stays.  [profile's error]"
     ),
 )
-"""What may be chosen."""
+"""Add the options that say what may be chosen."""
 
 
 def policy_of(options: Mapping[str, Any]) -> Policy:

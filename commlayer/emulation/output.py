@@ -1,4 +1,4 @@
-"""What ranks print, passed on line by line with the rank's name before each, and the last lines of their stderr."""
+"""The output of ranks, passed on line by line with the rank's name before each, and the last lines of their stderr."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Choices:
         wires: tuple[Wire, ...] = (NATIVE,),
         element_bytes: int = 0,
     ) -> float | None:
-        """What a call is predicted to take, moved as it would be; None where no profile says it. As in :meth:`plan`.
+        """Predict what a call takes, moved as it would be; None where no profile says it. As in :meth:`plan`.
 
         ``shape``: of another group of the same job; a group of one rank takes no time.
         """
@@ -137,7 +137,7 @@ class Choices:
         return decision.predicted_us
 
     def flat_us(self, collective: str, num_bytes: int) -> float | None:
-        """What the backend's own call is predicted to take; None where no profile says it."""
+        """Predict what the backend's own call takes; None where no profile says it."""
         if self.planner is None or not num_bytes or self.size == 1:
             return None
         try:

@@ -50,7 +50,7 @@ class Issued:
 
 
 class Lanes:
-    """What is issued on which level. ``is_on`` False: nobody is held, which may be changed while nothing runs.
+    """The calls that are issued, by level. ``is_on`` False: nobody is held, which may be changed while nothing runs.
 
     Thread-safe: each group's calls run on a thread of their own.
     """
@@ -82,7 +82,7 @@ class Lanes:
         return call
 
     def leave(self, call: Issued) -> None:
-        """That call has ended, well or not. Again: nothing."""
+        """Note that ``call`` has ended, well or not. Harmless when repeated."""
         with self._changed:
             self._issued[call.level].discard(call)
             if self._num_waiting:

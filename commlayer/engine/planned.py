@@ -142,7 +142,7 @@ class PlannedGroup:
         return not self.choices.is_forced and not self.choices.two_level_may_pay
 
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
-        """As :meth:`plan` for an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
+        """Plan, as :meth:`plan`, an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
 
         Ranks see different numbers, and must decide alike: they decide by the largest of the *previous* call, on which they
         agree in the background (the first call is flat). Where no size could make a two-level plan pay nobody talks.
@@ -275,7 +275,7 @@ class PlannedGroup:
         self.abort(None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}")
 
     def sent_bytes(self, plan: Plan, root: int = 0) -> tuple[int, int]:
-        """What this rank sends in one run of ``plan``, bytes: between nodes, and inside its own.
+        """Count what this rank sends in one run of ``plan``, bytes: between nodes, and inside its own.
 
         Not of an all_to_all_v, where the splits say it.
         """

@@ -30,7 +30,7 @@ __all__ = ["DONE", "ProgressQueue", "QueuedWork", "StreamWork", "Task", "too_lon
 
 Task = Callable[..., object]
 Outputs = Any
-"""What a future gives: a list of tensors, or for the ``coalesced`` gathers a list of lists."""
+"""The value of a future: a list of tensors, or for the ``coalesced`` gathers a list of lists."""
 
 _NO_TIMEOUT = timedelta(0)
 """torch's value for "as long as the call itself is allowed to take"."""

@@ -1,4 +1,4 @@
-"""The one loop that runs every plan, on every transport, and what a plan means on this rank.
+"""The one loop that runs every plan, on every transport, and plans as this rank runs them.
 
 For each step in plan order: require what it waits for, ask the gate, post it. On the CPU ``require`` waits on the host while
 Gloo's threads move what was posted; on CUDA it makes one stream wait for an event of another, and the host runs ahead.
@@ -44,7 +44,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a plan means on this rank: its moves, the bytes of the buffers that it needs beside input and output, what it sends.
+    """A plan as this rank runs it: its moves, the bytes of the buffers that it needs beside input and output, what it sends.
 
     The plan is kept, so that its id stays its own. ``whole``: the plan as one call of the backend's own, where that is cheaper.
     """
@@ -161,7 +161,7 @@ class GridRunner(Runner):
         return self.start(self.transport, self.meaning(plan), source, target, self._timeout_s)
 
     def meaning(self, plan: Plan) -> Prepared:
-        """What ``plan`` means on this rank."""
+        """The plan as this rank runs it."""
         return self.prepared(plan, None, self._prepare)
 
     def _prepare(self, plan: Plan) -> Prepared:

@@ -25,8 +25,8 @@ __all__ = ["Recorded", "RecordedCall", "StepTimes", "recorded", "recorded_whole"
 
 
 class StepTimes(NamedTuple):
-    """Of one step, on the clock of ``time.perf_counter_ns``: when what it waits for had ended, when it was posted (after any
-    hold), and when it had ended."""
+    """The times of one step, on the clock of ``time.perf_counter_ns``: when what it waits for had ended, when it was posted
+    (after any hold), and when it had ended."""
 
     enqueue_ns: int
     start_ns: int
@@ -34,7 +34,7 @@ class StepTimes(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What :func:`recorded` saw: the times of each step in plan order, and for how long the gate held steps back, ns."""
+    """The result of :func:`recorded`: the times of each step in plan order, and for how long the gate held steps back, ns."""
 
     steps: list[StepTimes]
     held_ns: int
@@ -152,7 +152,7 @@ def recorded(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -
 
 
 def recorded_whole(run: Callable[[], None]) -> Recorded:
-    """As :func:`recorded` for a plan of one step that the backend does in one call."""
+    """Record, as :func:`recorded`, a plan of one step that the backend does in one call."""
     begin_ns = time.perf_counter_ns()
     run()
     return Recorded([StepTimes(begin_ns, begin_ns, time.perf_counter_ns())], 0)

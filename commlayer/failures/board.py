@@ -42,7 +42,7 @@ _LATE = "did not answer"
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a rank was waiting for when it failed; all of it goes into the message."""
+    """The wait in which a rank failed; all of it goes into the message."""
 
     rank: int
     peers: tuple[int, ...]
@@ -113,7 +113,8 @@ def own_client(store: Any) -> Store:
 
 
 class FailureBoard:
-    """What one rank knows of failures in one group: reads and writes the job's detector. ``key`` is the group's alone in the job.
+    """The failures of one group as one rank knows them: reads and writes the job's detector. ``key`` is the group's alone in
+    the job.
 
     ``rank`` is this rank, ``ranks`` are the group's (all global). It is broken once, for good: when a member dies or leaves by an
     exception, or when a member's wait in this group breaks.

@@ -18,7 +18,7 @@ from commlayer.profiles.errors import ClusterError
 __all__ = ["CLIENT", "Awaiting", "explained", "of_gloo", "require", "set_aside", "shortfall"]
 
 CLIENT = 4
-"""What connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
+"""Descriptors that connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
 _ADVISED = 1024
 _RESERVE = 64
 _TABLE = "/proc/self/fd"
@@ -41,7 +41,8 @@ def set_aside(holder: Awaiting) -> None:
 
 
 def of_gloo(size: int) -> int:
-    """What a Gloo group of ``size`` ranks takes: a connection to each other rank, and four for its listener and its loop."""
+    """Count the descriptors of a Gloo group of ``size`` ranks: a connection to each other rank, and four for its listener and
+    its loop."""
     return size + 3
 
 

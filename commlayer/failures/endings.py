@@ -82,7 +82,7 @@ def bury(dead: list[Any]) -> None:
 
 
 def bury_when_idle(dead: list[Any]) -> None:
-    """As :func:`bury`, in a moment, and without waiting for it: groups to which C++ refers too, and whose calls have ended."""
+    """Bury, in a moment and without waiting for it, groups to which C++ refers too, and whose calls have ended."""
 
     def free() -> None:
         for _ in range(_HANDOVERS):  # others who wait for the lock have it in between

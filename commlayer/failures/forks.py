@@ -1,4 +1,4 @@
-"""What a forked child makes of what it inherits: it has copies of this process's groups, but none of their threads.
+"""Forked children and what they inherit: a child has copies of this process's groups, but none of their threads.
 
 A call in such a group would wait for ever. So would freeing its inner Gloo group, which waits for a thread that is not
 there: a child that leaves plain Gloo by ``sys.exit`` can hang. Breaking its connections would break the parent's, because

@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class Board(Protocol):
-    """What a wait looks at."""
+    """The part of a failure board that a wait looks at."""
 
     has_abandoned: bool
     """Set where a collective is let go of."""

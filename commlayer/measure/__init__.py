@@ -1,1 +1,1 @@
-"""What a cluster's links can do, measured: probers, profilers, calibration, the benchmark of all_to_all."""
+"""Measurements of what a cluster's links can do: probers, profilers, calibration, the benchmark of all_to_all."""

@@ -47,7 +47,7 @@ class AllRanks:
     device_type: str
     global_ranks: tuple[int, ...] | None = None
     detector: FailureDetector | None = None
-    """Of these ranks, where there is one already."""
+    """The failure detector of these ranks, where there is one already."""
 
     @classmethod
     def default(cls) -> AllRanks:

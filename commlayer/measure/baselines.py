@@ -1,4 +1,4 @@
-"""What users have today, written with torch.distributed alone: the other side of every comparison.
+"""Baselines: what users have today, written with torch.distributed alone: the other side of every comparison.
 
 Shapes: [e, C, H] tokens for e expert ranks, replicated over the t ranks of the tp group; C divides by what is cut.
 """

@@ -48,7 +48,7 @@ PROBE = SweepOptions(
     longest_us=3e4,
     is_probe=True,
 )
-"""What is measured when a job starts without a profile: about three seconds on an emulated 2×4 of two cores."""
+"""The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 _PROBE_ERROR = 0.25
 """What one or two samples of three sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much
 a curve bends, not how wrong it is."""
@@ -110,8 +110,8 @@ def cache_folder(settings: Settings) -> Path:
 
 
 def cluster_key(topology: Topology, identities: list[str], device_type: str, intra: str) -> str:
-    """What must be equal for a cached profile to hold: which ranks share which nodes, their names, device, software, and
-    ``intra``, the setting.
+    """The key under which a profile is cached, of what must be equal for it to hold: which ranks share which nodes, their
+    names, device, software, and ``intra``, the setting.
 
     The order of nodes and of a node's ranks does not matter, nor do network namespaces, which have another name each time.
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["OWN_CALLS", "GroupCurve", "GroupProber", "group_curves"]
 
 OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
-"""Of the backend: what a plan that is flat makes."""
+"""The backend's own calls, which a flat plan makes."""
 _STEPS = {"all_to_all": "reduce_scatter", "all_gather": "all_gather", "reduce": "reduce_scatter"}
 """Curve → the collective whose ``flat_direct`` plan has such a step."""
 _ITEM_BYTES = 4  # sums are of float32
@@ -53,7 +53,7 @@ class GroupCurve:
 
 
 def group_curves(topology: Topology, *, is_probe: bool = False) -> list[GroupCurve]:
-    """What is measured on a cluster of equal nodes beside the steps of replicated tokens, which are not repeated here.
+    """List what is measured on a cluster of equal nodes beside the steps of replicated tokens, which are not repeated here.
 
     ``is_probe``: of the rails nothing but the steps, and no broadcasts inside nodes.
     """

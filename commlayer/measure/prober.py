@@ -84,7 +84,7 @@ class Prober:
         return self.ranks.maximum(value)
 
     def ends(self, plan: Plan, rounds: int) -> dict[Resource, float]:
-        """By resource: when its last step ended, µs from the call; the median over rounds of the largest over ranks."""
+        """Find when the last step of each resource ended, µs from the call; the median over rounds of the largest over ranks."""
         source, target = self._buffers(plan)
         seen: dict[Resource, list[float]] = {step.resource: [] for step in plan.steps}
         for _ in range(rounds + 1):

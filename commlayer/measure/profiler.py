@@ -47,7 +47,7 @@ much earlier."""
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What to sweep. Sizes in bytes a rank, with nccl-tests' letters: -b ``min_bytes``, -e ``max_bytes``, -f ``factor``,
+    """Options of a sweep. Sizes in bytes a rank, with nccl-tests' letters: -b ``min_bytes``, -e ``max_bytes``, -f ``factor``,
     -n ``repeats.max_repeats``, -w ``repeats.warmup``, -c ``check``.
 
     ``group_max_bytes`` (None: an eighth of ``max_bytes``), ``group_factor`` (None: ``factor`` squared) and ``group_repeats``

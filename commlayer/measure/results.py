@@ -1,4 +1,4 @@
-"""What a benchmark run found: plain data, readable and writable without torch."""
+"""Results of a benchmark run: plain data, readable and writable without torch."""
 
 from __future__ import annotations
 

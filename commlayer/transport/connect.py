@@ -1,4 +1,4 @@
-"""From a grid of ranks to a transport: process groups of our own, so that our messages never meet the caller's."""
+"""Transports of a grid of ranks: process groups of our own, so that our messages never meet the caller's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine needs from a way of moving bytes: a transport starts calls, a call posts the steps of a plan."""
+"""The contract of a way of moving bytes: a transport starts calls, a call posts the steps of a plan."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class GlooCall:
             self._coder.decode(self._view(decode.source), self._view(decode.target))
 
     def revise(self, index: int, moves: Moves, buffers: Buffers) -> None:
-        """What step ``index``, not posted yet, will do; posts its receives beside those that it had."""
+        """Say what step ``index``, not posted yet, will do; posts its receives beside those that it had."""
         self._buffers = buffers
         self._steps = [*self._steps[:index], moves, *self._steps[index + 1 :]]
         self._expect(index, moves.receives)

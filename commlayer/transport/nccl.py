@@ -83,7 +83,7 @@ def is_high_priority(lane: str) -> bool:
 def nccl_lane_options(
     lane: str, nccl_version: Sequence[int], *, traffic_classes: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """What a group of ``lane`` sets, with an NCCL of ``nccl_version``, such as (2, 28, 9): names and values.
+    """List what a group of ``lane`` sets, with an NCCL of ``nccl_version``, such as (2, 28, 9): names and values.
 
     ``is_high_priority_stream`` (0 or 1) is a field of torch's options, ``max_ctas`` and ``traffic_class`` are of their
     ``config``. ``traffic_classes``: a class for each lane that has one, at least 0; what a number means is the operator's of the

@@ -100,7 +100,7 @@ class Exchange:
             )
 
     def times(self, count: int) -> Exchange:
-        """So many times as many calls."""
+        """The same exchange so many times as often."""
         return replace(self, count=self.count * count)
 
     def renamed(self, suffix: str, collective: str = "", logical_bytes: int = -1) -> Exchange:
@@ -137,13 +137,14 @@ def _rows_of_rank(job: Job, setup: Setup) -> int:
 
 
 def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[Exchange, ...]:
-    """Of the forward pass of one micro-batch. ``moe`` False: of a layer with a dense FFN."""
+    """List the exchanges of the forward pass of one micro-batch. ``moe`` False: of a layer with a dense FFN."""
     attention = (*_parameters(job, setup, software, moe), *_attention(job, setup, software))
     return (*attention, *(_experts(job, setup, software) if moe else _dense(job, setup, software)))
 
 
 def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[Exchange, ...]:
-    """Of the backward pass: what recomputation sends again first, then every exchange's way back, the last one's first.
+    """List the exchanges of the backward pass: what recomputation sends again first, then every exchange's way back, the last
+    one's first.
 
     What is sent again for the gradient of weights (a sequence that was gathered) comes before the gradient that it runs beside.
     """
@@ -316,7 +317,8 @@ def _scattered_sum(axis: str, elements: int, software: Software, count: int = 1)
 
 
 def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[Exchange, ...]:
-    """Of one rank of pipeline stage ``stage``, for a whole step, beside what its layers send for each micro-batch.
+    """List the exchanges of one rank of pipeline stage ``stage``, for a whole step, beside what its layers send for each
+    micro-batch.
 
     Gradients come in the order in which a backward pass makes them; ``count``: of equal layers or buckets, and of micro-batches.
 

@@ -102,7 +102,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> ModelShape:
-    """By name. Raises UsageError for one that the catalog lacks, with those that it has."""
+    """Look a model up by its name. Raises UsageError for one that the catalog lacks, with those that it has."""
     if name not in MODELS:
         raise UsageError(f"model: expected one of {', '.join(MODELS)}, got {name!r}")
     return MODELS[name]

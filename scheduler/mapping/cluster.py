@@ -165,11 +165,11 @@ class Cluster:
 
     @cached_property
     def kept(self) -> dict[Any, Any]:
-        """What :mod:`commlayer.scheduler.mapping.group_curves` computes once for many groups."""
+        """A cache of what :mod:`commlayer.scheduler.mapping.group_curves` computes once for many groups."""
         return {}
 
     def link(self, link: Resource) -> Link:
-        """What is declared for ``link``. Raises PlanError for a measured cluster, and for a resource that is no link."""
+        """Look up what is declared for ``link``. Raises PlanError for a measured cluster, and for a resource that is no link."""
         found = {Resource.INTER: self.inter, Resource.INTRA: self.intra, Resource.DEVICE: self.device}.get(link)
         if found is None:
             raise PlanError(

@@ -20,7 +20,7 @@ TILE = 128
 """Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
 
 DEFAULT_FACTOR = 1.0
-"""What public benchmarks reach, as declared in :class:`Gpu`."""
+"""The factor that public benchmarks reach, as declared in :class:`Gpu`."""
 
 _ACCUMULATED_BYTES = 8
 """Of an FP32 sum: read and written."""
@@ -46,7 +46,7 @@ class Compute:
 
     @staticmethod
     def measured(points: Sequence[tuple[float, float]], memory_gbps: float) -> MeasuredCompute:
-        """Of a machine whose products were timed: see :class:`MeasuredCompute`."""
+        """Make the model of a machine whose products were timed: see :class:`MeasuredCompute`."""
         return MeasuredCompute(points, memory_gbps)
 
     def gemm_us(
@@ -115,7 +115,7 @@ class Compute:
 
 
 class MeasuredCompute:
-    """As :class:`Compute`, of a machine whose products were timed: (FLOPs, µs) of one product each.
+    """Compute times, as :class:`Compute`, of a machine whose products were timed: (FLOPs, µs) of one product each.
 
     Between points the logarithm of time is linear in that of FLOPs; beyond them, a latency and a rate (as a profile's
     curves). Attention is looked up by its FLOPs too. Precision makes no difference.
@@ -147,7 +147,7 @@ class MeasuredCompute:
         return groups * self._curve.at(2.0 * rows * inner * columns)
 
     def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
-        """As one product of so many FLOPs."""
+        """Time attention as one product of so many FLOPs."""
         return self._curve.at(flops)
 
     def memory_us(self, nbytes: float) -> float:

@@ -89,7 +89,7 @@ def crossover(
 def crossover_of_values(
     differences: Sequence[float], values: Sequence[float], *, first: str = "the first", second: str = "the second"
 ) -> Crossover:
-    """As :func:`crossover` where only ``values`` make sense (numbers of GPUs): the values from which the order has changed.
+    """Find crossovers where only ``values`` make sense (numbers of GPUs): the values from which the order has changed.
 
     Raises UsageError for fewer than two values, values that do not ascend, or a difference that is no number.
     """

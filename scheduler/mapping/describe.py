@@ -1,4 +1,4 @@
-"""What the groups of a mesh cross on a cluster: which stay inside a node, and the slowest link of each."""
+"""The links that the groups of a mesh cross on a cluster: which stay inside a node, and the slowest link of each."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MeshDescription(msgspec.Struct, frozen=True):
         return {row.axis: row for row in self.rows}[axis]
 
     def to_json(self) -> str:
-        """As text, with every group, its nodes and its link."""
+        """Write it as text, with every group, its nodes and its link."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
     def __str__(self) -> str:

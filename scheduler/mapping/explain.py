@@ -48,7 +48,7 @@ def explain(result: SearchResult) -> list[str]:
 
 
 def compare(faster: StepEstimate, slower: StepEstimate) -> str:
-    """What one saves and what it costs, the largest parts first."""
+    """Compare two estimates: what one saves and what it costs, the largest parts first."""
     saved_us = slower.step_us - faster.step_us
     differences = sorted(
         (

@@ -20,7 +20,7 @@ __all__ = ["Flops", "forward", "mfu", "of_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """Of one token's forward pass, each the sum over the layers. ``attention_core``: QKᵀ and PV, causal."""
+    """FLOPs of one token's forward pass, each the sum over the layers. ``attention_core``: QKᵀ and PV, causal."""
 
     attention_projections: float
     attention_core: float

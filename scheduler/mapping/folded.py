@@ -91,7 +91,7 @@ class FoldedMapping:
 
     @property
     def expert_gradient_scale(self) -> float:
-        """By what the *mean over edp* of an expert's gradient is multiplied to match dense gradients: edp / (dp·cp).
+        """The factor by which the *mean over edp* of an expert's gradient is multiplied to match dense gradients: edp / (dp·cp).
 
         The tokens of a stage are split into dp·cp shards, one for each tp group. Let L_s be the loss of shard s (a mean over
         its tokens), and L = 1/(dp·cp) · Σ L_s the loss of the step. Each rank of that tp group starts backward from its own
@@ -139,7 +139,7 @@ class FoldedMapping:
         return {axis: rank // stride % int(getattr(self, axis)) for axis, stride in self._all_strides.items()}
 
     def describe(self, topology: Topology, rank: int = 0) -> MeshDescription:
-        """What each axis crosses on ``topology``: print it, or read its rows. ``rank``: whose groups the table shows.
+        """Describe what each axis crosses on ``topology``: print it, or read its rows. ``rank``: whose groups the table shows.
 
         Raises GroupError for a topology of another number of ranks, or an unknown rank.
         """

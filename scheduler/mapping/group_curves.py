@@ -52,7 +52,8 @@ _MEMORY_TRAFFIC = {
 
 
 class Declared(Protocol):
-    """What is asked of a cluster: its links and their peaks, and ``kept``, where what many groups share is computed once."""
+    """A declared cluster, as far as it is asked: its links and their peaks, and ``kept``, where what many groups share is
+    computed once."""
 
     @property
     def peaks(self) -> Peaks: ...

@@ -41,7 +41,7 @@ def worst_shape(layout: GroupLayout, domain: int, ranks: int = 0) -> Shape:
 
 
 def slowest(shapes: Iterable[Shape]) -> Shape:
-    """Of shapes of as many ranks each: the one that keeps a call the longest, without asking what it costs.
+    """Find, of shapes of as many ranks each, the one that keeps a call the longest, without asking what it costs.
 
     One that leaves its domain goes before one that does not. Then the fewest ranks on the emptiest domain: a rank there has
     the most to send to other domains, (n-l)/n of an exchange, and those l cards together carry all that a ring or a two-level

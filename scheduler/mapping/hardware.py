@@ -71,7 +71,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What calls reach of a link's peak.
+    """The parts of a link's peak that calls reach.
 
     The argument of ``ring`` and ``messages`` is what one rank sends over this link in the whole call, in bytes; the fraction
     is of ``gbps``, with all latencies of the group that was measured. Beyond the points: a latency and a bandwidth, fitted
@@ -211,7 +211,7 @@ GPUS: dict[str, Gpu] = {
     "h20": _hopper("H20", 96, 4000, bf16=148, multiprocessors=78),
     "h800": _hopper("H800 SXM 80GB", 80, 3350),
 }
-"""By the name that a cluster file may use."""
+"""The known GPUs, by the name that a cluster file may use."""
 
 
 def _scaled(points: Points, factor: float) -> Points:

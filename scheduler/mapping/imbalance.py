@@ -57,14 +57,15 @@ class Loads:
 
     @classmethod
     def of_counts(cls, counts: Sequence[float]) -> Loads:
-        """From how often each expert was chosen, as a router counts it. Raises UsageError for no choices at all."""
+        """Make loads from how often each expert was chosen, as a router counts it. Raises UsageError for no choices at all."""
         whole = float(sum(counts))
         if not whole > 0:
             raise UsageError("experts' counts: expected at least one choice")
         return cls(tuple(count / whole for count in counts))
 
     def spread(self, ep: int, rows: int, *, seed: int = 0) -> Spread:
-        """What the busiest of ``ep`` ranks gets, where ``rows`` choices are drawn, and experts lie on ranks in random order.
+        """Compute what the busiest of ``ep`` ranks gets, where ``rows`` choices are drawn, and experts lie on ranks in random
+        order.
 
         By 400 draws with a seed, so that the answer is always the same. Choices are drawn independently of each other: each
         expert's count is normal around its share, as large samples are. Raises UsageError where ep does not divide the experts.

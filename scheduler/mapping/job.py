@@ -1,4 +1,4 @@
-"""What is to be trained, and one way of doing it."""
+"""Jobs, which say what is to be trained, and setups, each one way of doing it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Attention = Literal["tensor", "ulysses"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be trained, whatever the mapping.
+    """A training job: what is to be trained, whatever the mapping.
 
     Attributes:
         global_batch: sequences a step, of all GPUs together.
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.global_batch * self.sequence
 
 
@@ -158,7 +158,7 @@ class Setup:
         return parts[axis]
 
     def micro_batches(self, job: Job) -> int:
-        """Of each data-parallel rank in a step. Raises GroupError where the batch cannot be split so."""
+        """Count the micro-batches of each data-parallel rank in a step. Raises GroupError where the batch cannot be split so."""
         each = self.dp * self.micro_batch
         if job.global_batch % each:
             raise GroupError(

@@ -1,4 +1,4 @@
-"""What a layer computes on one GPU, forward and backward, µs: matrix products, attention, and what memory bounds.
+"""The computation of a layer on one GPU, forward and backward, µs: matrix products, attention, and what memory bounds.
 
 T: tokens that a tensor-parallel group shares (micro_batch · sequence / cp), t = T/tp: tokens of one rank between the sharded
 parts. A product of T rows takes 2·T·inner·columns FLOPs forward; backward one such product for its input's gradient and one for
@@ -95,11 +95,11 @@ class LayerWork:
         object.__setattr__(self, "backward", sum(each.backward for each in segments))
 
     def remade(self) -> float:
-        """What selective recomputation computes again (MegaScale-MoE, A.2): norms, the order of experts, SwiGLU."""
+        """The work that selective recomputation does again (MegaScale-MoE, A.2): norms, the order of experts, SwiGLU."""
         return self.norm.forward + self.middle.forward + self.expert_memory.forward + self.permute.forward
 
     def step_us(self, recompute: str) -> float:
-        """Of a forward and a backward pass."""
+        """The time of a forward and a backward pass, µs."""
         again = self.forward if recompute == "full" else self.remade() if recompute == "selective" else 0.0
         return self.forward + self.backward + again
 

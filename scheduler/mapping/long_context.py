@@ -90,7 +90,7 @@ class ContextRow:
     fastest: Way | None
 
     def layout(self, way: Way) -> Layout:
-        """Of one way."""
+        """The layout of one way."""
         return next(layout for layout in self.layouts if layout.way == way)
 
 
@@ -191,7 +191,7 @@ def expansion(
     make: Callable[[Job, Cluster], Estimates] | None = None,
     software: Software = COMMLAYER,
 ) -> Expansion:
-    """What each way needs and takes, from the shortest to the longest sequence.
+    """Compute what each way needs and takes, from the shortest to the longest sequence.
 
     Estimates are on as many GPUs as all ways can be laid on, with the same sequences a step: attention is the same in all
     three.

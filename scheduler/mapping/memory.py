@@ -36,7 +36,7 @@ _LOGIT = 6  # BF16 logits, and their FP32 copy that the loss keeps
 
 
 class LayerElements(NamedTuple):
-    """What one layer keeps for its backward pass, in elements.
+    """Elements that one layer keeps for its backward pass.
 
     ``attention``, ``dense`` (a dense FFN) and ``shared``: per token of a rank's share. ``row``: per row of an expert, of the
     rank's part of its width.
@@ -50,7 +50,8 @@ class LayerElements(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention, tp: int, etp: int) -> LayerElements:
-    """What a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many, narrower.
+    """Count what a layer keeps. A rank's share are a sample's tokens over tp · cp; an FFN under tp has tp times as many,
+    narrower.
 
     ``none``: a layer's input, its norm, queries, keys and values, the attention's output (twice under ``ulysses``, before and
     after its all_to_all), the second norm's input and output; an expert's input, the products of its first matrices, and what

@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Of an FFN: 3 where it is gated, else 2."""
+        """The number of matrices of an FFN: 3 where it is gated, else 2."""
         return 3 if self.gated else 2
 
 

@@ -53,7 +53,8 @@ Sized = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Of a whole model, each the sum over its layers. ``active_experts``: of ``experts``, what one token passes through."""
+    """Parameters of a whole model, each the sum over its layers. ``active_experts``: of ``experts``, what one token passes
+    through."""
 
     embedding: int
     head: int
@@ -71,7 +72,7 @@ class Parameters:
 
     @property
     def expert(self) -> int:
-        """What expert parallelism shards."""
+        """The parameters that expert parallelism shards."""
         return self.experts
 
     @property
@@ -86,7 +87,7 @@ class Parameters:
 
 
 class LayerParameters(NamedTuple):
-    """Of one layer.
+    """Parameters of one layer.
 
     ``sharded``: of attention, what heads have of their own (queries and output; of latent attention: the projections up and the
     output). ``keys_values``: what heads may share. ``copied``: what all share (of latent attention: the projections down).
@@ -283,7 +284,7 @@ def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int) -> tu
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[Held, ...]:
-    """What a GPU of the first stage holds, of the second and of the last: those between hold no more than the second.
+    """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second.
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
     whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all

@@ -36,7 +36,7 @@ def bubble_us(stages_us: Sequence[float], chunks: int) -> float:
 
 
 def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
-    """Of all micro-batches, µs: the slowest rank works without a pause but for the bubble.
+    """Compute the time of all micro-batches, µs: the slowest rank works without a pause but for the bubble.
 
     Exact for equal stages, and where the slowest is the last, as it is by the head; where it is another, and forward and backward
     have one ratio in all stages, never too short: a part of the bubble behind it is then hidden.

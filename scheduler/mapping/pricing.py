@@ -1,4 +1,4 @@
-"""What a collective of a group costs on a cluster: the decision that the run time would make, and its predicted time.
+"""Prices of a group's collectives on a cluster: the decision that the run time would make, and its predicted time.
 
 There is no second cost model here: candidates, prices and the choice are :func:`commlayer.scheduler.choose.choose`'s, on
 the cluster's profile of the group. What is here is the memory of what was asked before, because a search asks a million

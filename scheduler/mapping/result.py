@@ -1,4 +1,4 @@
-"""What an estimate says."""
+"""The result of an estimate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Traffics:
-    """What one collective of a step moves: ``count`` calls of ``logical_bytes`` each (nccl-tests' S), by one rank.
+    """The traffic of one collective of a step: ``count`` calls of ``logical_bytes`` each (nccl-tests' S), by one rank.
 
     ``name``: what it is for (dispatch, combine, gather_tokens …); ``axis``: whose group; ``us``: priced alone, of one call.
     """

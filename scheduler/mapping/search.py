@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 
 class Estimates(Protocol):
-    """What the search asks of an estimator (:class:`commlayer.scheduler.simulate.Estimator` is one).
+    """The interface of an estimator to the search (:class:`commlayer.scheduler.simulate.Estimator` is one).
 
     No bound exceeds what it is a bound of; and with ZeRO up to 2 recomputing more makes no step shorter (with 3 it can:
     gathers of weights hide behind it). ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take
@@ -58,13 +58,13 @@ class Estimates(Protocol):
     def memory_limit(self) -> float: ...
 
     def memory(self, setup: Setup, /) -> Memory:
-        """Of the fullest GPU."""
+        """The memory of the fullest GPU."""
         ...
 
     def bound_us(self, setup: Setup, level: int, /) -> float:
-        """What the step takes at least. Level 0: also that of every setup that has another dispatch, recomputes more or shards
-        less by ZeRO, and is else the same. Levels 1 to :data:`CLOSEST`: that of ``setup``, each closer and slower to find (or
-        the same again)."""
+        """Bound the step's time from below. Level 0: also that of every setup that has another dispatch, recomputes more or
+        shards less by ZeRO, and is else the same. Levels 1 to :data:`CLOSEST`: that of ``setup``, each closer and slower to
+        find (or the same again)."""
         ...
 
     def estimate(self, setup: Setup, /, *, detail: bool = True) -> StepEstimate:
@@ -74,7 +74,7 @@ class Estimates(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         cluster, software: names.

@@ -1,4 +1,5 @@
-"""What a trainer's software does with a mapping: how its collectives move, and what it hides behind what."""
+"""Models of trainers' software, which says what is done with a mapping: how its collectives move, and what it hides behind
+what."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ SOFTWARE = {entry.name: entry for entry in (COMMLAYER, MEGATRON, PLANNED)}
 
 
 def software(name: str) -> Software:
-    """By name. Raises UsageError for an unknown one."""
+    """Look software up by its name. Raises UsageError for an unknown one."""
     if name not in SOFTWARE:
         raise UsageError(f"software: expected {', '.join(SOFTWARE)}, got {name!r}")
     return SOFTWARE[name]

@@ -37,14 +37,14 @@ from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision,
 __all__ = ["RECOMPUTE", "Family", "Space", "families", "setups", "simplicity"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
-"""From the least to the most."""
+"""The ways of recomputation, from the least to the most."""
 
 _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """What the search may choose from: the allowed values of each field of a Setup; None: every valid one.
+    """The space that the search chooses from: the allowed values of each field of a Setup; None: every valid one.
 
     ``within_domain``: tp and etp stay inside NVLink domains.
 
@@ -68,7 +68,7 @@ class Space:
     within_domain: bool = True
 
     def __str__(self) -> str:
-        """What is narrowed, such as ``tp 1 or 2, zero 3``; "every choice" where nothing is."""
+        """Name what is narrowed, such as ``tp 1 or 2, zero 3``; "every choice" where nothing is."""
         narrowed = (field for field in fields(self) if getattr(self, field.name) != field.default)
         words = [f"{field.name} {_or(getattr(self, field.name))}" for field in narrowed]
         return ", ".join(words) or "every choice"

@@ -35,7 +35,7 @@ Template = Callable[[bool], tuple[list[Item], float]]
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """What is exposed of a step's gradients (or weights): ``us``, by link class; the forecast of it, if it was simulated."""
+    """The exposed part of a step's gradients (or weights): ``us``, by link class; the forecast of it, if it was simulated."""
 
     us: float
     links: dict[str, float]
@@ -43,7 +43,7 @@ class Exposed:
 
 
 def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
-    """Of embedding, head and loss, and what ZeRO-2 and 3 send for them, with one micro-batch, forward and backward."""
+    """Time embedding, head and loss, and what ZeRO-2 and 3 send for them, with one micro-batch, forward and backward."""
     parts: list[Item] = []
     if stage.number == setup.pp - 1:
         times = head_work(builder.job, setup, builder.compute)
@@ -66,7 +66,7 @@ def _is_of_every_micro_batch(exchange: Exchange, setup: Setup) -> bool:
 
 
 def boundary_us(builder: LayerBuilder, setup: Setup) -> tuple[float, str]:
-    """Of one activation to the next stage, µs, and over which link class; 0.0 without a pipeline."""
+    """Time the sending of one activation to the next stage, µs, and over which link class; 0.0 without a pipeline."""
     if setup.pp == 1:
         return 0.0, "inter"
     exchanges = step_exchanges(builder.job, setup, builder.software, stage=0)
@@ -78,7 +78,7 @@ def boundary_us(builder: LayerBuilder, setup: Setup) -> tuple[float, str]:
 def exposed_gradients(
     builder: LayerBuilder, setup: Setup, stage: Stage, template: Template, *, is_bound: bool = False
 ) -> Exposed:
-    """What is exposed of the sums of gradients behind the last micro-batch. ``template``: a layer's backward pass.
+    """Time what is exposed of the sums of gradients behind the last micro-batch. ``template``: a layer's backward pass.
 
     ``is_bound``: without the mutual hindrance of calls, which is quicker and never longer.
     """
@@ -106,7 +106,7 @@ def exposed_gradients(
 def exposed_parameters(
     builder: LayerBuilder, setup: Setup, stage: Stage, template: Template, *, is_bound: bool = False
 ) -> Exposed:
-    """What is exposed of the gathering of weights before the first micro-batch. ``template``: a layer's forward pass."""
+    """Time what is exposed of the gathering of weights before the first micro-batch. ``template``: a layer's forward pass."""
     if setup.zero not in (1, 2):
         return Exposed(0.0, {})
     wanted = _of_place(builder, setup, stage, "parameters")
@@ -168,8 +168,8 @@ def _least_us(builder: LayerBuilder, setup: Setup, exchange: Exchange) -> float:
 
 
 def least_exposed(builder: LayerBuilder, setup: Setup, stage: Stage) -> dict[str, tuple[float, bool]]:
-    """Of ``gradients`` and ``parameters``: what the busiest axis takes in a step, µs, and whether passes may hide it; where they
-    may not, what all axes take one after the other. Nothing, where the layers send them with every micro-batch."""
+    """Bound, for ``gradients`` and ``parameters``, what the busiest axis takes in a step, µs, and whether passes may hide it;
+    where they may not, what all axes take one after the other. Nothing, where the layers send them with every micro-batch."""
     software = builder.software
     hidden = {"gradients": software.overlaps_gradients, "parameters": software.overlaps_parameters}
     found = {"gradients": (0.0, False), "parameters": (0.0, False)}

@@ -1,4 +1,4 @@
-"""What would change if one thing were different, and where two ways of doing it change places."""
+"""Variations: what would change if one thing were different, and where two ways of doing it change places."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class WhatIfPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """What a variation does. ``setup``: what all points run (but for what varies); None: each runs its best."""
+    """The result of a variation. ``setup``: what all points run (but for what varies); None: each runs its best."""
 
     variation: Variation
     job: Job

@@ -107,7 +107,7 @@ class SharedMemoryGroup:
 
     @property
     def unread_bytes(self) -> int:
-        """What this rank has sent through its slab and some receiver has not read yet."""
+        """Bytes that this rank has sent through its slab and some receiver has not read yet."""
         return self._slab.unread_bytes if self._peers else 0
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:

@@ -23,7 +23,7 @@ News = tuple[int, int, int, memoryview | int]
 
 
 class Kind(IntEnum):
-    """What a line says."""
+    """The kinds of lines."""
 
     INLINE = 0
     """A message, which follows."""
@@ -79,7 +79,7 @@ class Line:
             self._poll.modify(self.socket, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
 
     def read(self) -> list[News] | None:
-        """What the peer has written; None when it has closed the connection, after all that it wrote."""
+        """Read what the peer has written; None when it has closed the connection, after all that it wrote."""
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What is under way between the ranks of one node: peers, their messages, and what a caller waits for (see group.py)."""
+"""Messages under way between the ranks of one node: peers, their messages, and what a caller waits for (see group.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["AHEAD_BYTES", "SENT", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Waitable"]
 
 AHEAD_BYTES = 16 << 20
-"""What a rank may have sent without any receiver having read it before its sends wait."""
+"""Bytes that a rank may have sent without any receiver having read it before its sends wait."""
 
 
 class Waitable(Protocol):
-    """What a caller gets for a message: torch's Work, or something that can be waited for like one."""
+    """A handle of a message: torch's Work, or something that can be waited for like one."""
 
     def wait(self, timeout: timedelta = ..., /) -> bool:
         """Return True when the message's tensor may be used; no timeout, or zero: the group's.
@@ -47,7 +47,7 @@ class Peer:
     arrived: dict[int, deque[Arrival]] = field(default_factory=dict)
     ended: str | None = None
     unsaid_bytes: int = 0
-    """What we have read of its slab without having told it."""
+    """Bytes that we have read of its slab without having told it."""
 
 
 class Receive:
@@ -99,7 +99,7 @@ class _Sent:
 
 
 SENT = _Sent()
-"""What a send returns that took its tensor, and whose line is on its way."""
+"""The handle of a send that took its tensor, and whose line is on its way."""
 
 
 class OtherWork:
