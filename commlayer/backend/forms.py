@@ -248,7 +248,7 @@ def _one_list(row: Verb, *, is_out: bool) -> Method:
         opts = make(options, opts, timeout, named)
         singles, lists = (inputs, outputs) if is_out else (outputs, inputs)
         if isinstance(singles, torch.Tensor):
-            singles, lists = [singles], [lists] if lists or not is_rooted else []
+            singles, lists = [singles], [lists] if not is_rooted or lists else []
         singles, lists = self._members.some(collective, singles), _lists(lists)
         outputs, inputs = (lists, singles) if is_out else (singles, lists)
         if not singles[0].is_cpu:
