@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from commlayer.cli import profile as command
 from commlayer.cli.main import main
+from commlayer.measure import calibrate
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
@@ -77,3 +78,11 @@ def test_profiles_show_says_which_curves_rest_on_few_times() -> None:
     assert "down to 2" in line
     assert [curve for curve in catalog.load("emulated-2x8").curves if min(curve.samples, default=6) < 6]
     assert "few times" not in CliRunner().invoke(main, ["profiles", "show", "h800-2x8"]).output
+
+
+def test_a_job_that_measures_says_how_little_its_curves_rest_on() -> None:
+    probe = synthetic_profile().replace(curves=[curve(2, 2, 1)])
+    assert calibrate._doubted(probe) == (
+        "1 of its 1 curves rest on too few times to know their error, which is taken to be 25%. "
+    )
+    assert calibrate._doubted(probe.replace(curves=[curve(6, 6, 6)])) == ""

@@ -176,11 +176,20 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         _say(
             ranks,
             f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, "
-            f"{_keep(profile, entry.path)}; {len(doubts(profile.curves))} of its {len(profile.curves)} curves rest on too "
-            f"few times for an error of their own, and are taken to be {_PROBE_ERROR:.0%} wrong. `commlayer profile` "
+            f"{_keep(profile, entry.path)}. {_doubted(profile)}`commlayer profile` "
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
+
+
+def _doubted(probe: Profile) -> str:
+    """A sentence on how little its curves rest on."""
+    if not (few := doubts(probe.curves)):
+        return ""
+    return (
+        f"{len(few)} of its {len(probe.curves)} curves rest on too few times to know their error, which is taken to be "
+        f"{_PROBE_ERROR:.0%}. "
+    )
 
 
 @dataclass(frozen=True)
