@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
@@ -108,7 +108,7 @@ class LegOrder:
     def __add__(self, other: LegOrder) -> LegOrder:
         return LegOrder(*self.phases, *other.phases)
 
-    @property
+    @cached_property
     def legs(self) -> tuple[Leg, ...]:
         """In the order in which bytes pass them."""
 

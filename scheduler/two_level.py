@@ -63,17 +63,18 @@ class TwoLevel:
 
     def before(self) -> tuple[Moves, ...]:
         """The moves that are known at once. Step 1 and the sends of step 2 follow from the counts."""
-        return self._moves()
+        return tuple(leg.moves(self, step * self._tags, 0) for step, leg in enumerate(TWO_LEVEL.legs))
 
     def after(self, counts: Sequence[Sequence[int]]) -> tuple[Moves, Moves, int]:
         """Steps 1 and 2, and the transit bytes, once ``counts[j][b]`` is known: what local rank j brings for rank i of b."""
         self.edges = [0, *accumulate(counts[j][b] for b in self.away for j in range(len(self.here)))]
-        _, sorted_, passed, _ = self._moves()
-        return sorted_, Moves(sends=passed.sends), self.edges[-1]
+        passed = PASS_ON.moves(self, 2 * self._tags, 0)
+        return SORT.moves(self, self._tags, 0), Moves(sends=passed.sends), self.edges[-1]
 
-    def _moves(self) -> tuple[Moves, ...]:
-        tags = len(self.nodes) * len(self.here)
-        return tuple(leg.moves(self, step * tags, 0) for step, leg in enumerate(TWO_LEVEL.legs))
+    @property
+    def _tags(self) -> int:
+        """How far apart the tags of the steps are."""
+        return len(self.nodes) * len(self.here)
 
     def source(self, member: int) -> Region:
         """The region that goes to a member."""
