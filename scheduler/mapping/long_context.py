@@ -225,7 +225,6 @@ def expansion(
             cp = cp_by_tokens(sequence, tokens_per_rank or TOKENS_PER_RANK)
         degrees = _Degrees(tp, cp, ep, pp, recompute)
         rows.append(_row(model, cluster, sequence, degrees, micro_batches, joined_nodes, make))
-    switch_at = next((row.sequence for row in rows if row.cp >= ep), None)
     return Expansion(
         model=model,
         cluster=cluster.name,
@@ -234,7 +233,7 @@ def expansion(
         pp=pp,
         joined_nodes=joined_nodes,
         rows=tuple(rows),
-        switch_at=switch_at,
+        switch_at=next((row.sequence for row in rows if row.cp >= ep), None),
     )
 
 
