@@ -53,10 +53,11 @@ class Direct:
     inner: Callable[[Any], Callable[..., Work]]
     """Gloo's call, of the inner Gloo group."""
     dtypes: frozenset[torch.dtype]
-    counts_input: bool = False
-    """Whether the bytes of a call are those of its input, not of its output."""
-    fits: Callable[..., Any] | None = None
-    """A further question, of the members and the arguments of the inner call."""
+    scatters: bool = False
+    """For a :func:`pair`, whether ``input``, not ``output``, has a block for each rank. Its bytes are counted then, and it goes as
+    it is only in one dimension, in the dtype of ``output``, while the caller waits."""
+    fits: Callable[[torch.Tensor, Any], bool] | None = None
+    """A further question to an :func:`in_place`: whether Gloo takes a tensor with these options. Asked where nobody waits to be told."""
     refuses: type[Exception] = Refused
     """The error that Gloo raises for what it does not take, when it is called: nothing was sent then, and the call goes the
     long way."""
@@ -160,8 +161,7 @@ def pair(row: Verb) -> Method:
     """``input`` goes, ``output`` comes: one tensor each."""
     name, options, collective, body = row.name, row.options, row.collective, row.body
     direct = row.direct or _NEVER
-    inner, dtypes, fits, refuses = direct.inner, direct.dtypes, direct.fits, direct.refuses
-    counts_input = direct.counts_input
+    inner, dtypes, scatters, refuses = direct.inner, direct.dtypes, direct.scatters, direct.refuses
 
     def verb(
         self: _Parts,
@@ -184,7 +184,15 @@ def pair(row: Verb) -> Method:
             and not (output.requires_grad or input.requires_grad)
             and order.latest is None
             and not order.progress.pending
-            and (fits is None or fits(self._members, output, input, opts))
+            and (
+                not scatters
+                or (
+                    not opts.asyncOp
+                    and input.dtype is output.dtype
+                    and input.dim() == 1 == output.dim()
+                    and input.nbytes == self._members.size * output.nbytes
+                )
+            )
         ):
             started = now()
             try:
@@ -192,7 +200,7 @@ def pair(row: Verb) -> Method:
             except refuses:
                 pass
             else:
-                num_bytes = input.nbytes if counts_input else output.nbytes
+                num_bytes = input.nbytes if scatters else output.nbytes
                 if opts.asyncOp:
                     return self._calls.under_way(collective, num_bytes, work, opts, [output])
                 try:

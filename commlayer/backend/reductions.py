@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
 
 from commlayer.backend.arithmetic import AVG, NATIVE, PLAN_NAMES, carrier, reduce_rows
 from commlayer.backend.calls import Calls
-from commlayer.backend.members import Members, Tensors
+from commlayer.backend.members import Tensors
 from commlayer.backend.options import like, with_op
 from commlayer.backend.tensors import flat, join, land, require_room, spread
 from commlayer.failures.waits import bounded_reduce_scatter
@@ -33,7 +33,6 @@ __all__ = [
     "all_reduce",
     "all_reduce_joined",
     "is_native",
-    "is_row_of_blocks",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_each",
@@ -46,16 +45,6 @@ _STRIDED = torch.strided
 def is_native(tensor: torch.Tensor, opts: Any) -> bool:
     """Whether Gloo reduces ``tensor`` by itself."""
     return tensor.dtype in NATIVE[opts.reduceOp.op]
-
-
-def is_row_of_blocks(members: Members, output: torch.Tensor, input: torch.Tensor, opts: Any) -> bool:
-    """Whether Gloo scatters the sum of ``input`` into ``output`` by itself, while the caller waits."""
-    return (
-        not opts.asyncOp
-        and input.dtype is output.dtype
-        and input.dim() == 1 == output.dim()
-        and input.nbytes == members.size * output.nbytes
-    )
 
 
 def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:

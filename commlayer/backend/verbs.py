@@ -35,9 +35,7 @@ _BROADCAST = Direct(attrgetter("broadcast"), MOVABLE)
 # Asking for the operation costs as much as all else on the direct path. Gloo has those that floats commonly get, and says before
 # it sends anything where it has not; to a caller who does not wait, it says so too late.
 _ALL_REDUCE = Direct(attrgetter("allreduce"), FLOATS, fits=reductions.is_native)
-_REDUCE_SCATTER = Direct(
-    partial(partial, bounded_reduce_scatter), FLOATS, counts_input=True, fits=reductions.is_row_of_blocks
-)
+_REDUCE_SCATTER = Direct(partial(partial, bounded_reduce_scatter), FLOATS, scatters=True)
 _ALL_TO_ALL = Direct(attrgetter("alltoall_base"), MOVABLE)
 
 VERBS = (
