@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from commlayer.cli.launch import Place, check_place, emulation, place_of, place_options, run_job
-from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, json_option
+from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
@@ -25,34 +25,27 @@ __all__ = ["bench_command", "bench_job", "print_result", "refuse_wrong"]
 Timelines = list[tuple[str, "Timeline", "Timeline"]]
 
 
+_bench_options = in_order(
+    click.option(
+        "--profile", "profile_name", type=PROFILE, help="Plan with this profile.  [measure the cluster first]"
+    ),
+    click.option("-b", "--min-bytes", type=BYTES, default="64KiB", show_default=True, help="Smallest size, a rank."),
+    click.option("-e", "--max-bytes", type=BYTES, default="16MiB", show_default=True, help="Largest size, a rank."),
+    click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Each size over the one before."),
+    click.option("-n", "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, at least."),
+    click.option("--max-chunks", type=click.IntRange(1), default=16, show_default=True, help="No plan of more chunks."),
+    click.option("--all-forms", is_flag=True, help="Also run the plans that gather the whole tensor, as MoNTA does."),
+)
+
+
 @click.command("bench")
 @place_options
-@click.option("--profile", "profile_name", type=PROFILE, help="Plan with this profile.  [measure the cluster first]")
-@click.option("-b", "--min-bytes", type=BYTES, default="64KiB", show_default=True, help="Smallest size, a rank.")
-@click.option("-e", "--max-bytes", type=BYTES, default="16MiB", show_default=True, help="Largest size, a rank.")
-@click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Each size over the one before.")
-@click.option("-n", "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, at least.")
-@click.option("--max-chunks", type=click.IntRange(1), default=16, show_default=True, help="No plan of more chunks.")
-@click.option("--all-forms", is_flag=True, help="Also run the plans that gather the whole tensor, as MoNTA does.")
+@_bench_options
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the result as JSON here.")
 @click.option("--report", type=REPORT, help="Write an HTML report here.")
 @json_option
 def bench_command(
-    emulate: str | None,
-    inter: str | None,
-    intra: str | None,
-    delay: float,
-    timeout: float,
-    profile_name: str | None,
-    min_bytes: int,
-    max_bytes: int,
-    factor: float,
-    rounds: int,
-    max_chunks: int,
-    all_forms: bool,
-    output: Path | None,
-    report: Path | None,
-    as_json: bool,
+    profile_name: str | None, output: Path | None, report: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Run every candidate plan against torch.distributed, alternately in one run.
 
@@ -63,19 +56,13 @@ def bench_command(
       commlayer bench --emulate 2x4 --inter 400mbit
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer bench --profile cluster.json
     """
-    place = place_of(emulate, inter, intra, delay, timeout)
-    from commlayer.measure.bench import BenchOptions
+    place = place_of(*(options.pop(name) for name in ("emulate", "inter", "intra", "delay", "timeout")))
     from commlayer.profiles.catalog import load_profile
-    from commlayer.profiles.measure import sizes_between
-    from commlayer.scheduler.plan import Gather
 
     planned_with = load_profile(profile_name) if profile_name else None
     if planned_with is not None:
         check_place(place, planned_with.topology, planned_with.name)
-    sizes = sizes_between(min_bytes, max_bytes, factor)
-    gathers = tuple(Gather) if all_forms else ()
-    options = BenchOptions(sizes, rounds, max_chunks, gathers, trace_bytes=sizes[-1:] if report else ())
-    found = run_job(place, bench_job, planned_with, options, place)
+    found = run_job(place, bench_job, planned_with, _job_options(**options, has_report=report is not None), place)
     if found is None:
         return
     measured, result, timelines = found
@@ -90,6 +77,18 @@ def bench_command(
     else:
         print_result(result)
     refuse_wrong(result)
+
+
+def _job_options(
+    min_bytes: int, max_bytes: int, factor: float, rounds: int, max_chunks: int, all_forms: bool, has_report: bool
+) -> BenchOptions:
+    from commlayer.measure.bench import BenchOptions
+    from commlayer.profiles.measure import sizes_between
+    from commlayer.scheduler.plan import Gather
+
+    sizes = sizes_between(min_bytes, max_bytes, factor)
+    gathers = tuple(Gather) if all_forms else ()
+    return BenchOptions(sizes, rounds, max_chunks, gathers, trace_bytes=sizes[-1:] if has_report else ())
 
 
 def refuse_wrong(result: BenchResult) -> None:

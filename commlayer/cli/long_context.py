@@ -9,13 +9,14 @@ import click
 
 from commlayer.cli.mapping_options import MODEL, cluster_options, read_cluster
 from commlayer.cli.mapping_output import draw
-from commlayer.cli.parameters import PICTURE, REPORT, json_option
+from commlayer.cli.parameters import PICTURE, REPORT, in_order, json_option
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.models import resolve
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.long_context import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
+from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.simulate import Estimator
 from commlayer.units import parse_bytes
 
@@ -36,39 +37,30 @@ _COLUMNS = [
 ]
 
 
+_layout_options = in_order(
+    click.option("--ep", type=_COUNT, help="Expert parallelism.  [8, or all experts]"),
+    click.option("--tp", type=_COUNT, help="Tensor parallelism.  [the NVLink domain]"),
+    click.option("--pp", type=_COUNT, default=1, show_default=True, help="Pipeline stages."),
+    click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="full", show_default=True),
+    click.option("--sequences", help="Their lengths, such as 32K,128K,1M.  [4K to 1M]"),
+    click.option(
+        "--tokens-per-rank",
+        type=_COUNT,
+        help=f"Of a sequence, for each rank of cp: what makes cp grow.  [{TOKENS_PER_RANK}: MoNTA's]",
+    ),
+    click.option("--by-memory", is_flag=True, help="In its place the least cp with which a sequence fits."),
+    click.option("--joined-nodes", type=_COUNT, help="That the network joins at most.  [any number]"),
+)
+
+
 @click.command("long-context")
 @click.option("--model", "-m", "model_name", type=MODEL, required=True, help="Or a Hugging Face config.json.")
 @cluster_options
-@click.option("--ep", type=_COUNT, help="Expert parallelism.  [8, or all experts]")
-@click.option("--tp", type=_COUNT, help="Tensor parallelism.  [the NVLink domain]")
-@click.option("--pp", type=_COUNT, default=1, show_default=True, help="Pipeline stages.")
-@click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="full", show_default=True)
-@click.option("--sequences", help="Their lengths, such as 32K,128K,1M.  [4K to 1M]")
-@click.option(
-    "--tokens-per-rank",
-    type=_COUNT,
-    help=f"Of a sequence, for each rank of cp: what makes cp grow.  [{TOKENS_PER_RANK}: MoNTA's]",
-)
-@click.option("--by-memory", is_flag=True, help="In its place the least cp with which a sequence fits.")
-@click.option("--joined-nodes", type=_COUNT, help="That the network joins at most.  [any number]")
+@_layout_options
 @click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
 @click.option("--picture", type=PICTURE, help="Draw MFU over tokens (.svg, .png, .pdf).")
 @json_option
-def long_context(
-    model_name: str,
-    ep: int | None,
-    tp: int | None,
-    pp: int,
-    recompute: str,
-    sequences: str | None,
-    tokens_per_rank: int | None,
-    by_memory: bool,
-    joined_nodes: int | None,
-    report: Path | None,
-    picture: Path | None,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def long_context(model_name: str, report: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:
     """Lay experts and context out for sequences from 4K to 1M tokens: which network it takes, and which way is fastest.
 
     MoNTA's horizontal expansion gives every node of a sequence experts on nodes of other sequences, its vertical one keeps
@@ -80,22 +72,7 @@ def long_context(
     """
     model = resolve(model_name)
     cluster = read_cluster(given, Job(model=model, gpus=1, global_batch=1, sequence=1))
-    if by_memory and tokens_per_rank:
-        raise UsageError("expected --by-memory or --tokens-per-rank, got both: drop one")
-    estimator = Estimator(Job(model=model, gpus=1, global_batch=1, sequence=1), cluster)
-    found = expansion(
-        model,
-        cluster,
-        ep=ep or min(8, model.experts),
-        tp=tp,
-        pp=pp,
-        sequences=_lengths(sequences),
-        tokens_per_rank=None if by_memory else tokens_per_rank or TOKENS_PER_RANK,
-        memory_limit=estimator.memory_limit if by_memory else None,
-        recompute=recompute,  # type: ignore[arg-type]  # one of its words
-        joined_nodes=joined_nodes,
-        make=Estimator,
-    )
+    found = _expansion(model, cluster, **given)
     if picture is not None:
         draw(picture, lambda: _figure(found))
     if report is not None:
@@ -104,6 +81,31 @@ def long_context(
         print_json(_as_dict(found))
     else:
         _show(found)
+
+
+def _expansion(
+    model: ModelShape,
+    cluster: Cluster,
+    *,
+    ep: int | None,
+    sequences: str | None,
+    tokens_per_rank: int | None,
+    by_memory: bool,
+    **given: Any,
+) -> Expansion:
+    if by_memory and tokens_per_rank:
+        raise UsageError("expected --by-memory or --tokens-per-rank, got both: drop one")
+    estimator = Estimator(Job(model=model, gpus=1, global_batch=1, sequence=1), cluster)
+    return expansion(
+        model,
+        cluster,
+        ep=ep or min(8, model.experts),
+        sequences=_lengths(sequences),
+        tokens_per_rank=None if by_memory else tokens_per_rank or TOKENS_PER_RANK,
+        memory_limit=estimator.memory_limit if by_memory else None,
+        make=Estimator,
+        **given,
+    )
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:

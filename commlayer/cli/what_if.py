@@ -11,7 +11,7 @@ import click
 
 from commlayer.cli.mapping_options import Request, job_options, read_request, read_space, space_options
 from commlayer.cli.mapping_output import draw, estimate_dict, job_dict
-from commlayer.cli.parameters import PICTURE, REPORT, json_option
+from commlayer.cli.parameters import PICTURE, REPORT, in_order, json_option
 from commlayer.cli.progress import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
@@ -62,46 +62,38 @@ _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
 }
 
 
+_variation_options = in_order(
+    click.option("--vary", type=click.Choice(list(_NAMES)), required=True, help="What is different."),
+    click.option("--values", help="Its values, such as 25,50,100."),
+    click.option("--from", "low", type=float, help="In place of --values: the least …"),
+    click.option("--to", "high", type=float, help="… the greatest …"),
+    click.option(
+        "--points",
+        type=click.IntRange(min=2),
+        default=5,
+        show_default=True,
+        help="… and how many, of rates; all else doubles.",
+    ),
+    click.option(
+        "--compare", "pair", type=click.Choice(list(ALTERNATIVES)), help="Two ways, and where they change places."
+    ),
+    click.option(
+        "--hold", is_flag=True, help="Keep the mapping that is best as things are, in place of each value's own best."
+    ),
+)
+
+
 @click.command("what-if")
 @job_options
 @space_options
-@click.option("--vary", type=click.Choice(list(_NAMES)), required=True, help="What is different.")
-@click.option("--values", help="Its values, such as 25,50,100.")
-@click.option("--from", "low", type=float, help="In place of --values: the least …")
-@click.option("--to", "high", type=float, help="… the greatest …")
-@click.option(
-    "--points",
-    type=click.IntRange(min=2),
-    default=5,
-    show_default=True,
-    help="… and how many, of rates; all else doubles.",
-)
-@click.option(
-    "--compare", "pair", type=click.Choice(list(ALTERNATIVES)), help="Two ways, and where they change places."
-)
-@click.option(
-    "--hold", is_flag=True, help="Keep the mapping that is best as things are, in place of each value's own best."
-)
+@_variation_options
 @click.option(
     "--measure", type=click.Choice(list(_MEASURES)), default="mfu", show_default=True, help="What the picture shows."
 )
 @click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
 @click.option("--picture", type=PICTURE, help="Draw it over the values (.svg, .png, .pdf).")
 @json_option
-def what_if_command(
-    vary: str,
-    values: str | None,
-    low: float | None,
-    high: float | None,
-    points: int,
-    pair: str | None,
-    hold: bool,
-    measure: str,
-    report: Path | None,
-    picture: Path | None,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def what_if_command(measure: str, report: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:
     """Estimate a job where one thing is different: more GPUs, a slower network, another NVLink domain, FP8, finer experts.
 
     Each value runs the mapping that is best there, or with --hold the one that is best as things are. --compare searches twice,
@@ -113,11 +105,11 @@ def what_if_command(
       commlayer what-if … --vary inter-factor --from 0.1 --to 2 --points 6 --compare folding
     """
     request, space = read_request(given), read_space(given)
-    kind = _NAMES[vary]
-    variation = Variation(kind, values_of(kind, values, low, high, points))  # type: ignore[arg-type]
+    kind, pair = _NAMES[given["vary"]], given["pair"]
+    variation = Variation(kind, values_of(kind, *(given[name] for name in ("values", "low", "high", "points"))))  # type: ignore[arg-type]
     plain = (Alternative(name="", software=request.software),)
     ways = [replace(way, space=_narrowed(space, pair, way)) for way in (ALTERNATIVES[pair] if pair else plain)]
-    found = _estimated(request, variation, ways, hold)
+    found = _estimated(request, variation, ways, given["hold"])
     _check_some(found)
     crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
     if picture is not None:

@@ -20,20 +20,22 @@ import click
 import torch
 import torch.distributed as dist
 
-from commlayer import stats
+from commlayer import recorder, stats
 from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
 from commlayer.cli.launch import is_first
-from commlayer.cli.parameters import json_option
+from commlayer.cli.parameters import in_order, json_option
 from commlayer.cli.progress import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.integrations.block import MoETransformerLayer
+from commlayer.errors import CommlayerError, UsageError
+from commlayer.integrations import (
+    FoldedMapping,
+    FoldedMesh,
+    ModelConfig,
+    MoELanguageModel,
+    MoETransformerLayer,
+    RouterConfig,
+)
 from commlayer.integrations.examples.text import VOCABULARY, Corpus
-from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import ModelConfig, MoELanguageModel
-from commlayer.integrations.moe.router import RouterConfig
-from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.scheduler.mapping.folded import FoldedMapping
-from commlayer.traces.recorder import recorder
 from commlayer.units import format_bytes
 
 __all__ = ["TrainOptions", "Trained", "main", "train"]
@@ -163,108 +165,96 @@ Exit status: 0 done, 1 the surroundings failed, 2 wrong usage, 3 a bug of ours.
 """
 
 
+_mapping_options = in_order(
+    _whole("--tp", 1, "Tensor parallelism of attention; its ranks also share the sequence."),
+    _whole("--cp", 1, "Context parallelism."),
+    _whole("--pp", 1, "Pipeline stages."),
+    _whole("--ep", 1, "Expert parallelism. It may cross tp, cp and dp."),
+    _whole("--etp", 1, "Tensor parallelism of experts."),
+)
+"""How the ranks are divided."""
+
+_model_options = in_order(
+    _whole("--steps", 50, "Training steps."),
+    _whole("--layers", 2, "Transformer layers."),
+    _whole("--hidden", 64, "Size of an activation."),
+    _whole("--heads", 4, "Query heads."),
+    _whole("--kv-heads", 2, "Key-value heads."),
+    _whole("--width", 128, "Inner width of an expert."),
+    click.option("--shared-width", default=0, show_default=True, type=click.IntRange(min=0), help="Of shared experts."),
+    _whole("--experts", 8, "Experts of a layer."),
+    _whole("--top-k", 2, "Experts of a token."),
+    click.option("--aux-loss", default=0.01, show_default=True, help="Coefficient of the balance loss."),
+)
+"""What is trained, and for how long."""
+
+_run_options = in_order(
+    _whole("--sequence", 64, "Bytes of a sample."),
+    _whole("--batch", 8, "Samples of a step, on all ranks together."),
+    _whole("--micro-batches", 1, "Parts in which a rank's samples go through the pipeline."),
+    click.option(
+        "--schedule", default="gpipe", show_default=True, type=click.Choice(["gpipe", "1f1b"]), help="Of the pipeline."
+    ),
+    click.option(
+        "--overlap/--no-overlap",
+        default=True,
+        show_default=True,
+        help="Sum gradients beside the backward pass, or after it.",
+    ),
+    click.option("--lr", default=3e-3, show_default=True, help="Learning rate."),
+    click.option(
+        "--optimizer",
+        default="adamw",
+        show_default=True,
+        type=click.Choice(["adamw", "sgd"]),
+        help="sgd: momentum 0.9.",
+    ),
+    click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and batches."),
+    click.option(
+        "--dispatch", default="auto", show_default=True, type=click.Choice(["auto", "all_to_all", "all_gather"])
+    ),
+    click.option(
+        "--chunks", default="auto", show_default=True, type=_Chunks(), help="Slices of tokens: auto, 1, 2, 4, 8."
+    ),
+    click.option(
+        "--attention",
+        default="ulysses",
+        show_default=True,
+        type=click.Choice(["ulysses", "tensor"]),
+        help="What tp splits.",
+    ),
+    click.option(
+        "--backend",
+        default="commlayer",
+        show_default=True,
+        help="Of the default group. The mesh's are commlayer's anyway.",
+    ),
+    click.option(
+        "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train on this file.  [a grammar]"
+    ),
+)
+"""On what, and how."""
+
+
 @click.command(
     cls=_Program,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     epilog=_EPILOG,
 )
-@_whole("--tp", 1, "Tensor parallelism of attention; its ranks also share the sequence.")
-@_whole("--cp", 1, "Context parallelism.")
-@_whole("--pp", 1, "Pipeline stages.")
-@_whole("--ep", 1, "Expert parallelism. It may cross tp, cp and dp.")
-@_whole("--etp", 1, "Tensor parallelism of experts.")
-@_whole("--steps", 50, "Training steps.")
-@_whole("--layers", 2, "Transformer layers.")
-@_whole("--hidden", 64, "Size of an activation.")
-@_whole("--heads", 4, "Query heads.")
-@_whole("--kv-heads", 2, "Key-value heads.")
-@_whole("--width", 128, "Inner width of an expert.")
-@click.option("--shared-width", default=0, show_default=True, type=click.IntRange(min=0), help="Of shared experts.")
-@_whole("--experts", 8, "Experts of a layer.")
-@_whole("--top-k", 2, "Experts of a token.")
-@click.option("--aux-loss", default=0.01, show_default=True, help="Coefficient of the balance loss.")
-@_whole("--sequence", 64, "Bytes of a sample.")
-@_whole("--batch", 8, "Samples of a step, on all ranks together.")
-@_whole("--micro-batches", 1, "Parts in which a rank's samples go through the pipeline.")
-@click.option(
-    "--schedule", default="gpipe", show_default=True, type=click.Choice(["gpipe", "1f1b"]), help="Of the pipeline."
-)
-@click.option(
-    "--overlap/--no-overlap",
-    default=True,
-    show_default=True,
-    help="Sum gradients beside the backward pass, or after it.",
-)
-@click.option("--lr", default=3e-3, show_default=True, help="Learning rate.")
-@click.option(
-    "--optimizer", default="adamw", show_default=True, type=click.Choice(["adamw", "sgd"]), help="sgd: momentum 0.9."
-)
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and batches.")
-@click.option("--dispatch", default="auto", show_default=True, type=click.Choice(["auto", "all_to_all", "all_gather"]))
-@click.option("--chunks", default="auto", show_default=True, type=_Chunks(), help="Slices of tokens: auto, 1, 2, 4, 8.")
-@click.option(
-    "--attention",
-    default="ulysses",
-    show_default=True,
-    type=click.Choice(["ulysses", "tensor"]),
-    help="What tp splits.",
-)
-@click.option(
-    "--backend", default="commlayer", show_default=True, help="Of the default group. The mesh's are commlayer's anyway."
-)
-@click.option(
-    "--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train on this file.  [a grammar]"
-)
+@_mapping_options
+@_model_options
+@_run_options
 @click.option("--traceback", is_flag=True, help="On an error, show where in the code it arose.")
 @json_option
-def main(
-    tp: int,
-    cp: int,
-    pp: int,
-    ep: int,
-    etp: int,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    shared_width: int,
-    experts: int,
-    top_k: int,
-    aux_loss: float,
-    dispatch: Any,
-    chunks: Any,
-    attention: Any,
-    schedule: Any,
-    overlap: bool,
-    backend: str,
-    traceback: bool,
-    as_json: bool,
-    **options: Any,
-) -> None:
+def main(backend: str, traceback: bool, as_json: bool, **options: Any) -> None:
     """Train a small MoE language model on bytes of text, on any mapping of the ranks that torchrun started, or alone.
 
     dp and edp are what the other degrees leave of the ranks. The losses do not depend on the mapping.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     with _said_once():
-        mapping = FoldedMapping(world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
-        config = ModelConfig(
-            router=RouterConfig(num_experts=experts, top_k=top_k, aux_loss_coefficient=aux_loss),
-            vocabulary=VOCABULARY,
-            hidden=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            width=width,
-            shared_width=shared_width,
-            attention=attention,
-            dispatch=dispatch,
-            chunks=chunks,
-            schedule=schedule,
-            overlap_gradients=overlap,
-            seed=options["seed"],
-        )
+        mapping = FoldedMapping(world_size, **{name: options.pop(name) for name in ("tp", "cp", "pp", "ep", "etp")})
+        config = _config(options)
     wanted = TrainOptions(**options)
     every = max(wanted.steps // 10, 1)
 
@@ -285,6 +275,27 @@ def main(
         if is_first():
             _report(mapping, trained, as_json)
     dist.destroy_process_group()
+
+
+def _config(options: dict[str, Any]) -> ModelConfig:
+    """Takes what the model needs out of ``options``; the seed stays there, for the batches."""
+    routing = {"num_experts": "experts", "top_k": "top_k", "aux_loss_coefficient": "aux_loss"}
+    fields = {
+        "hidden": "hidden",
+        "num_layers": "layers",
+        "num_heads": "heads",
+        "num_kv_heads": "kv_heads",
+        "width": "width",
+        "shared_width": "shared_width",
+        "attention": "attention",
+        "dispatch": "dispatch",
+        "chunks": "chunks",
+        "schedule": "schedule",
+        "overlap_gradients": "overlap",
+    }
+    router = RouterConfig(**{field: options.pop(option) for field, option in routing.items()})
+    taken: dict[str, Any] = {field: options.pop(option) for field, option in fields.items()}
+    return ModelConfig(router=router, vocabulary=VOCABULARY, seed=options["seed"], **taken)
 
 
 def _report(mapping: FoldedMapping, trained: Trained, as_json: bool) -> None:
