@@ -54,10 +54,11 @@ class Direct:
     """Gloo's call, of the inner Gloo group."""
     dtypes: frozenset[torch.dtype]
     scatters: bool = False
-    """For a :func:`pair`, whether ``input``, not ``output``, has a block for each rank. Its bytes are counted then, and it goes as
-    it is only in one dimension, in the dtype of ``output``, while the caller waits."""
+    """For a :func:`pair`, whether ``input``, not ``output``, has a block for each rank. Its bytes are counted then, and it
+    goes as it is only in one dimension, in the dtype of ``output``, while the caller waits."""
     fits: Callable[[torch.Tensor, Any], bool] | None = None
-    """A further question to an :func:`in_place`: whether Gloo takes a tensor with these options. Asked where nobody waits to be told."""
+    """A further question to an :func:`in_place`, where nobody waits to be told: whether Gloo takes a tensor with these
+    options."""
     refuses: type[Exception] = Refused
     """The error that Gloo raises for what it does not take, when it is called: nothing was sent then, and the call goes the
     long way."""
