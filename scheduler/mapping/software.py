@@ -63,6 +63,7 @@ class Software:
 
 
 MEGATRON = Software(name="megatron", strategies=(Strategy.FLAT,))
+"""Megatron-Core as it is: every collective is one call of NCCL's."""
 PLANNED = replace(MEGATRON, name="megatron+commlayer", strategies=tuple(Strategy), lanes=True)
 """Megatron-Core with our backend under it: the same calls, each planned, on lanes."""
 COMMLAYER = Software(
@@ -81,6 +82,7 @@ COMMLAYER = Software(
     bucket_bytes=25 << 20,
     sums_loss_over_world=True,
 )
+"""This project's own layers, with plans, lanes and overlap."""
 SOFTWARE = {entry.name: entry for entry in (COMMLAYER, MEGATRON, PLANNED)}
 
 
