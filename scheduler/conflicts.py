@@ -230,14 +230,14 @@ class _CallState:
     in_flight: dict[int, int] = field(default_factory=dict)
 
     def times(self, exposed_us: float) -> CallTimes:
-        """As they are told, once it has ended."""
+        """Give the times as they are told, once it has ended."""
         spans = tuple(zip(self.start, self.end, strict=True))
         return CallTimes(self.call, self.issued, self.began, self.ended, self.held_us, exposed_us, spans)
 
 
 @dataclass(slots=True)
 class _Running:
-    """What occupies a resource: a step of a call, or the program's computation (``state`` None)."""
+    """An occupant of a resource: a step of a call, or the program's computation (``state`` None)."""
 
     state: _CallState | None
     index: int
@@ -246,7 +246,7 @@ class _Running:
 
 
 class _Clock:
-    """What happens next, by the rules above. Time goes on only in ``compute`` and ``wait``.
+    """The clock of a step, which lets happen what is next, by the rules above. Time goes on only in ``compute`` and ``wait``.
 
     ``profile`` None: resources do not slow each other down.
     """
@@ -428,7 +428,7 @@ class _Clock:
         self._running.append(_Running(state, index, state.loads[index], state.loads[index].alone_us))
 
     def _charge(self) -> None:
-        """What posting costs: the computation that is under way, or begins at once, is longer by as much."""
+        """Charge what posting costs: the computation that is under way, or begins at once, is longer by as much."""
         for task in self._running:
             if task.state is None:
                 task.left_us += self._posting_us

@@ -153,7 +153,7 @@ class DecodeAll(CodedLeg):
 
 
 def _far(traffic: Traffic) -> float:
-    """What part of the ranks gets encoded messages."""
+    """Compute the part of the ranks that gets encoded messages."""
     return (traffic.group_size - max(traffic.nodes)) / traffic.group_size if len(traffic.nodes) > 1 else 1.0
 
 

@@ -27,7 +27,7 @@ Turn = tuple[Leg, int]
 """A leg, and how many chunks later than the first legs of its phase its steps are posted."""
 Phase = tuple[Turn, ...]
 _Place = tuple[int, int, tuple[int, ...]]
-"""Of a step in the order: the number of its leg, its chunk, the steps that it waits for."""
+"""The place of a step in the order: the number of its leg, its chunk, the steps that it waits for."""
 _MOST_ORDERS = 256
 
 
@@ -165,7 +165,7 @@ class _Posted:
         self.pieces = pieces if leg.is_in_pieces else 1
         self.waits: list[_Posted] = []
         self.posted: list[tuple[int, ...]] = []
-        """By chunk: the indices of its steps."""
+        """The indices of its steps, by chunk."""
 
     def post(self, chunk: int) -> Iterator[None]:
         """Post a chunk, where there is one, piece by piece."""

@@ -104,7 +104,7 @@ def pipeline(traffic: Traffic, slices: Sequence[int], *, ahead: int = 1) -> Plan
 
 @lru_cache
 def _ahead(chunks: int) -> LegOrder:
-    """So many chunks are on their way to the experts before that which is computed."""
+    """Order the posting so that so many chunks are on their way to the experts before that which is computed."""
     return LegOrder(((DISPATCH, 0), (EXPERTS, chunks), (COMBINE, chunks)))
 
 

@@ -268,7 +268,7 @@ class Estimator:
         return self._computed_us(setup, is_moe)[side]
 
     def _computed_us(self, setup: Setup, is_moe: bool) -> tuple[float, float, float]:
-        """Of one layer without its calls: forward, backward, both."""
+        """Time one layer without its calls: forward, backward, both."""
         degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 

@@ -132,7 +132,7 @@ def decode(data: bytes, type_: type[M], who: str) -> M:
 
 
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What msgspec raises: not the type's bytes; text that is not UTF-8; nested too deep."""
+"""The errors that msgspec raises: not the type's bytes; text that is not UTF-8; nested too deep."""
 
 
 @functools.cache
@@ -283,7 +283,7 @@ def _wait(work: dist.Work, until: float | None, board: Board | None) -> None:
 
 @contextlib.contextmanager
 def _blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[None]:
-    """What breaks inside becomes an error that says which ranks were waited for, and for what."""
+    """Turn what breaks inside into an error that says which ranks were waited for, and for what."""
     started = time.monotonic()
     try:
         yield

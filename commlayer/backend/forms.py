@@ -105,7 +105,7 @@ def add_methods(group: type, rows: Iterable[Verb]) -> None:
 
 
 class _Parts:
-    """What a form uses of a group."""
+    """A group of the backend, as far as a form uses it."""
 
     _members: Members
     _order: Order
@@ -113,7 +113,7 @@ class _Parts:
 
 
 _NEVER = Direct(attrgetter("_none"), frozenset())
-"""Of a row without a direct path: there is no tensor of these dtypes."""
+"""The direct path of a row that has none: there is no tensor of these dtypes."""
 
 
 def in_place(row: Verb) -> Method:

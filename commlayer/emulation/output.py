@@ -13,7 +13,7 @@ __all__ = ["OutputStream", "RankOutput", "drain"]
 
 _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
-"""What is longer is passed on in pieces."""
+"""The longest line that is passed on whole; a longer one goes in pieces."""
 _LAST_LINES = 20
 _LAST_LINE_CHARACTERS = 500
 

@@ -151,7 +151,7 @@ _LANES = Lanes()
 
 
 def _in_child() -> None:
-    """What the parent has issued never ends in a forked child, and must hold nothing there."""
+    """Begin anew in a forked child, where what the parent has issued never ends, and must hold nothing."""
     global _LANES
     _LANES = Lanes()
 

@@ -119,7 +119,7 @@ class PlannedGroup:
         return Gate(lanes(), self.level, kept[1], timeout_s * _HELD_OF_TIMEOUT)
 
     def _exchange_times_us(self, plan: Plan) -> list[float]:
-        """What each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
+        """Predict what each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
         is_exchange = [step.leg.is_exchange for step in plan.steps]
         timeline = self.predicted(plan)
         if timeline is not None:

@@ -136,7 +136,7 @@ class QueuedWork(Work):
 
 
 class _Done(Work):
-    """What every synchronous call returns: it has ended when its caller sees this."""
+    """The work of every synchronous call: it has ended when its caller sees this."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True

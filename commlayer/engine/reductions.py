@@ -26,7 +26,7 @@ _OPERATIONS: dict[str, Pairwise] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-"""By c10d's name in small letters: how two blocks become one."""
+"""The reductions of two blocks to one, by c10d's name in small letters."""
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -32,7 +32,7 @@ class Sent:
 
     @classmethod
     def by(cls, steps: Sequence[Moves], near: Collection[int]) -> Sent:
-        """Those of ``steps``; ``near``: the members of the group on this rank's node."""
+        """Add up what ``steps`` send; ``near``: the members of the group on this rank's node."""
         inter = intra = 0
         for message in (message for step in steps for message in step.sends):
             if message.peer in near:

@@ -34,7 +34,7 @@ _SETTLE_TIMEOUT_S = 5.0
 _SETTLE_UNHEARD_S = 0.5
 """A rank that leaves at once has told its neighbours why; those pass it on to whoever came too late to hear it."""
 _MOST_LISTED = 8
-"""Of the ranks that one waited for; more are all others of the group."""
+"""The most ranks that a report lists as waited for; more are all others of the group."""
 _LONGEST_KEY = 200
 _MOST_NAMED = 32
 _LATE = "did not answer"

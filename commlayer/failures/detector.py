@@ -177,7 +177,7 @@ class FailureDetector:
         self.gone: dict[int, Gone] = {}
         self.left: dict[int, Left] = {}
         self.ended: list[Gone | Left] = []
-        """Those that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
+        """The ranks that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
         self.reports: dict[tuple[str, int], Report] = {}
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._links: list[_Link] = []

@@ -39,7 +39,7 @@ _IDLE_S = 0.5
 """After which a thread that had finished its last call has let go of the call's tensors."""
 _HANDOVERS = 10
 _PATIENCE_S = 10.0
-"""What a call that is under way at the program's end may still take: its peers may be late."""
+"""The time that a call under way at the program's end may still take: its peers may be late."""
 _CRASH_PATIENCE_S = 1.0
 """The same after an exception that nobody caught: the peers are to see soon that this rank is gone."""
 _REST_S = 0.5
@@ -155,7 +155,7 @@ def _tell(crash: type[BaseException]) -> None:
 
 
 def _in_child() -> None:
-    """What is under way in the parent ends there."""
+    """Let the parent end what is under way there."""
     global _watched, _burials, _has_buried
     _watched, _burials, _has_buried = weakref.WeakSet(), deque(), False
 

@@ -42,7 +42,7 @@ _LOOK_S = 0.05
 _PARTING_S = 1.0
 _NEWS_S = 2.0
 _OBJECT_HEAD_BYTES = object.__basicsize__
-"""Of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
+"""The head of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
 _VTABLE_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
 _WORKS = ("_ZN4c10d16ProcessGroupGloo8RecvWork", "_ZN4c10d16ProcessGroupGloo8SendWork")
 

@@ -45,7 +45,7 @@ _ELEMENT_BYTES = 2
 
 
 class _Environment(Message, frozen=True):
-    """What a result says of the machine, as rank 0 sees it."""
+    """The machine of a result, as rank 0 sees it."""
 
     values: dict[str, str]
 

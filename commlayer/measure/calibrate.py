@@ -50,18 +50,18 @@ PROBE = SweepOptions(
 )
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 _PROBE_ERROR = 0.25
-"""What one or two samples of three sizes are good for. Not the curves' own hold-out errors: over so few sizes those say how much
-a curve bends, not how wrong it is."""
+"""The error of curves from one or two samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
+say how much a curve bends, not how wrong it is."""
 
 _PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
 _PROBE_VERSION = 3
-"""Of what a probe says in its file: those that an earlier version has kept are measured again."""
+"""The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 
 class _Held(Message, frozen=True):
-    """What a rank has found under the profile's name: its fingerprint, or why there is none."""
+    """The answer of a rank that has looked under the profile's name: its fingerprint, or why there is none."""
 
     fingerprint: str = ""
     reason: Reason | None = None
@@ -201,7 +201,7 @@ class _Entry:
 
 
 def _cached(settings: Settings, key: str) -> _Entry:
-    """What the cache has. Raises nothing: the other ranks wait. A damaged profile is measured again: nothing is lost."""
+    """Look into the cache. Raises nothing: the other ranks wait. A damaged profile is measured again: nothing is lost."""
     where = shortened(settings.cache or "")
     try:
         path = cache_folder(settings) / f"{key}.json"

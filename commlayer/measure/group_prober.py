@@ -39,7 +39,7 @@ _STEPS = {"all_to_all": "reduce_scatter", "all_gather": "all_gather", "reduce": 
 _ITEM_BYTES = 4  # sums are of float32
 _CODED = tuple(f"{way}_{each}" for each in WireFormat if each is not WireFormat.NATIVE for way in ("encode", "decode"))
 _ROW_ELEMENTS = 1024
-"""Of the rows that FP8 is measured on: about a model's hidden size."""
+"""Elements of the rows that FP8 is measured on: about a model's hidden size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class _StepCall:
         self.planned.run(plan, source, target)
 
     def num_wrong(self) -> int:
-        """Of the whole plan, on small integers."""
+        """Count the wrong elements of the whole plan, on small integers."""
         rank, count = self.planned.rank, len(self.block)
         if self.collective == "all_gather":
             self.block.fill_(rank + 1.0)

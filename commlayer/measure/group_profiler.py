@@ -98,7 +98,7 @@ def measure_groups(
 
 
 def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
-    """Of every one of them."""
+    """Find how ranks lie on nodes, which is the same for every one of ``groups``. Raises UsageError where it is not."""
     if sorted(rank for group in groups for rank in group) != list(range(topology.world_size)):
         raise UsageError(
             f"groups: expected each of {topology.world_size} ranks in one group, got {[list(group) for group in groups]}"
@@ -114,6 +114,6 @@ def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
 
 
 def _peaks(curves: Sequence[Curve], options: SweepOptions) -> Peaks:
-    """What is known, else the fastest call; the same for links that these groups do not use."""
+    """Find the peaks: what is known, else the fastest call; the same for links that these groups do not use."""
     fastest = max(curve.busbw_gbps(size) for curve in curves for size in curve.bytes)
     return Peaks(options.inter_gbps or fastest, options.intra_gbps or fastest, fastest)

@@ -146,7 +146,7 @@ class _Entry:
 
 
 def _entries(options: SweepOptions, e: int, t: int, link: Resource, *, has_one_call: bool) -> list[_Entry]:
-    """What is measured on ep groups of ``e`` ranks and tp groups of ``t``."""
+    """List what is measured on ep groups of ``e`` ranks and tp groups of ``t``."""
 
     def sizes(share: float) -> tuple[int, ...]:
         # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But

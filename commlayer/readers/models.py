@@ -225,7 +225,7 @@ class _Config:
 
 
 def _common(config: _Config, width: str) -> dict[str, Any]:
-    """What all configurations have. ``width``: the field with an expert's."""
+    """The fields that all configurations have. ``width``: the field with an expert's."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     head_dim = config.whole("head_dim", 0) or config.whole("attention_head_dim", 0)
     if not head_dim and heads and hidden % heads:

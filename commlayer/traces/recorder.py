@@ -229,7 +229,7 @@ def open_recorder(
 
 
 def _in_child() -> None:
-    """What a forked child does is not its parent's: nothing is recorded until it opens a recorder."""
+    """Forget the parent's recorder in a forked child: nothing is recorded until it opens a recorder."""
     global _recorder
     _recorder = None
     atexit.unregister(close_recorder)

@@ -186,7 +186,7 @@ _model_options = in_order(
     _whole("--top-k", 2, "Experts of a token."),
     click.option("--aux-loss", default=0.01, show_default=True, help="Coefficient of the balance loss."),
 )
-"""What is trained, and for how long."""
+"""The options that say what is trained, and for how long."""
 
 _run_options = in_order(
     _whole("--sequence", 64, "Bytes of a sample."),

@@ -53,7 +53,8 @@ _AGAIN = {
     "tensor": ("sequence", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
     "ulysses": ("rows", "dispatch", "dispatch_weights", "experts_gather", "experts_gather_weights", "tokens"),
 }
-"""What selective recomputation sends again: the inputs of attention's projections, or of its last one, and of the experts."""
+"""The exchanges that selective recomputation sends again: the inputs of attention's projections, or of its last one, and of the
+experts."""
 _LOSS_BYTES = 4
 _SHARD_ELEMENTS = 1024
 """Shards are whole rows of so many elements: :class:`commlayer.integrations.parameters.ShardedOptimizer`."""
@@ -117,7 +118,7 @@ def _mirrored(exchange: Exchange) -> Exchange:
 
 
 def _kept(setup: Setup, *exchanges: Exchange) -> tuple[Exchange, ...]:
-    """Those that have somebody to talk to, and something to say."""
+    """Keep the exchanges that have somebody to talk to, and something to say."""
     return tuple(each for each in exchanges if each.count and each.logical_bytes and axis_size(setup, each.axis) > 1)
 
 
@@ -217,7 +218,8 @@ def _attention(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ..
 
 
 def _dense(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
-    """Of a dense FFN, or a shared expert, that tp splits: the sequence is gathered before it, and the sums are scattered."""
+    """List the exchanges of a dense FFN, or a shared expert, that tp splits: the sequence is gathered before it, and the sums
+    are scattered."""
     if not splits_ffn(software, setup.attention):
         return ()
     whole = _rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
@@ -377,8 +379,11 @@ def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Excha
 
 
 def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
-    """Of gradients, and the gathers of sharded parameters. All in all: 0 all_reduce; 1 reduce_scatter and all_gather; with 2 the
-    layers' gradients, and with 3 their parameters too, are the layers' own."""
+    """List the sums of gradients, and the gathers of sharded parameters, over the data-parallel ranks.
+
+    Without ZeRO that is an all_reduce, with ZeRO 1 a reduce_scatter and an all_gather. With ZeRO 2 the layers sum their gradients
+    themselves, and with ZeRO 3 they gather their parameters too, so neither is listed here.
+    """
     found: list[Exchange] = []
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
     found.append(Exchange("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))

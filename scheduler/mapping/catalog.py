@@ -87,7 +87,7 @@ _MORE: dict[str, dict[str, Any]] = {
         "source": "config.json of Qwen/Qwen3-235B-A22B; size: arXiv:2505.09388",
     },
 }
-"""What a model has beside the columns, and where its numbers come from."""
+"""Further fields of a model beside the columns, and where its numbers come from."""
 
 #: By name.
 MODELS = {

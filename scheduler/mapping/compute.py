@@ -183,6 +183,6 @@ def efficiency_for(model: ModelShape) -> tuple[float, tuple[str, ...]]:
 
 
 def _core(model: ModelShape) -> tuple[int, ...]:
-    """What products and attention are large by; vocabularies are padded, and depth changes none of them."""
+    """The sizes by which products and attention are large; vocabularies are padded, and depth changes none of them."""
     sizes = (model.hidden, model.heads, model.kv_heads, model.head_dim)
     return (*sizes, model.experts, model.top_k, model.width, model.shared_width)

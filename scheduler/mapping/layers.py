@@ -45,7 +45,7 @@ _PARTS = {
     "parameters": "parameters",
     "dp": "gradients",
 }
-"""As what a call counts, by its place, or by its lane; others as their lane."""
+"""The part as which a call counts, by its place, or by its lane; others as their lane."""
 _GATHERED = ("before_attention", "before_ffn")
 Places = dict[str, list[Call]]
 """The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.calls.Exchange`)."""
@@ -260,7 +260,7 @@ def group_nodes(cluster: Cluster, setup: Setup, exchange: Exchange) -> tuple[int
 
 
 def _around(exchange: Exchange, nodes: tuple[int, ...]) -> Traffic:
-    """Of a ring's rounds together, as one call: what every rank has comes to every other."""
+    """Take a ring's rounds together as one call: what every rank has comes to every other."""
     link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
     size = sum(nodes)
     return Traffic(exchange.logical_bytes * size, size, link=link, collective="all_gather", nodes=nodes)

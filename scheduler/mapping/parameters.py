@@ -153,7 +153,7 @@ class Held(NamedTuple):
 
 
 class _Sharding(NamedTuple):
-    """What decides which parameters a rank of a stage has. ``splits_…``: whether tp does."""
+    """The properties that decide which parameters a rank of a stage has. ``splits_…``: whether tp does."""
 
     tp: int = 1
     ep: int = 1
@@ -445,7 +445,7 @@ def _layer(model: ModelShape, sharding: _Sharding, moe: bool) -> tuple[_Paramete
 
 
 def _ffn(model: ModelShape, sharding: _Sharding, part: str, width: int) -> list[_Parameter]:
-    """That every token goes through, alone in its layer or beside the routed experts."""
+    """The parameters that every token goes through, alone in its layer or beside the routed experts."""
     if not width:
         return []
     axis, columns = ("dp_cp", -(-width // sharding.tp)) if sharding.splits_ffn else (_WHOLE, width)

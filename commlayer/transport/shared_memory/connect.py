@@ -29,7 +29,7 @@ from commlayer.transport.shared_memory.segment import Segment
 __all__ = ["Neighbourhood", "meet"]
 
 _CARD = struct.Struct("<?B31s32s")
-"""What a rank tells all others: whether it is well, the length of its socket's name, the name, a secret."""
+"""The head of what a rank tells all others: whether it is well, the length of its socket's name, the name, a secret."""
 _STRANGERS = 128
 """Room in the queue for processes that connect without being asked."""
 _HELLO = struct.Struct("<I32s")

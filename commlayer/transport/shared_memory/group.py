@@ -67,7 +67,7 @@ _BYTE = torch.uint8
 _INLINE, _SLAB, _READ = int(Kind.INLINE), int(Kind.SLAB), int(Kind.READ)
 """An enumeration's members are compared, and packed, in Python."""
 _NO_PATIENCE_S = 0.001
-"""As in transport.break_connections."""
+"""The timeout of the wait in :func:`~commlayer.transport.contract.break_connections`."""
 
 
 class SharedMemoryGroup:

@@ -75,7 +75,7 @@ def _groups(wire: Wire, rows: int) -> Iterator[Group]:
 
 @lru_cache(maxsize=2)
 def _values(dtype: torch.dtype) -> torch.Tensor:
-    """What the codes 0, 1, 2, … mean, up to the largest finite value; FP64."""
+    """List the values of the codes 0, 1, 2, …, up to the largest finite value; FP64."""
     values = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     return values[values.isfinite()]
 

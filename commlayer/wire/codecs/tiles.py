@@ -42,7 +42,7 @@ def find_scales(rows: torch.Tensor, wire: Wire, index: torch.Tensor | None) -> t
 
 
 def _largest_bits(rows: torch.Tensor, wire: Wire, index: torch.Tensor | None, limit: float) -> torch.Tensor:
-    """Of every group the largest magnitude below ``limit``, as its bits; in the layout of the scales."""
+    """Find in every group the largest magnitude below ``limit``, as its bits; in the layout of the scales."""
     count = len(rows if index is None else index)
     height, integer = tile_rows(wire, count), integer_of(rows.dtype)
     mask = 0x7FFF if integer is torch.int16 else 0x7FFFFFFF
@@ -149,7 +149,7 @@ def _has_whole_blocks(wire: Wire) -> bool:
 
 
 def _grid_parts(grid: torch.Tensor, wire: Wire, height: int, rows: int) -> Iterable[torch.Tensor]:
-    """Of the scales, or what is laid out like them, the part of each tile, in the form that ``_scale`` takes."""
+    """Cut the scales, or what is laid out like them, into the part of each tile, in the form that ``_scale`` takes."""
     if wire.scaling is Scaling.CHANNEL:
         groups = pieces(grid, 1)
         return [groups[top // GROUP_SIZE] for top in range(0, rows, height)]
