@@ -116,8 +116,8 @@ def test_offline_commands_import_nothing_heavy(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_plan_starts_in_a_second() -> None:
-    """Of a processor's time: that another program holds the processor is not the command's fault."""
+def test_plan_starts_in_half_a_second() -> None:
+    """The time is the processor's: that another program holds the processor is not the command's fault."""
 
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -125,7 +125,7 @@ def test_plan_starts_in_a_second() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 1.0
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_what_a_rank_sends_of_a_plan_is_counted_by_link_class(root: int, sent: t
     broadcast, gather = group.plan("broadcast", 128), group.plan("all_gather", 4 * 256)
     assert broadcast is not None
     assert gather is not None
-    assert group.sent_bytes(gather) == (256, 2 * 256)
-    assert group.sent_bytes(broadcast, root) == sent
+    assert group.prepared(gather).sent == (256, 2 * 256)
+    assert group.prepared(broadcast, root).sent == sent
 
 
 class OtherSizes:

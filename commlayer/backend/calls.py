@@ -169,10 +169,10 @@ class Calls:
         started = now()
         if _profiling():
             with _record(f"commlayer:{collective} {plan.name}"):
-                planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+                sent = planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
         else:
-            planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
-        self.count_plan(plan, collective, num_bytes, now() - started, planned.sent_bytes(plan, root))
+            sent = planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+        self.count_plan(plan, collective, num_bytes, now() - started, sent)
 
     def count_plan(
         self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int] = (-1, -1)

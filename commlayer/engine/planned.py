@@ -172,8 +172,8 @@ class PlannedGroup:
         op: str = "sum",
         root: int = 0,
         timeout_s: float | None = None,
-    ) -> None:
-        """Run ``plan``; returns when the output may be used.
+    ) -> Sent:
+        """Run ``plan``; returns what this rank has sent, when the output may be used.
 
         Contiguous tensors of one dtype. all_gather: source [s], target [n·s]; reduce_scatter: source [n·s], target [s];
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
@@ -184,7 +184,7 @@ class PlannedGroup:
         # manager around this one is ten calls of Python, which show in a small message's time.
         with torch._C._InferenceMode(True):
             try:
-                prepared = self._of(plan, root)
+                prepared = self.prepared(plan, root)
                 transport = self._transport or self.connect_messages()
                 output = as_bytes(target)
                 data = output if source is target else as_bytes(source)
@@ -193,6 +193,7 @@ class PlannedGroup:
             except BaseException as error:
                 self.tell(error)
                 raise
+        return prepared.sent
 
     def drive(self, prepared: Prepared, call: Call, timeout_s: float) -> None:
         """Run a call that has been started to its end, held where others go first, and seen where calls are recorded."""
@@ -274,14 +275,6 @@ class PlannedGroup:
             return  # found before a byte moved, and on all ranks alike
         self.abort(None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}")
 
-    def sent_bytes(self, plan: Plan, root: int = 0) -> tuple[int, int]:
-        """Count what this rank sends in one run of ``plan``, bytes: between nodes, and inside its own.
-
-        Not of an all_to_all_v, where the splits say it.
-        """
-        sent = self._of(plan, root).sent
-        return sent.inter, sent.intra
-
     def explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
     ) -> ClusterError:
@@ -357,7 +350,8 @@ class PlannedGroup:
         self._transport, self._agreed, self.own_calls = None, None, None
         return groups
 
-    def _of(self, plan: Plan, root: int) -> Prepared:
+    def prepared(self, plan: Plan, root: int = 0) -> Prepared:
+        """Prepare ``plan`` as this rank runs it, once; not an all_to_all_v, of which the splits say it."""
         return self.runner.prepared(plan, root, lambda plan: self._prepare(plan, root))
 
     def _prepare(self, plan: Plan, root: int) -> Prepared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +24,7 @@ _MAX_KEPT = 1024
 Gate = Callable[[int], object]
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """Bytes that this rank sends in a call: between nodes, and inside its own."""
 
     inter: int
@@ -42,6 +42,9 @@ class Sent:
         return cls(inter, intra)
 
 
+_NOTHING = Sent(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A plan as this rank runs it: its moves, the bytes of the buffers that it needs beside input and output, what it sends.
@@ -52,7 +55,7 @@ class Prepared:
     plan: Plan
     steps: tuple[Moves, ...]
     sizes: Mapping[Buffer, int] = field(default_factory=dict)
-    sent: Sent = Sent(0, 0)
+    sent: Sent = _NOTHING
     whole: Whole | None = None
 
 

@@ -181,6 +181,7 @@ class FailureDetector:
         self.reports: dict[tuple[str, int], Report] = {}
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._links: list[_Link] = []
+        self._num_linked = 0  # links that there have been
         self._strangers: list[_Link] = []  # who have not said yet who they are
         # Where a rank of the job has answered: a refusal there means something.
         self._answering: set[str] = set()
@@ -222,10 +223,11 @@ class FailureDetector:
 
     @property
     def awaited(self) -> int:
-        """How many connections are still to come: as many as there are neighbours, and as many from those that dial this rank."""
+        """How many connections are still to come at first: as many as there are neighbours, and as many from those that dial this
+        rank. One that ends later leaves a descriptor free for its successor."""
         if self._is_closed:
             return 0
-        return max(0, 2 * len(self._neighbours()) - len(self._links) - len(self._strangers))
+        return max(0, 2 * len(self._neighbours()) - self._num_linked - len(self._strangers))
 
     def attach(self, observer: Observer) -> None:
         """Have ``observer`` called for each record, those that are there already included; it is not kept alive."""
@@ -373,6 +375,7 @@ class FailureDetector:
                 link.socket.close()
                 return
             self._links.append(link)
+            self._num_linked += 1
             self._heard.add(link.rank)
             for record in self._known():
                 link.outbox += _framed(record)

@@ -286,7 +286,7 @@ class GlooCall:
         if near:
             transport = self._transport
             group = transport.channels[self._plan.steps[index].op].group
-            left = self._timeout_s - (time.monotonic() - self._started)
+            left = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
             try:
                 if transport.board.is_broken:
                     raise transport.board.woken()

@@ -111,7 +111,7 @@ def test_compile_leaves_the_decision_alone(
     monkeypatch.setenv("COMMLAYER_PROFILE", "auto")
     monkeypatch.setenv("COMMLAYER_CACHE", str(tmp_path))
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))  # ranks are forked: imports happen once
-    assert all(emulated_cluster(1, 2).run(compiled, timeout_s=240))  # it measures, then compiles
+    assert all(emulated_cluster(1, 2).run(compiled, timeout_s=120))
 
 
 # Refusals
