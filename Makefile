@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(READY)  ## measure, plan and run on an emulated cluster; writes a report
 	$(COMMLAYER) demo $(ARGS)
 
-test: $(READY)  ## all tests, or some: ARGS="tests/moe -k router"; those that need a GPU skip without one
+test: $(READY)  ## all tests, or some: ARGS="tests/integrations/moe -k router"; those that need a GPU skip without one
 	$(RUN) -m pytest $(if $(WORKERS),-n $(WORKERS) --dist worksteal) $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where they skip

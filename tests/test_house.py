@@ -117,3 +117,23 @@ def test_every_room_is_in_the_list_once() -> None:
 def test_the_check_of_the_list_can_fail() -> None:
     text = "- `commlayer/`: all\n  - `commlayer/cli/`: words\n`commlayer/backend/`: no item of the list\n"
     assert rooms_listed(text) == ["commlayer/", "commlayer/cli/"]
+
+
+def strange_folders(tests: Path, rooms: set[str]) -> set[str]:
+    """Folders with tests that have no room's name, as ``commlayer/<room>/`` or, below another floor, ``<floor>/``."""
+    known = {room.removeprefix("commlayer/") for room in rooms}
+    folders = {
+        f"{test.parent.relative_to(tests).as_posix()}/" for test in tests.rglob("test_*.py") if test.parent != tests
+    }
+    return folders - known
+
+
+def test_tests_lie_in_folders_of_the_rooms_names() -> None:
+    assert strange_folders(ROOT / "tests", rooms_on_disk()) == {"conformance/", "gpu/", "trainers/"}
+
+
+def test_the_check_of_tests_folders_can_fail(tmp_path: Path) -> None:
+    for name in ("test_all.py", "cli/test_words.py", "sausages/test_skin.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert strange_folders(tmp_path, {"commlayer/cli/", "profiles/"}) == {"sausages/"}

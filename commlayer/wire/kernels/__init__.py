@@ -2,7 +2,7 @@
 
 They need ``pip install commlayer[triton]``. Importing this package does not load Triton; :func:`row_kernels` does.
 With TRITON_INTERPRET=1 in the environment before Triton is loaded they run on CPU tensors, in its interpreter: that is how
-tests/test_kernels.py holds them against the reference.
+tests/wire/test_kernels.py holds them against the reference.
 """
 
 from __future__ import annotations

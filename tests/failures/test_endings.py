@@ -1,4 +1,4 @@
-"""What the program's end does with calls that nobody waited for. (Whole programs: tests/test_backend.py.)"""
+"""What the program's end does with calls that nobody waited for. (Whole programs: tests/backend/test_backend.py.)"""
 
 from __future__ import annotations
 

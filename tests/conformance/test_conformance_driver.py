@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("expecttest", reason="PyTorch's own tests import it")
 pytestmark = pytest.mark.cluster
 
-FOLDER = Path(__file__).parent / "conformance"
+FOLDER = Path(__file__).parent
 PASSES = ["test_all_reduce_group_sum", "test_broadcast_full_group", "test_get_rank"]
 GLOO_LACKS = "test_all_to_all"
 NEEDS_CUDA = "test_reduce_sum_cuda"

@@ -25,7 +25,7 @@ from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import ProfileText
 from commlayer.profiles.errors import DisagreementError, ProfileNotFoundError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("commlayer", "profiles", "scheduler", "integrations", "benchmarks")
 
 small = st.integers(min_value=-(2**63), max_value=2**63 - 1)

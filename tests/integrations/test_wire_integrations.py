@@ -602,7 +602,7 @@ KEPT: list[object] = []
 
 
 def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
-    page = Path(__file__).resolve().parent.parent / "docs" / "compression.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "compression.md"
     (program,) = re.findall(r"^```python\n(# train_compressed.py\n.*?)^```$", page.read_text("utf-8"), re.M | re.S)
     path = tmp_path / "train_compressed.py"
     path.write_text(program, "utf-8")

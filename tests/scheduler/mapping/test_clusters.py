@@ -25,7 +25,7 @@ from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 
-DOC = Path(__file__).parents[2] / "docs" / "clusters.md"
+DOC = Path(__file__).parents[3] / "docs" / "clusters.md"
 MIB = 1 << 20
 FLAT = (Strategy.FLAT,)
 GROUPS = [(2,), (8,), (1, 1), (1,) * 16, (8,) * 2, (4,) * 4, (8,) * 32, (3, 5), (8, 4)]

@@ -27,7 +27,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.mapping.folded import ATTENTION_AXES, AXES, MOE_AXES, FoldedMapping
 from commlayer.testing.plugin import ClusterFactory
 
-PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "mesh.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "mesh.md"
 
 
 # Ranks

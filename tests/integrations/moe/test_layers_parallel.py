@@ -442,7 +442,7 @@ MODELS: dict[str, tuple[Kind, int, int]] = {
 def test_the_program_in_the_docs_prints_the_same_losses_on_any_number_of_ranks(
     emulated_cluster: ClusterFactory,
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "layers.md").read_text(encoding="utf-8")
     found = re.search(r"```python\n(# train_layers.py\n.*?)```", page, re.DOTALL)
     assert found is not None
     program = compile(found[1], "train_layers.py", "exec")

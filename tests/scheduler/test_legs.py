@@ -29,7 +29,7 @@ from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 from commlayer.testing.synthetic import synthetic_profile
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BF16 = Wire(WireFormat.BF16, 8)
 SIZE = 1 << 20
 REPLICATED = {

@@ -680,7 +680,7 @@ def the_program_of_the_page(path: Path) -> str:
 
 
 def test_the_program_of_the_page(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
-    page = Path(__file__).resolve().parent.parent / "docs" / "overlap.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "overlap.md"
     (program,) = re.findall(r"^```python\n(# train_overlap.py\n.*?)^```$", page.read_text("utf-8"), re.M | re.S)
     path = tmp_path / "train_overlap.py"
     path.write_text(program, "utf-8")

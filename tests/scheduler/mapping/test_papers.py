@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from commlayer.scheduler import Strategy
 from commlayer.scheduler.mapping.calibrated import FACTORS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
