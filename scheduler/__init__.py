@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from commlayer.scheduler.mapping.result import StepEstimate as StepEstimate
     from commlayer.scheduler.mapping.search import SearchResult as SearchResult
     from commlayer.scheduler.mapping.search import search as search
+    from commlayer.scheduler.mapping.simulate import Estimator as Estimator
     from commlayer.scheduler.mapping.software import COMMLAYER as COMMLAYER
     from commlayer.scheduler.mapping.software import MEGATRON as MEGATRON
     from commlayer.scheduler.mapping.software import PLANNED as PLANNED
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from commlayer.scheduler.mapping.what_if import Variation as Variation
     from commlayer.scheduler.mapping.what_if import compare as compare
     from commlayer.scheduler.mapping.what_if import what_if as what_if
-    from commlayer.scheduler.simulate import Estimator as Estimator
     from commlayer.scheduler.wire import Scaling as Scaling
     from commlayer.scheduler.wire import Wire as Wire
     from commlayer.scheduler.wire import WireFormat as WireFormat
@@ -48,7 +48,7 @@ _HOME = {
     "ALTERNATIVES": "mapping.what_if:ALTERNATIVES",
     "COMMLAYER": "mapping.software:COMMLAYER",
     "Cluster": "mapping.cluster:Cluster",
-    "Estimator": "simulate:Estimator",
+    "Estimator": "mapping.simulate:Estimator",
     "FoldedMapping": "mapping.folded:FoldedMapping",
     "Job": "mapping.job:Job",
     "LanePolicy": "lanes:LanePolicy",

@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.long_context import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.simulate import Estimator
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """The collective calls of a training step, for a job, a way of running it, and a trainer's software.
 
-One description for the simulated step (:mod:`commlayer.scheduler.simulate`) and for the test that holds it against what the run
-time counts (:func:`commlayer.stats`), call by call and byte by byte: ``tests/mapping/test_calls.py``. What one layer sends for a
-micro-batch comes first, what a step sends beside its layers second.
+One description for the simulated step (:mod:`commlayer.scheduler.mapping.simulate`) and for the test that holds it against what
+the run time counts (:func:`commlayer.stats`), call by call and byte by byte: ``tests/mapping/test_calls.py``. What one layer
+sends for a micro-batch comes first, what a step sends beside its layers second.
 
 Rows are positions of a sequence; between the sharded parts each rank has S/(cp·tp) of them. Sources: Megatron-LM's sequence
 parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2), DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention as

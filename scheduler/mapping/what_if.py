@@ -16,9 +16,9 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import Estimates, search
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.simulate import Estimator
 
 __all__ = [
     "ALTERNATIVES",
@@ -164,7 +164,7 @@ def what_if(
     """Estimate ``job`` at every value of ``variation``: by ``setup``, or by the best of ``space``.
 
     Args:
-        make: an estimator of a job; :class:`commlayer.scheduler.simulate.Estimator` unless given.
+        make: an estimator of a job; :class:`commlayer.scheduler.mapping.simulate.Estimator` unless given.
         named: the cluster of a name, where it is its GPU that varies; unless given, of the declared ones.
         progress: called with points done and points in all.
 

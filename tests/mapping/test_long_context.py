@@ -20,8 +20,8 @@ from commlayer.scheduler.mapping.long_context import (
     network_nodes,
     recommend,
 )
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER
-from commlayer.scheduler.simulate import Estimator
 
 MIXTRAL = catalog.load("mixtral-8x22b")
 EOS = clusters.load("h100-eos")

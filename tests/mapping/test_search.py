@@ -19,9 +19,9 @@ from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, search, smallest_fit
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
-from commlayer.scheduler.simulate import Estimator
 
 NODE = clusters.load("h100-eos").replace(name="four", domain=4)
 SMALL = ModelShape(
