@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -121,6 +122,19 @@ def test_no_chunk_of_a_lower_lane_begins_while_a_higher_one_is_issued() -> None:
     begun = [start for start, _ in course.calls["low"].spans if issued_us < start < ended_us]
     assert len(begun) == 1, "one was on the link and one behind it, when the call came"
     assert course.calls["high"].total_us == pytest.approx(100.0 + 5.0 + 10.0)
+
+
+def test_each_leg_has_credits_of_its_own() -> None:
+    """Two legs with the same operation and buffers are two: what both have posted goes on, so nothing is left to hold."""
+    legs = [replace(EXCHANGE_SLICES, name=name) for name in ("there", "back")]
+    steps = tuple(Step(leg, Resource.INTER, chunk, 1024.0, ()) for leg in legs for chunk in range(CHUNKS_IN_FLIGHT))
+
+    def held_us(steps: tuple[Step, ...]) -> float:
+        low = Call("low", Plan(TRAFFIC, Strategy.PIPELINED, 4, Gather.REMOTE, steps), "dp", "", (10.0,) * len(steps))
+        return simulate(issued(low, call("high", "ep", [100.0])), PROFILE, STRICT).calls["low"].held_us
+
+    assert held_us(steps) == 0.0
+    assert held_us(tuple(replace(step, leg=legs[0]) for step in steps)) == pytest.approx(100.0)
 
 
 def test_the_order_of_monta() -> None:
