@@ -40,10 +40,10 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, level_of, longest_hold_us
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.programs import Call, Compute, Issue, Item, Wait
+from commlayer.scheduler.programs import Compute, Issue, Item, PlannedCall, Wait
 from commlayer.scheduler.step_model import Load, loads_of, speeds
 
-__all__ = ["Call", "CallTimes", "Compute", "Forecast", "Issue", "Item", "Wait", "simulate", "slowdown"]
+__all__ = ["CallTimes", "Compute", "Forecast", "Issue", "Item", "PlannedCall", "Wait", "simulate", "slowdown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class CallTimes:
     it was held in all, ``exposed_us``: for how long the program waited for it.
     """
 
-    call: Call
+    call: PlannedCall
     issued_us: float
     start_us: float
     end_us: float
@@ -150,9 +150,9 @@ def simulate(
 
 
 def slowdown(
-    call: Call,
+    call: PlannedCall,
     profile: Profile,
-    beside: Sequence[Call],
+    beside: Sequence[PlannedCall],
     policy: LanePolicy | None = None,
     *,
     by_connection: bool = True,
@@ -211,7 +211,7 @@ class _Line:
 class _CallState:
     """A call that was issued. ``start`` and ``end`` of each step, µs; ``began``: when its group came to it."""
 
-    call: Call
+    call: PlannedCall
     loads: Sequence[Load]
     level: int
     issued: float
@@ -263,7 +263,7 @@ class _Clock:
         self._debt = (0.0, 0.0)  # an instant, and what was posted then costs whoever computes from then on
         self._stretches: dict[tuple[Resource, frozenset[Resource]], float] = {}
 
-    def issue(self, call: Call, loads: Sequence[Load]) -> _CallState:
+    def issue(self, call: PlannedCall, loads: Sequence[Load]) -> _CallState:
         """Queue a call in its group, and post what may be posted now."""
         plan, level = call.plan, level_of(call.lane)
         lines: dict[Resource, _Line] = {}

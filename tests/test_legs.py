@@ -16,7 +16,7 @@ from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build, price
-from commlayer.scheduler.conflicts import Call, Issue, simulate
+from commlayer.scheduler.conflicts import Issue, PlannedCall, simulate
 from commlayer.scheduler.group_legs import OVER_NODES, Share
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.group_strategies import schedule_of
@@ -143,8 +143,8 @@ def test_whatever_is_asked_of_a_step_is_asked_of_its_leg(plan: Plan, schedule: L
     for load in loads_of(swapped, profile):
         assert (load.resource, load.weight) == (Resource.COMPUTE, 17.0)
         assert load.peak_us == pytest.approx(peak_us)
-    ahead = Issue(Call("ahead", swapped, "ep", "ahead", (1e3,) * len(steps)))
-    course = simulate([ahead, Issue(Call("call", swapped, "dp"))], profile, LanePolicy())
+    ahead = Issue(PlannedCall("ahead", swapped, "ep", "ahead", (1e3,) * len(steps)))
+    course = simulate([ahead, Issue(PlannedCall("call", swapped, "dp"))], profile, LanePolicy())
     assert course.calls["call"].held_us == 0.0, "its bytes leave no rank, so there is nothing to hold"
     if plan.traffic.collective == "all_to_all":
         moves, tags = replicated_moves(swapped, 0, 0), 2

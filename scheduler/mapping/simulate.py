@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import flops, memory, parameters
-from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
+from commlayer.scheduler.mapping.calls import SEND_RECV, StepCollective, whole_step
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
@@ -85,7 +85,7 @@ class Estimator:
         if efficiency is None and compute is None:
             efficiency, self.notes = efficiency_for(job.model)
         self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
-        self.compute = compute or Compute(cluster.gpu, efficiency or DEFAULT_FACTOR)
+        self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
         self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
         self._builders: dict[float, LayerBuilder] = {}
@@ -336,7 +336,7 @@ class Estimator:
         setup = found.setup
         builder = self._builder(setup)
         forward, backward = self._programs(setup, True)
-        counted: dict[Exchange, int] = {}  # equal ones together, in order of first use
+        counted: dict[StepCollective, int] = {}  # equal ones together, in order of first use
         for exchange in whole_step(builder.job, setup, builder.software, stage=stages[-1].number):
             one = replace(exchange, count=1)
             counted[one] = counted.get(one, 0) + exchange.count
@@ -374,7 +374,7 @@ def _bottleneck(times: Breakdown) -> str:
     return max(busy, key=lambda name: busy[name])
 
 
-def _traffic(builder: LayerBuilder, setup: Setup, exchange: Exchange, count: int) -> Traffics:
+def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, count: int) -> Traffics:
     """``count`` calls of one kind, with the price of each, for people to read."""
     nodes = group_nodes(builder.cluster, setup, exchange)
     collective, size = exchange.collective, exchange.logical_bytes
