@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import SOFTWARE, Software, software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.mapping.what_if import vary
+from commlayer.scheduler.mapping.variations import vary
 
 __all__ = [
     "CLUSTER",

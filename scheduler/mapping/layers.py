@@ -1,5 +1,5 @@
 """One layer as a program, forward and backward: what is computed (:mod:`commlayer.scheduler.mapping.layer_work`), what is sent
-(:mod:`commlayer.scheduler.mapping.calls`), and what of that waits for what.
+(:mod:`commlayer.scheduler.mapping.step_collectives`), and what of that waits for what.
 
 What is hidden, and behind what:
 
@@ -19,12 +19,12 @@ from dataclasses import replace
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import conflicts
-from commlayer.scheduler.mapping.calls import SEND_RECV, StepCollective, layer_backward, layer_forward
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn
+from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, layer_backward, layer_forward
 from commlayer.scheduler.overlap import choose_slices, posted
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
@@ -48,7 +48,7 @@ _PARTS = {
 """The part as which a call counts, by its place, or by its lane; others as their lane."""
 _GATHERED = ("before_attention", "before_ffn")
 Places = dict[str, list[PlannedCall]]
-"""The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.calls.StepCollective`)."""
+"""The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
 
 
 class LayerBuilder:

@@ -30,7 +30,12 @@ from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
 from commlayer.scheduler.mapping import volumes
-from commlayer.scheduler.mapping.calls import (
+from commlayer.scheduler.mapping.folded import AXES
+from commlayer.scheduler.mapping.job import Attention, Job, Setup
+from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.parameters import stage_parameters
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.step_collectives import (
     StepCollective,
     dispatched_rows,
     layer_backward,
@@ -38,11 +43,6 @@ from commlayer.scheduler.mapping.calls import (
     step_exchanges,
     whole_step,
 )
-from commlayer.scheduler.mapping.folded import AXES
-from commlayer.scheduler.mapping.job import Attention, Job, Setup
-from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
-from commlayer.scheduler.mapping.parameters import stage_parameters
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
 

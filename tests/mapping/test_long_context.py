@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters, memory
-from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.long_context import (
+from commlayer.scheduler.mapping.expansion import (
     SEQUENCES,
     WAYS,
     cp_by_memory,
@@ -20,6 +19,7 @@ from commlayer.scheduler.mapping.long_context import (
     network_nodes,
     recommend,
 )
+from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER
 

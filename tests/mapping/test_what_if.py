@@ -19,7 +19,7 @@ from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.mapping.what_if import (
+from commlayer.scheduler.mapping.variations import (
     ALTERNATIVES,
     Alternative,
     Variation,

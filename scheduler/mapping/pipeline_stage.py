@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from commlayer.scheduler.conflicts import Forecast
-from commlayer.scheduler.mapping.calls import StepCollective, step_exchanges
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.layer_work import head_work
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequence
 from commlayer.scheduler.mapping.parameters import Stage
+from commlayer.scheduler.mapping.step_collectives import StepCollective, step_exchanges
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, run_alone
 
 __all__ = ["Exposed", "boundary_us", "ends", "exposed_gradients", "exposed_parameters"]
