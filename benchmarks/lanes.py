@@ -33,7 +33,7 @@ import commlayer.measure.calibrate  # before the fork: ranks then start in milli
 from commlayer.emulation import EmulatedCluster
 from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.conflicts import Call, Compute, Forecast, Issue, Wait, simulate
+from commlayer.scheduler.conflicts import Compute, Forecast, Issue, PlannedCall, Wait, simulate
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
@@ -189,10 +189,10 @@ def predicted(groups: Groups) -> dict[str, dict[str, float]]:
     flat = build(Traffic(EXPERTS, world, 1, Resource.INTER, "all_to_all_v", shape), Strategy.FLAT)
     found = {}
     for way, policy in (("lanes", LanePolicy()), ("no lanes", None)):
-        dp = Call("gradients", groups.plan(way), lane="dp", group="dp")
+        dp = PlannedCall("gradients", groups.plan(way), lane="dp", group="dp")
         program: list[Compute | Issue | Wait] = [Issue(dp), Compute(LEAD_S * 1e6)]
         for nth in range(NUM_CALLS):
-            ep = Call(f"experts {nth}", flat, lane="ep", group="ep")
+            ep = PlannedCall(f"experts {nth}", flat, lane="ep", group="ep")
             program += [Issue(ep), Wait(ep), Compute(GAP_S * 1e6)]
         forecast: Forecast = simulate([*program, Wait(dp)], planner.profile, policy)
         calls = [forecast.calls[f"experts {nth}"].total_us for nth in range(NUM_CALLS)]

@@ -16,7 +16,7 @@ from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 from commlayer.scheduler.mapping.compute import MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
-from commlayer.scheduler.simulate import Estimator
+from commlayer.scheduler.mapping.simulate import Estimator
 
 __all__ = ["RankCompute", "Row", "cluster_of", "fitted", "layer_errors", "predict", "spearman"]
 

@@ -10,7 +10,7 @@ from papers_megascale import Gain, Kind, Synchronised
 from papers_sections import megascale_section, monta_section
 from papers_text import percent, prose, table
 
-from commlayer.scheduler.mapping.explain import compare
+from commlayer.scheduler.mapping.explain import compare_estimates
 
 __all__ = ["document"]
 
@@ -229,7 +229,7 @@ def _place(place: int | None) -> str:
 def _why(each: Searched) -> str:
     best, paper = each.best[0], each.paper
     room = f"Memory: {best.memory.total / _GIB:.0f} against {paper.memory.total / _GIB:.0f} GiB of {best.memory_limit / _GIB:.0f}"
-    return f"{each.row.model}, {each.row.method}: {best.setup} against {compare(best, paper)} {room}."
+    return f"{each.row.model}, {each.row.method}: {best.setup} against {compare_estimates(best, paper)} {room}."
 
 
 # MegaScale-MoE

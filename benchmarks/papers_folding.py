@@ -33,9 +33,9 @@ from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import SearchResult, search
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.simulate import Estimator
 
 __all__ = [
     "CALIBRATED",

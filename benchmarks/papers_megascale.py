@@ -24,9 +24,9 @@ from commlayer.scheduler.mapping.job import Dispatch, Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import StepEstimate
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON
 from commlayer.scheduler.mapping.volumes import compute_over_communication, parameter_sync
-from commlayer.scheduler.simulate import Estimator
 
 __all__ = ["Gain", "Kind", "Synchronised", "checks", "dispatch_kinds", "gains", "ratios", "synchronisation"]
 

@@ -26,7 +26,7 @@ from commlayer.profiles import catalog
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build
-from commlayer.scheduler.conflicts import Call, Issue, simulate
+from commlayer.scheduler.conflicts import Issue, PlannedCall, simulate
 from commlayer.scheduler.price import durations_of
 
 __all__ = [
@@ -170,7 +170,7 @@ def times_us(nbytes: int, contention: Contention) -> dict[Strategy, float]:
     for strategy in (Strategy.FLAT, O1, O2, O3):
         steps = _alone(nbytes, strategy)
         durations = tuple(us + contention.launch_us * waits for us, waits in steps)
-        call = Call("exchange", plan_of(nbytes, strategy), durations_us=durations)
+        call = PlannedCall("exchange", plan_of(nbytes, strategy), durations_us=durations)
         found[strategy] = simulate([Issue(call)], profile).total_us
     return found
 

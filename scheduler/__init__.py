@@ -21,34 +21,34 @@ if TYPE_CHECKING:
     from commlayer.scheduler.activations import LayerShape as LayerShape
     from commlayer.scheduler.lanes import LanePolicy as LanePolicy
     from commlayer.scheduler.mapping.cluster import Cluster as Cluster
+    from commlayer.scheduler.mapping.expansion import expansion as expansion
     from commlayer.scheduler.mapping.explain import explain as explain
     from commlayer.scheduler.mapping.folded import FoldedMapping as FoldedMapping
     from commlayer.scheduler.mapping.job import Job as Job
     from commlayer.scheduler.mapping.job import Setup as Setup
-    from commlayer.scheduler.mapping.long_context import expansion as expansion
     from commlayer.scheduler.mapping.model import ModelShape as ModelShape
     from commlayer.scheduler.mapping.result import StepEstimate as StepEstimate
     from commlayer.scheduler.mapping.search import SearchResult as SearchResult
     from commlayer.scheduler.mapping.search import search as search
+    from commlayer.scheduler.mapping.simulate import Estimator as Estimator
     from commlayer.scheduler.mapping.software import COMMLAYER as COMMLAYER
     from commlayer.scheduler.mapping.software import MEGATRON as MEGATRON
     from commlayer.scheduler.mapping.software import PLANNED as PLANNED
     from commlayer.scheduler.mapping.space import Space as Space
-    from commlayer.scheduler.mapping.what_if import ALTERNATIVES as ALTERNATIVES
-    from commlayer.scheduler.mapping.what_if import Variation as Variation
-    from commlayer.scheduler.mapping.what_if import compare as compare
-    from commlayer.scheduler.mapping.what_if import what_if as what_if
-    from commlayer.scheduler.simulate import Estimator as Estimator
+    from commlayer.scheduler.mapping.variations import ALTERNATIVES as ALTERNATIVES
+    from commlayer.scheduler.mapping.variations import Variation as Variation
+    from commlayer.scheduler.mapping.variations import compare as compare
+    from commlayer.scheduler.mapping.variations import what_if as what_if
     from commlayer.scheduler.wire import Scaling as Scaling
     from commlayer.scheduler.wire import Wire as Wire
     from commlayer.scheduler.wire import WireFormat as WireFormat
     from commlayer.scheduler.wire import WirePolicy as WirePolicy
 
 _HOME = {
-    "ALTERNATIVES": "mapping.what_if:ALTERNATIVES",
+    "ALTERNATIVES": "mapping.variations:ALTERNATIVES",
     "COMMLAYER": "mapping.software:COMMLAYER",
     "Cluster": "mapping.cluster:Cluster",
-    "Estimator": "simulate:Estimator",
+    "Estimator": "mapping.simulate:Estimator",
     "FoldedMapping": "mapping.folded:FoldedMapping",
     "Job": "mapping.job:Job",
     "LanePolicy": "lanes:LanePolicy",
@@ -61,15 +61,15 @@ _HOME = {
     "Setup": "mapping.job:Setup",
     "Space": "mapping.space:Space",
     "StepEstimate": "mapping.result:StepEstimate",
-    "Variation": "mapping.what_if:Variation",
+    "Variation": "mapping.variations:Variation",
     "Wire": "wire:Wire",
     "WireFormat": "wire:WireFormat",
     "WirePolicy": "wire:WirePolicy",
-    "compare": "mapping.what_if:compare",
-    "expansion": "mapping.long_context:expansion",
+    "compare": "mapping.variations:compare",
+    "expansion": "mapping.expansion:expansion",
     "explain": "mapping.explain:explain",
     "search": "mapping.search:search",
-    "what_if": "mapping.what_if:what_if",
+    "what_if": "mapping.variations:what_if",
 }
 
 __all__ = [

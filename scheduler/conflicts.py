@@ -17,11 +17,11 @@ curves were measured with all of them at it.
 - Steps of different calls share a resource (:mod:`commlayer.scheduler.step_model`), and resources slow each other down
   as the profile says, COMPUTE among them.
 - With lanes, an exchange of a lower lane is not posted while a higher lane has issued work, but for no longer than
-  ``longest_hold_us``; of each kind ``CHUNKS_IN_FLIGHT`` are posted at a time. What is posted goes on: nothing is
+  ``longest_hold_us``; of each leg ``CHUNKS_IN_FLIGHT`` are posted at a time. What is posted goes on: nothing is
   pre-empted, so a higher lane finds so many chunks in its way at most. While a call is held nothing behind that step in
   its plan is posted either, as in the executor, whose one loop is where it is held.
 
-Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.clock.lanes`, by
+Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.engine.lanes`, by
 which a higher call that waits for a late rank stops holding others.
 
 Rejected: priority as a share of the link (weights). No link here obeys one, and the runtime can only delay what it has
@@ -40,10 +40,10 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, level_of, longest_hold_us
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.programs import Call, Compute, Issue, Item, Wait
+from commlayer.scheduler.programs import Compute, Issue, Item, PlannedCall, Wait
 from commlayer.scheduler.step_model import Load, loads_of, speeds
 
-__all__ = ["Call", "CallTimes", "Compute", "Forecast", "Issue", "Item", "Wait", "simulate", "slowdown"]
+__all__ = ["CallTimes", "Compute", "Forecast", "Issue", "Item", "PlannedCall", "Wait", "simulate", "slowdown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class CallTimes:
     it was held in all, ``exposed_us``: for how long the program waited for it.
     """
 
-    call: Call
+    call: PlannedCall
     issued_us: float
     start_us: float
     end_us: float
@@ -150,9 +150,9 @@ def simulate(
 
 
 def slowdown(
-    call: Call,
+    call: PlannedCall,
     profile: Profile,
-    beside: Sequence[Call],
+    beside: Sequence[PlannedCall],
     policy: LanePolicy | None = None,
     *,
     by_connection: bool = True,
@@ -211,7 +211,7 @@ class _Line:
 class _CallState:
     """A call that was issued. ``start`` and ``end`` of each step, µs; ``began``: when its group came to it."""
 
-    call: Call
+    call: PlannedCall
     loads: Sequence[Load]
     level: int
     issued: float
@@ -226,7 +226,7 @@ class _CallState:
     held_since: float = 0.0
     due: float = 0.0  # when that goes at the latest
     cleared: int = -1  # the latest step that was held, and goes now
-    kinds: list[int] = field(default_factory=list)  # of each exchange, by number; -1 for what is none
+    legs: list[int] = field(default_factory=list)  # the leg of each exchange, by number; -1 for what is none
     in_flight: dict[int, int] = field(default_factory=dict)
 
     def times(self, exposed_us: float) -> CallTimes:
@@ -263,18 +263,17 @@ class _Clock:
         self._debt = (0.0, 0.0)  # an instant, and what was posted then costs whoever computes from then on
         self._stretches: dict[tuple[Resource, frozenset[Resource]], float] = {}
 
-    def issue(self, call: Call, loads: Sequence[Load]) -> _CallState:
+    def issue(self, call: PlannedCall, loads: Sequence[Load]) -> _CallState:
         """Queue a call in its group, and post what may be posted now."""
         plan, level = call.plan, level_of(call.lane)
         lines: dict[Resource, _Line] = {}
-        kinds: dict[object, int] = {}
+        legs: dict[int, int] = {}
         numbers = []
-        for index, (step, load) in enumerate(zip(plan.steps, loads, strict=True)):
+        for index, step in enumerate(plan.steps):
             lines.setdefault(step.resource, _Line([])).steps.append(index)
-            kind = step.op, step.resource, step.source, step.target
-            numbers.append(kinds.setdefault(kind, len(kinds)) if load.is_exchange else -1)
+            numbers.append(legs.setdefault(id(step.leg), len(legs)) if step.leg.is_exchange else -1)
         size = len(plan.steps)
-        state = _CallState(call, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, kinds=numbers)
+        state = _CallState(call, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, legs=numbers)
         self._issued[level] += 1
         self._crossing[level] += plan.traffic.link is Resource.INTER
         self._groups.setdefault(call.group or f"lane {call.lane}", deque()).append(state)
@@ -366,8 +365,8 @@ class _Clock:
         state.unfinished -= 1
         line = state.lines[task.load.resource]
         line.done += 1
-        if state.kinds[task.index] >= 0:
-            state.in_flight[state.kinds[task.index]] -= 1
+        if state.legs[task.index] >= 0:
+            state.in_flight[state.legs[task.index]] -= 1
         if line.done < line.posted:
             self._start(state, line)
 
@@ -378,24 +377,24 @@ class _Clock:
         index = line.steps[line.posted]
         if any(state.end[earlier] == _NEVER for earlier in state.call.plan.steps[index].after):
             return False
-        kind = state.kinds[index]
-        if state.held >= 0 and (kind >= 0 or index > state.held):
+        leg = state.legs[index]
+        if state.held >= 0 and (leg >= 0 or index > state.held):
             return False
-        if kind >= 0:
-            if not self._may_go(state, index, kind):
+        if leg >= 0:
+            if not self._may_go(state, index, leg):
                 return state.held == index
-            state.in_flight[kind] = state.in_flight.get(kind, 0) + 1
+            state.in_flight[leg] = state.in_flight.get(leg, 0) + 1
         line.posted += 1
         self._charge()
         if line.posted == line.done + 1:
             self._start(state, line)
         return True
 
-    def _may_go(self, state: _CallState, index: int, kind: int) -> bool:
+    def _may_go(self, state: _CallState, index: int, leg: int) -> bool:
         """Whether an exchange has a credit and no higher lane holds it; begins the hold where one does."""
         if self._policy is None or not state.level:
             return True
-        if state.in_flight.get(kind, 0) >= CHUNKS_IN_FLIGHT:
+        if state.in_flight.get(leg, 0) >= CHUNKS_IN_FLIGHT:
             return False
         if state.cleared == index or not self._is_above(state, index):
             return True

@@ -17,11 +17,11 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.plan import Plan
 
-__all__ = ["Breakdown", "Call", "Compute", "Issue", "Item", "Wait", "numbered", "run_alone"]
+__all__ = ["Breakdown", "Compute", "Issue", "Item", "PlannedCall", "Wait", "numbered", "run_alone"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class PlannedCall:
     """One collective call; two of them are never the same one, whatever they have in common.
 
     Attributes:
@@ -68,14 +68,14 @@ class Compute:
 class Issue:
     """The program issues ``call``, and goes on at once."""
 
-    call: Call
+    call: PlannedCall
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """The program waits until ``call``, which it has issued, has ended."""
 
-    call: Call
+    call: PlannedCall
 
 
 Item = Compute | Issue | Wait
@@ -85,7 +85,7 @@ Item = Compute | Issue | Wait
 def numbered(program: Iterable[Item]) -> Iterator[Item]:
     """``program`` with another call for each Issue, and a number behind its name: a layer's program may be in it many times."""
     numbers = count()
-    under_way: dict[Call, Call] = {}
+    under_way: dict[PlannedCall, PlannedCall] = {}
     for item in program:
         if isinstance(item, Issue):
             under_way[item.call] = call = replace(item.call, name=f"{item.call.name} #{next(numbers)}")
@@ -103,7 +103,7 @@ class Breakdown:
     exposed: dict[str, float] = field(default_factory=dict)
     links: dict[str, float] = field(default_factory=dict)
 
-    def wait(self, call: Call, us: float) -> None:
+    def wait(self, call: PlannedCall, us: float) -> None:
         """``us`` µs were waited for ``call``; the total has them already."""
         for kind, key in (
             (self.parts, call.part),
@@ -133,7 +133,7 @@ def run_alone(program: Sequence[Item]) -> Breakdown:
     found = Breakdown()
     now = 0.0
     free: dict[str, float] = {}
-    ends: dict[Call, float] = {}
+    ends: dict[PlannedCall, float] = {}
     for item in program:
         if isinstance(item, Compute):
             now += item.us

@@ -44,7 +44,7 @@ class Load:
 
     ``alone_us``: its time with nothing beside it. ``use``: the part of its resource that it then uses, 0 to 1.
     ``weight``: for how many it counts where its resource is shared. ``peak_us``: what its bytes take at the peak of its
-    link, 0.0 where that is not known. ``is_exchange``: whether bytes leave the rank, so that it can be held.
+    link, 0.0 where that is not known.
     """
 
     resource: Resource
@@ -52,7 +52,6 @@ class Load:
     use: float = 1.0
     weight: float = 1.0
     peak_us: float = 0.0
-    is_exchange: bool = False
 
 
 def loads_of(
@@ -77,7 +76,7 @@ def loads_of(
                 f"durations_us of {plan.name}: expected {len(plan.steps)} times of at least 0 µs, got {tuple(durations_us)}"
             )
         return tuple(
-            Load(step.resource, time_us, 1.0, weight(step), 0.0, step.leg.is_exchange)
+            Load(step.resource, time_us, 1.0, weight(step))
             for step, time_us in zip(plan.steps, durations_us, strict=True)
         )
     times, _ = durations_of(plan, profile)
@@ -94,7 +93,7 @@ def loads_of(
             if plan.is_chunked:  # as in price: a burst on credit is paid back by the chunks behind it
                 work_us = max(work_us, peak_us)
             use = min(1.0, work_us / alone_us)
-        found.append(Load(step.resource, alone_us, use, weight(step), peak_us, step.leg.is_exchange))
+        found.append(Load(step.resource, alone_us, use, weight(step), peak_us))
     return tuple(found)
 
 

@@ -14,10 +14,10 @@ from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.models import resolve
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.expansion import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.long_context import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.simulate import Estimator
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import SOFTWARE, Software, software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.mapping.what_if import vary
-from commlayer.scheduler.simulate import Estimator
+from commlayer.scheduler.mapping.variations import vary
 
 __all__ = [
     "CLUSTER",

@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.crossing import Crossover
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.mapping.what_if import (
+from commlayer.scheduler.mapping.variations import (
     ALTERNATIVES,
     KINDS,
     Alternative,
@@ -31,7 +31,7 @@ from commlayer.scheduler.mapping.what_if import (
     WhatIfPoint,
     compare,
 )
-from commlayer.scheduler.mapping.what_if import what_if as estimate_all
+from commlayer.scheduler.mapping.variations import what_if as estimate_all
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

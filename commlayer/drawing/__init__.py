@@ -47,3 +47,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     value = globals()[name] = getattr(import_module(_HOMES.get(name, "commlayer.drawing.figures")), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

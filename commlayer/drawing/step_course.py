@@ -15,7 +15,7 @@ from commlayer.drawing.style import FAINT, INK, PAPER, new_figure, styled
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast
-from commlayer.scheduler.mapping.pipeline import Task, timetable
+from commlayer.scheduler.mapping.pipeline_schedule import Task, timetable
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.traces.chrome import metadata_event
 from commlayer.traces.events import lane_place

@@ -14,7 +14,7 @@ from commlayer.scheduler.mapping.calibrated import FACTORS
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.model import ModelShape
 
-__all__ = ["DEFAULT_FACTOR", "TILE", "Compute", "MeasuredCompute", "efficiency_for", "efficiency_of"]
+__all__ = ["DEFAULT_FACTOR", "TILE", "GpuCompute", "MeasuredCompute", "efficiency_for", "efficiency_of"]
 
 TILE = 128
 """Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
@@ -27,7 +27,7 @@ _ACCUMULATED_BYTES = 8
 _ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
 
-class Compute:
+class GpuCompute:
     """µs of what one GPU computes.
 
     A matrix product takes the longer of two times, and a launch: its FLOPs at the declared part of the peak, rounded up to
@@ -115,7 +115,7 @@ class Compute:
 
 
 class MeasuredCompute:
-    """Compute times, as :class:`Compute`, of a machine whose products were timed: (FLOPs, µs) of one product each.
+    """Compute times, as :class:`GpuCompute`, of a machine whose products were timed: (FLOPs, µs) of one product each.
 
     Between points the logarithm of time is linear in that of FLOPs; beyond them, a latency and a rate (as a profile's
     curves). Attention is looked up by its FLOPs too. Precision makes no difference.

@@ -6,7 +6,7 @@ from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import SearchResult
 
-__all__ = ["compare", "explain"]
+__all__ = ["compare_estimates", "explain"]
 
 _SHOWN = 3  # parts that are named on each side of a comparison
 _LEAST = 0.001  # of the slower step: what is below is not worth a word
@@ -39,7 +39,7 @@ def explain(result: SearchResult) -> list[str]:
         f"{best.tokens_per_s:,.0f} tokens/s."
     ]
     if len(result.ranked) > 1:
-        lines.append(f"Against the runner-up, {compare(best, result.ranked[1])}")
+        lines.append(f"Against the runner-up, {compare_estimates(best, result.ranked[1])}")
     else:
         lines.append("There is no runner-up: nothing else fits.")
     lines += _other_kind(result)
@@ -47,7 +47,7 @@ def explain(result: SearchResult) -> list[str]:
     return lines
 
 
-def compare(faster: StepEstimate, slower: StepEstimate) -> str:
+def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:
     """Compare two estimates: what one saves and what it costs, the largest parts first."""
     saved_us = slower.step_us - faster.step_us
     differences = sorted(
@@ -84,7 +84,7 @@ def _other_kind(result: SearchResult) -> list[str]:
         return [f"No {kind} mapping was searched that fits."]
     if len(result.ranked) > 1 and other == result.ranked[1]:
         return [f"The runner-up is also the best {kind} one."]
-    return [f"Against the best {kind} one, {compare(best, other)}"]
+    return [f"Against the best {kind} one, {compare_estimates(best, other)}"]
 
 
 def _waits(best: StepEstimate) -> str:

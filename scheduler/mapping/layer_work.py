@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from commlayer.scheduler.mapping.compute import Compute, MeasuredCompute
+from commlayer.scheduler.mapping.compute import GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 
 __all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "tokens_of"]
 
-AnyCompute = Compute | MeasuredCompute
+AnyCompute = GpuCompute | MeasuredCompute
 _BYTES = 2
 _CAST_BYTES = 2 + 1 + 1
 """Per element that goes into an FP8 product: read in BF16, written in FP8 and, for the weight's gradient, once more transposed

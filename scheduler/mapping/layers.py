@@ -1,5 +1,5 @@
 """One layer as a program, forward and backward: what is computed (:mod:`commlayer.scheduler.mapping.layer_work`), what is sent
-(:mod:`commlayer.scheduler.mapping.calls`), and what of that waits for what.
+(:mod:`commlayer.scheduler.mapping.step_collectives`), and what of that waits for what.
 
 What is hidden, and behind what:
 
@@ -19,15 +19,15 @@ from dataclasses import replace
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import conflicts
-from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, layer_backward, layer_forward
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn
+from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, layer_backward, layer_forward
 from commlayer.scheduler.overlap import choose_slices, posted
 from commlayer.scheduler.plan import Strategy
-from commlayer.scheduler.programs import Breakdown, Call, Compute, Issue, Item, Wait, numbered, run_alone
+from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
@@ -47,8 +47,8 @@ _PARTS = {
 }
 """The part as which a call counts, by its place, or by its lane; others as their lane."""
 _GATHERED = ("before_attention", "before_ffn")
-Places = dict[str, list[Call]]
-"""The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.calls.Exchange`)."""
+Places = dict[str, list[PlannedCall]]
+"""The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
 
 
 class LayerBuilder:
@@ -60,7 +60,7 @@ class LayerBuilder:
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
 
-    def call(self, setup: Setup, exchange: Exchange) -> Call:
+    def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
         """The call of an exchange (once), by the plan that the run time would choose."""
         nodes = group_nodes(self.cluster, setup, exchange)
         if exchange.collective == SEND_RECV:
@@ -72,7 +72,7 @@ class LayerBuilder:
             us, plan, durations_us = decision.predicted_us, decision.plan, None
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         profile = self.cluster.profile_of(nodes)
-        return Call(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part)
+        return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part)
 
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
@@ -114,7 +114,7 @@ class LayerBuilder:
         forecast = conflicts.simulate(list(numbered(program)), profile, policy)
         return _broken_down(forecast, program), forecast
 
-    def _places(self, setup: Setup, exchanges: Iterable[Exchange]) -> Places:
+    def _places(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
         found: Places = {}
         for each in exchanges:
             found.setdefault(each.place, []).append(self.call(setup, each))
@@ -182,13 +182,13 @@ class LayerBuilder:
         _check_used(again)
         return program
 
-    def _beside(self, calls: list[Call]) -> tuple[list[Item], list[Item]]:
+    def _beside(self, calls: list[PlannedCall]) -> tuple[list[Item], list[Item]]:
         """Weights of the next layer while this one computes, as prefetching software does; else now, and nothing beside."""
         if self.software.overlaps_parameters:
             return [Issue(call) for call in calls], [Wait(call) for call in calls]
         return _sync(calls), []
 
-    def _core(self, context: list[Call], us: float) -> list[Item]:
+    def _core(self, context: list[PlannedCall], us: float) -> list[Item]:
         core = Compute(us, "attention")
         if self.software.context == "ring":
             return [*map(Issue, context), core, *map(Wait, context)]
@@ -209,12 +209,12 @@ class LayerBuilder:
             return [first, *self._chunked(out[0], home[0], computed, is_forward), last]
         return [first, *_sync(out), *computed, *_sync(home), last]
 
-    def _hides(self, setup: Setup, out: list[Call], home: list[Call]) -> bool:
+    def _hides(self, setup: Setup, out: list[PlannedCall], home: list[PlannedCall]) -> bool:
         """Whole experts, and one exchange each way: others would need a plan of their own."""
         is_one = len(out) == 1 and len(home) == 1
         return self.software.hides_dispatch and setup.dispatch == "all_to_all" and setup.etp == 1 and is_one
 
-    def _chunked(self, out: Call, home: Call, computed: list[Compute], is_forward: bool) -> list[Item]:
+    def _chunked(self, out: PlannedCall, home: PlannedCall, computed: list[Compute], is_forward: bool) -> list[Item]:
         """The experts' work in chunks, beside their way to the experts and back, where that is worth it."""
         traffic, whole = out.plan.traffic, sum(work.us for work in computed)
         size = traffic.logical_bytes
@@ -237,7 +237,7 @@ class LayerBuilder:
                 items.append(Issue(homes[chunk]))
         return [*items, *map(Wait, homes)]
 
-    def _share(self, call: Call, share: float) -> Call:
+    def _share(self, call: PlannedCall, share: float) -> PlannedCall:
         traffic = call.plan.traffic
         size = round(traffic.logical_bytes * share)
         decision = self.pricer.decide(traffic.collective, size, traffic.nodes, traffic.lane)
@@ -250,7 +250,7 @@ def sequence(*items: Item | Sequence[Item]) -> list[Item]:
     return [one for one in flat if (one.us if isinstance(one, Compute) else one.call.us)]
 
 
-def group_nodes(cluster: Cluster, setup: Setup, exchange: Exchange) -> tuple[int, ...]:
+def group_nodes(cluster: Cluster, setup: Setup, exchange: StepCollective) -> tuple[int, ...]:
     """Ranks of the exchange's group on each domain; of messages, the two that may be furthest apart."""
     layout = ((setup.gpus, 1),) if exchange.axis == "world" else setup.layout(exchange.axis)
     nodes = cluster.nodes_of(layout, setup.gpus)
@@ -259,22 +259,22 @@ def group_nodes(cluster: Cluster, setup: Setup, exchange: Exchange) -> tuple[int
     return (1, 1) if len(nodes) > 1 else (2,)
 
 
-def _around(exchange: Exchange, nodes: tuple[int, ...]) -> Traffic:
+def _around(exchange: StepCollective, nodes: tuple[int, ...]) -> Traffic:
     """Take a ring's rounds together as one call: what every rank has comes to every other."""
     link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
     size = sum(nodes)
     return Traffic(exchange.logical_bytes * size, size, link=link, collective="all_gather", nodes=nodes)
 
 
-def _sync(calls: Iterable[Call]) -> list[Item]:
+def _sync(calls: Iterable[PlannedCall]) -> list[Item]:
     return [item for call in calls for item in (Issue(call), Wait(call))]
 
 
-def _beside_product(calls: list[Call], work: Compute) -> list[Item]:
+def _beside_product(calls: list[PlannedCall], work: Compute) -> list[Item]:
     return [*map(Issue, calls), work, *map(Wait, calls)]
 
 
-def _around_products(gathered: list[Call], work: Compute, scattered: list[Call]) -> list[Item]:
+def _around_products(gathered: list[PlannedCall], work: Compute, scattered: list[PlannedCall]) -> list[Item]:
     """A sequence gathered again beside one half of the products, and sums scattered beside the other."""
     half = Compute(work.us / 2, work.name)
     return [*_beside_product(gathered, half), *_beside_product(scattered, half)]

@@ -145,7 +145,7 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
     return Memory(weights=weights, gradients=gradients, optimizer=optimizer, activations=activations, buffers=buffers)
 
 
-def _absent(held: parameters.Held, over: tuple[int, int, int]) -> float:
+def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float:
     """Parameters of one layer that other GPUs keep, and that are here only while they are needed."""
     return sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, over, strict=True))
 

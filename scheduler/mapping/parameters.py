@@ -25,10 +25,10 @@ from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
     "Elements",
-    "Held",
     "LayerParameters",
     "Parameters",
     "Stage",
+    "StageElements",
     "axis_of_whole",
     "bucket_bytes",
     "check",
@@ -137,7 +137,7 @@ class Elements(NamedTuple):
     expert: int
 
 
-class Held(NamedTuple):
+class StageElements(NamedTuple):
     """Parameters on a GPU of ``stage``, in all and of one of its layers, one with experts where it has any.
 
     Of what tp splits, of what each of its ranks has whole (both are on all ranks of dp and cp besides), and of experts.
@@ -283,7 +283,7 @@ def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int) -> tu
     return dense, total - dense
 
 
-def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[Held, ...]:
+def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[StageElements, ...]:
     """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second.
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
@@ -301,7 +301,7 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(model: ModelShape, pp: int, vpp: int, sharding: _Sharding) -> tuple[Held, ...]:
+def _held(model: ModelShape, pp: int, vpp: int, sharding: _Sharding) -> tuple[StageElements, ...]:
     _check(model, sharding)
     every = stages(model.layers, model.dense_layers, pp, vpp)
     sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
@@ -310,7 +310,7 @@ def _held(model: ModelShape, pp: int, vpp: int, sharding: _Sharding) -> tuple[He
         first, last = _ends(model, sharding, pp, stage.number)
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
         elements = Elements(*(stage.sparse * a + stage.dense * b + c for a, b, c in parts))
-        found.append(Held(stage, elements, sparse if stage.sparse else dense))
+        found.append(StageElements(stage, elements, sparse if stage.sparse else dense))
     return tuple(found)
 
 

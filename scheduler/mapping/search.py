@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 
 class Estimates(Protocol):
-    """The interface of an estimator to the search (:class:`commlayer.scheduler.simulate.Estimator` is one).
+    """The interface of an estimator to the search (:class:`commlayer.scheduler.mapping.simulate.Estimator` is one).
 
     No bound exceeds what it is a bound of; and with ZeRO up to 2 recomputing more makes no step shorter (with 3 it can:
     gathers of weights hide behind it). ``memory_limit``: bytes that a GPU has for a job, what the driver and fragments take

@@ -24,7 +24,7 @@ from commlayer.drawing.mapping_report import write_estimate_report, write_what_i
 from commlayer.drawing.step_course import course_figure, pipeline_tasks, step_trace
 from commlayer.drawing.style import save_figure
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.conflicts import Call, Compute, Issue, Item, Wait, simulate
+from commlayer.scheduler.conflicts import Compute, Issue, Item, PlannedCall, Wait, simulate
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pricing import Pricer
@@ -63,7 +63,7 @@ def made_up(setup: Setup = SETUP, limit: float = 80e9, **changes: Any) -> StepEs
 
 def with_courses() -> StepEstimate:
     decision = Pricer(CLUSTER, (Strategy.FLAT,)).decide("all_to_all_v", 2**25, (8,))
-    calls = [Call(f"dispatch #{index}", decision.plan, "ep") for index in range(2)]
+    calls = [PlannedCall(f"dispatch #{index}", decision.plan, "ep") for index in range(2)]
     program: list[Item] = [Compute(200.0, "attention"), *(Issue(call) for call in calls), Compute(50.0, "filler")]
     course = simulate([*program, *(Wait(call) for call in calls)], CLUSTER.profile_of((8,)))
     return made_up(forward=course, backward=course)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Interference
 from commlayer.scheduler import Gather, Op, Plan, Step, Strategy, Traffic, build, price
-from commlayer.scheduler.conflicts import Call, Compute, Forecast, Issue, Item, Wait, simulate, slowdown
+from commlayer.scheduler.conflicts import Compute, Forecast, Issue, Item, PlannedCall, Wait, simulate, slowdown
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, longest_hold_us, paced
 from commlayer.scheduler.overlap import pipeline
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, LOCAL_BLOCK
@@ -32,11 +33,11 @@ def exchanges(count: int, link: Resource = Resource.INTER, *, is_paced: bool = F
     return Plan(TRAFFIC, Strategy.PIPELINED, count, Gather.REMOTE, paced(steps, link) if is_paced else steps)
 
 
-def call(name: str, lane: str, times_us: list[float], group: str = "", link: Resource = Resource.INTER) -> Call:
-    return Call(name, exchanges(len(times_us), link), lane, group, tuple(times_us))
+def call(name: str, lane: str, times_us: list[float], group: str = "", link: Resource = Resource.INTER) -> PlannedCall:
+    return PlannedCall(name, exchanges(len(times_us), link), lane, group, tuple(times_us))
 
 
-def issued(*calls: Call) -> list[Item]:
+def issued(*calls: PlannedCall) -> list[Item]:
     return [Issue(each) for each in calls]
 
 
@@ -56,15 +57,15 @@ def test_unequal_flows_end_as_processor_sharing_says(times_us: list[float]) -> N
 
 def test_what_is_latency_is_hardly_slowed() -> None:
     """100 µs of latency and 50 bytes a µs: a kilobyte needs a seventh of the link, sixteen megabytes all of it."""
-    small = Call("small", build(Traffic(1024, 2), Strategy.FLAT), "ep", "one")
-    large = Call("large", build(Traffic(2**24, 2), Strategy.FLAT), "dp", "two")
+    small = PlannedCall("small", build(Traffic(1024, 2), Strategy.FLAT), "ep", "one")
+    large = PlannedCall("large", build(Traffic(2**24, 2), Strategy.FLAT), "dp", "two")
     assert loads_of(small.plan, PROFILE)[0].use == pytest.approx(0.17, abs=0.01)
     assert slowdown(small, PROFILE, [large]) == 1.0
-    assert slowdown(small, PROFILE, [Call("other", small.plan, "ep", "other")]) == 1.0
+    assert slowdown(small, PROFILE, [PlannedCall("other", small.plan, "ep", "other")]) == 1.0
     alone_us = price(large.plan, PROFILE).total_us
     beside = simulate(issued(large, small), PROFILE).calls["large"].total_us
     assert alone_us < beside < alone_us + price(small.plan, PROFILE).total_us
-    assert slowdown(large, PROFILE, [Call("other", large.plan, "dp", "other")]) == pytest.approx(2.0, rel=1e-3)
+    assert slowdown(large, PROFILE, [PlannedCall("other", large.plan, "dp", "other")]) == pytest.approx(2.0, rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 1.0), st.sampled_from([1.0, 2.0, 7.0])), min_size=1, max_size=8))
@@ -121,6 +122,21 @@ def test_no_chunk_of_a_lower_lane_begins_while_a_higher_one_is_issued() -> None:
     begun = [start for start, _ in course.calls["low"].spans if issued_us < start < ended_us]
     assert len(begun) == 1, "one was on the link and one behind it, when the call came"
     assert course.calls["high"].total_us == pytest.approx(100.0 + 5.0 + 10.0)
+
+
+def test_each_leg_has_credits_of_its_own() -> None:
+    """Two legs with the same operation and buffers are two: what both have posted goes on, so nothing is left to hold."""
+    legs = [replace(EXCHANGE_SLICES, name=name) for name in ("there", "back")]
+    steps = tuple(Step(leg, Resource.INTER, chunk, 1024.0, ()) for leg in legs for chunk in range(CHUNKS_IN_FLIGHT))
+
+    def held_us(steps: tuple[Step, ...]) -> float:
+        low = PlannedCall(
+            "low", Plan(TRAFFIC, Strategy.PIPELINED, 4, Gather.REMOTE, steps), "dp", "", (10.0,) * len(steps)
+        )
+        return simulate(issued(low, call("high", "ep", [100.0])), PROFILE, STRICT).calls["low"].held_us
+
+    assert held_us(steps) == 0.0
+    assert held_us(tuple(replace(step, leg=legs[0]) for step in steps)) == pytest.approx(100.0)
 
 
 def test_the_order_of_monta() -> None:
@@ -188,7 +204,7 @@ def test_waits_against_the_priorities_end() -> None:
 
 def test_a_paced_plan_is_no_slower_and_its_credits_change_nothing() -> None:
     times_us = (10.0,) * 8
-    plain, own = (Call("low", exchanges(8, is_paced=paced), "dp", "", times_us) for paced in (False, True))
+    plain, own = (PlannedCall("low", exchanges(8, is_paced=paced), "dp", "", times_us) for paced in (False, True))
     high = call("high", "ep", [50.0])
     assert simulate(issued(own), PROFILE).total_us == 80.0
     assert simulate(issued(plain, high), PROFILE, STRICT).calls["low"].spans == (
@@ -201,7 +217,7 @@ def test_while_a_call_is_held_nothing_behind_that_step_is_posted() -> None:
     steps = [Step(EXCHANGE_SLICES, Resource.INTER, chunk, 1.0, ()) for chunk in range(4)]
     steps.append(Step(LOCAL_BLOCK, Resource.DEVICE, 0, 1.0, (0,)))
     plan = Plan(TRAFFIC, Strategy.PIPELINED, 4, Gather.REMOTE, tuple(steps))
-    low = Call("low", plan, "dp", "", (10.0, 10.0, 10.0, 10.0, 1.0))
+    low = PlannedCall("low", plan, "dp", "", (10.0, 10.0, 10.0, 10.0, 1.0))
     spans = simulate([Issue(low), Compute(5.0), Issue(call("high", "ep", [100.0]))], PROFILE, STRICT).calls["low"].spans
     assert spans[0] == (0.0, 15.0), "what was posted goes on"
     assert spans[2][0] == spans[4][0] == pytest.approx(120.0), "the copy, behind the third exchange, waits with it"
@@ -229,28 +245,28 @@ def test_alone_a_call_takes_its_price(
     profile = synthetic_profile(interference=[Interference(a, b, 1 + (slow - 1) * k) for k, (a, b) in enumerate(pairs)])
     plan = build(Traffic(2 * block, 2, 4), strategy, 1 if strategy is Strategy.HIERARCHICAL else chunks, gather)
     for policy in (None, LanePolicy()):
-        course = simulate(issued(Call("only", plan, lane)), profile, policy).calls["only"]
+        course = simulate(issued(PlannedCall("only", plan, lane)), profile, policy).calls["only"]
         right = price(plan, profile)
         assert course.total_us == pytest.approx(right.total_us, rel=1e-9)
         for (start, end), (right_start, right_end) in zip(course.spans, right.spans, strict=True):
             assert start == pytest.approx(right_start, rel=1e-9, abs=1e-6)
             assert end == pytest.approx(right_end, rel=1e-9, abs=1e-6)
         assert course.held_us == 0.0
-    independent = simulate(issued(Call("only", plan, lane)), profile, interference=False)
+    independent = simulate(issued(PlannedCall("only", plan, lane)), profile, interference=False)
     assert independent.total_us == pytest.approx(price(plan, profile, interference=False).total_us, rel=1e-9)
     assert independent.busy_us == pytest.approx(price(plan, profile, interference=False).busy_us())
 
 
 def test_link_use_is_bytes_over_peak() -> None:
     plan = build(Traffic(2**24, 2), Strategy.FLAT)
-    course = simulate([Issue(Call("only", plan, "ep")), Compute(10.0)], PROFILE)
+    course = simulate([Issue(PlannedCall("only", plan, "ep")), Compute(10.0)], PROFILE)
     assert course.link_use(Resource.INTER) == pytest.approx(2**23 / 50.0 / course.total_us)
     assert course.link_use(Resource.INTRA) == 0.0
     assert simulate([], PROFILE).link_use(Resource.INTER) == 0.0
     assert course.calls["only"].timeline.total_us == course.calls["only"].end_us
     ring = build(Traffic(2**20, 8, collective="all_reduce", nodes=(4, 4)), Strategy.FLAT)
     with pytest.raises(PlanError, match="all_reduce"):
-        simulate([Issue(Call("only", ring, "dp"))], PROFILE)
+        simulate([Issue(PlannedCall("only", ring, "dp"))], PROFILE)
 
 
 # Programs
@@ -284,9 +300,9 @@ def test_posting_costs_the_computation() -> None:
 def test_steps_of_computation_share_the_processor_with_the_program() -> None:
     plan = pipeline(Traffic(2**20, 2), (1, 1))
     times_us = tuple(20.0 if step.op is Op.COMPUTE else 10.0 for step in plan.steps)
-    alone = simulate(issued(Call("experts", plan, "ep", "", times_us)), PROFILE)
+    alone = simulate(issued(PlannedCall("experts", plan, "ep", "", times_us)), PROFILE)
     assert alone.total_us == 60.0
-    beside = simulate([Issue(Call("experts", plan, "ep", "", times_us)), Compute(40.0)], PROFILE)
+    beside = simulate([Issue(PlannedCall("experts", plan, "ep", "", times_us)), Compute(40.0)], PROFILE)
     assert beside.busy_us[Resource.COMPUTE] == pytest.approx(80.0)
 
 
@@ -297,11 +313,11 @@ def test_misuse_is_told() -> None:
     with pytest.raises(UsageError, match="twice"):
         simulate([Issue(a), Issue(a)], PROFILE)
     with pytest.raises(UsageError, match="2 times"):
-        simulate([Issue(Call("a", exchanges(2), "dp", "", (1.0,)))], PROFILE)
+        simulate([Issue(PlannedCall("a", exchanges(2), "dp", "", (1.0,)))], PROFILE)
     with pytest.raises(UsageError, match="at least 0"):
-        simulate([Issue(Call("a", exchanges(1), "dp", "", (math.nan,)))], PROFILE)
+        simulate([Issue(PlannedCall("a", exchanges(1), "dp", "", (math.nan,)))], PROFILE)
     with pytest.raises(UsageError, match="lane"):
-        Call("a", exchanges(1), "gradients")
+        PlannedCall("a", exchanges(1), "gradients")
     with pytest.raises(UsageError, match="us"):
         Compute(-1.0)
     with pytest.raises(UsageError, match="posting_us"):
@@ -315,7 +331,7 @@ def random_program(seed: int, links: list[Resource]) -> list[Item]:
     """Calls on all lanes, issued, waited for and computed beside in some order; those of the top lane are one group's."""
     chance = random.Random(seed)
     program: list[Item] = []
-    open_calls: list[Call] = []
+    open_calls: list[PlannedCall] = []
     for place in range(chance.randint(2, 9)):
         lane = chance.choice(["ep", "pp", "cp", "dp", "dp"])
         times_us = [chance.uniform(1.0, 50.0)] * chance.randint(1, 6)

@@ -16,9 +16,11 @@ from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build, price
+from commlayer.scheduler.conflicts import Issue, PlannedCall, simulate
 from commlayer.scheduler.group_legs import OVER_NODES, Share
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.group_strategies import schedule_of
+from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.legs import LegOrder
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Region
 from commlayer.scheduler.plan import Cut, Leg, Op, Span
@@ -139,8 +141,11 @@ def test_whatever_is_asked_of_a_step_is_asked_of_its_leg(plan: Plan, schedule: L
     alone_us = max(ODD_CURVE.at(2468.0), peak_us if plan.is_chunked else 0.0)
     assert price(swapped, profile).total_us == pytest.approx(alone_us * len(steps))
     for load in loads_of(swapped, profile):
-        assert (load.resource, load.weight, load.is_exchange) == (Resource.COMPUTE, 17.0, False)
+        assert (load.resource, load.weight) == (Resource.COMPUTE, 17.0)
         assert load.peak_us == pytest.approx(peak_us)
+    ahead = Issue(PlannedCall("ahead", swapped, "ep", "ahead", (1e3,) * len(steps)))
+    course = simulate([ahead, Issue(PlannedCall("call", swapped, "dp"))], profile, LanePolicy())
+    assert course.calls["call"].held_us == 0.0, "its bytes leave no rank, so there is nothing to hold"
     if plan.traffic.collective == "all_to_all":
         moves, tags = replicated_moves(swapped, 0, 0), 2
     else:

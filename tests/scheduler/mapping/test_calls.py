@@ -30,19 +30,19 @@ from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
 from commlayer.scheduler.mapping import volumes
-from commlayer.scheduler.mapping.calls import (
-    Exchange,
+from commlayer.scheduler.mapping.folded import AXES
+from commlayer.scheduler.mapping.job import Attention, Job, Setup
+from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.parameters import stage_parameters
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.step_collectives import (
+    StepCollective,
     dispatched_rows,
     layer_backward,
     layer_forward,
     step_exchanges,
     whole_step,
 )
-from commlayer.scheduler.mapping.folded import AXES
-from commlayer.scheduler.mapping.job import Attention, Job, Setup
-from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
-from commlayer.scheduler.mapping.parameters import stage_parameters
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
 
@@ -247,7 +247,7 @@ TOKENS_OF = st.builds(
 )
 
 
-def sent_elements(exchanges: Iterable[Exchange], axis: str, ranks: int) -> float:
+def sent_elements(exchanges: Iterable[StepCollective], axis: str, ranks: int) -> float:
     """That one rank sends on an axis of ``ranks``, each of its tokens to itself among them not counted."""
     total = 0.0
     for each in exchanges:
@@ -386,6 +386,6 @@ def test_what_cannot_be() -> None:
     with pytest.raises(UsageError, match="stage: expected one of 2, from 0, got 2"):
         step_exchanges(replace(job), Setup(gpus=2, pp=2), COMMLAYER, stage=2)
     with pytest.raises(UsageError, match=r"expected a lane of .* and a collective of .* got 'fast' and 'all_gather'"):
-        Exchange("tokens", "ep", "fast", "all_gather", 1, "dispatch")
+        StepCollective("tokens", "ep", "fast", "all_gather", 1, "dispatch")
     with pytest.raises(UsageError, match="tokens: expected no negative numbers, got 1 × -1 bytes"):
-        Exchange("tokens", "ep", "ep", "all_gather", -1, "dispatch")
+        StepCollective("tokens", "ep", "ep", "all_gather", -1, "dispatch")

@@ -12,10 +12,10 @@ from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping import compute as module
 from commlayer.scheduler.mapping.cluster import Gpu
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for, efficiency_of
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for, efficiency_of
 from commlayer.scheduler.mapping.hardware import GPUS
 
-H100 = Compute(GPUS["h100"])
+H100 = GpuCompute(GPUS["h100"])
 FEW = settings(max_examples=60)
 dims = st.integers(1, 1 << 15)
 
@@ -37,7 +37,7 @@ def tflops(rows: int, inner: int, columns: int, us: float) -> float:
 def test_large_products_reach_what_is_published(
     gpu: str, precision: str, shape: tuple[int, int, int], published: float
 ) -> None:
-    assert tflops(*shape, Compute(GPUS[gpu]).gemm_us(*shape, precision)) == pytest.approx(published, rel=0.01)
+    assert tflops(*shape, GpuCompute(GPUS[gpu]).gemm_us(*shape, precision)) == pytest.approx(published, rel=0.01)
 
 
 @FEW
@@ -74,7 +74,7 @@ def test_few_rows_are_bound_by_reading_the_weights() -> None:
 
 
 def test_the_factor_multiplies_rates_of_products_and_attention_only() -> None:
-    half = Compute(GPUS["h100"], 0.5)
+    half = GpuCompute(GPUS["h100"], 0.5)
     launch = H100.gpu.launch_us
     assert half.gemm_us(8192, 8192, 8192) - launch == pytest.approx(2 * (H100.gemm_us(8192, 8192, 8192) - launch))
     assert half.attention_us(1e12) - launch == pytest.approx(2 * (H100.attention_us(1e12) - launch))
@@ -98,7 +98,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="precision: expected bf16 or fp8, got 'fp4'"):
         H100.gemm_us(1, 1, 1, "fp4")
     with pytest.raises(UsageError, match="precision fp8: A100 SXM 80GB has no such units; use bf16"):
-        Compute(GPUS["a100"]).gemm_us(1, 1, 1, "fp8")
+        GpuCompute(GPUS["a100"]).gemm_us(1, 1, 1, "fp8")
     with pytest.raises(UsageError, match="expected sizes of at least 0"):
         H100.gemm_us(-1, 1, 1)
     with pytest.raises(UsageError, match="flops: expected at least 0"):
@@ -106,7 +106,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match="nbytes: expected at least 0"):
         H100.memory_us(-1)
     with pytest.raises(UsageError, match="factor: expected a positive number, got 0"):
-        Compute(GPUS["h100"], 0)
+        GpuCompute(GPUS["h100"], 0)
     with pytest.raises(UsageError, match=r"gpu 'X', gemm: expected more than 0 and at most 1, got 1\.5"):
         Gpu(name="X", bf16_tflops=1, fp8_tflops=0, memory_bytes=1, memory_gbps=1, gemm=1.5)
     with pytest.raises(UsageError, match="gpu 'X', memory_gbps: expected a positive number, got 0"):
@@ -114,15 +114,15 @@ def test_what_is_refused() -> None:
 
 
 def test_a_measured_machine_takes_the_time_of_its_points() -> None:
-    measured = Compute.measured([(2e6, 10.0), (2e9, 4000.0)], memory_gbps=10)
+    measured = GpuCompute.measured([(2e6, 10.0), (2e9, 4000.0)], memory_gbps=10)
     assert measured.gemm_us(100, 100, 100) == pytest.approx(10.0)
     assert measured.gemm_us(1000, 1000, 1000, groups=3) == pytest.approx(12000.0)
     assert 10 < measured.attention_us(1e8, backward=True) < 4000
     assert measured.memory_us(1e6) == pytest.approx(100.0)
     with pytest.raises(ProfileError, match="expected times that do not fall"):
-        Compute.measured([(2e6, 10.0), (2e9, 4.0)], memory_gbps=10)
+        GpuCompute.measured([(2e6, 10.0), (2e9, 4.0)], memory_gbps=10)
     with pytest.raises(UsageError, match="memory_gbps: expected a positive number"):
-        Compute.measured([(2e6, 10.0)], memory_gbps=0)
+        GpuCompute.measured([(2e6, 10.0)], memory_gbps=0)
 
 
 def test_a_model_gets_its_own_calibrated_factor_its_twins_or_the_median(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
-from commlayer.scheduler.mapping.calls import axis_size, dispatched_rows, layer_backward, layer_forward
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.parameters import stage_parameters
-from commlayer.scheduler.mapping.pipeline import order
+from commlayer.scheduler.mapping.pipeline_schedule import order
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.step_collectives import axis_size, dispatched_rows, layer_backward, layer_forward
 
 _software = st.sampled_from((MEGATRON, COMMLAYER))
 _powers = st.sampled_from((1, 2, 4))

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog, clusters, memory
-from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.long_context import (
+from commlayer.scheduler.mapping.expansion import (
     SEQUENCES,
     WAYS,
     cp_by_memory,
@@ -20,8 +19,9 @@ from commlayer.scheduler.mapping.long_context import (
     network_nodes,
     recommend,
 )
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER
-from commlayer.scheduler.simulate import Estimator
 
 MIXTRAL = catalog.load("mixtral-8x22b")
 EOS = clusters.load("h100-eos")

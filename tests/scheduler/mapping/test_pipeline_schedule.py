@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.errors import UsageError
-from commlayer.scheduler.mapping.pipeline import bubble_us, hops, makespan_us, order, timetable
+from commlayer.scheduler.mapping.pipeline_schedule import bubble_us, hops, makespan_us, order, timetable
 
 
 @given(st.integers(1, 6), st.integers(1, 12))

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from commlayer.profiles.errors import GroupError, InternalError, UsageError
 from commlayer.scheduler.mapping import catalog, clusters, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.explain import compare, explain
+from commlayer.scheduler.mapping.explain import compare_estimates, explain
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, search, smallest_fit
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
-from commlayer.scheduler.simulate import Estimator
 
 NODE = clusters.load("h100-eos").replace(name="four", domain=4)
 SMALL = ModelShape(
@@ -419,7 +419,7 @@ def test_an_explanation_names_what_saves_and_what_costs() -> None:
     slow = estimate_of(
         job, Setup(gpus=8, tp=4), 125_000.0, parts={"experts": 60_000.0, "tp": 45_000.0, "dispatch": 20_000.0}
     )
-    said = compare(fast, slow)
+    said = compare_estimates(fast, slow)
     assert "20.0% (25 ms) faster: TP2 instead of TP4 saves 35 ms of tp exchanges, and costs 10 ms of sending" in said
     result = replace(search(job, Fake(job, NODE, seed=0)), ranked=(fast, slow), best_unfolded=None, best_folded=fast)
     lines = explain(result)
@@ -440,6 +440,7 @@ def test_every_result_can_be_explained(seed: int) -> None:
 def test_equal_setups_are_said_to_be_equal() -> None:
     job = job_of(4)
     one, other = (estimate_of(job, Setup(gpus=4, micro_batch=size), 100.0) for size in (1, 2))
-    assert "it is as fast, and simpler: micro-batches of 1 instead of 2; no part of the step differs" in compare(
-        one, other
+    assert (
+        "it is as fast, and simpler: micro-batches of 1 instead of 2; no part of the step differs"
+        in compare_estimates(one, other)
     )

@@ -17,8 +17,8 @@ from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software
-from commlayer.scheduler.simulate import Estimator
 
 EOS = clusters.load("h100-eos")
 MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3")

@@ -16,9 +16,10 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.crossing import crossover, crossover_of_values
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.mapping.what_if import (
+from commlayer.scheduler.mapping.variations import (
     ALTERNATIVES,
     Alternative,
     Variation,
@@ -27,7 +28,6 @@ from commlayer.scheduler.mapping.what_if import (
     vary,
     what_if,
 )
-from commlayer.scheduler.simulate import Estimator
 
 EOS = clusters.load("h100-eos")
 JOB = Job(model=replace(catalog.load("mixtral-8x7b"), layers=4), gpus=16, global_batch=64, sequence=4096)

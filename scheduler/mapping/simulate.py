@@ -4,13 +4,14 @@ Layers are programs of what is computed and what is sent (:mod:`commlayer.schedu
 them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
 what that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
 
-- the pipeline: micro-batches through the slowest stage, and the bubble of 1F1B or of its interleaved form (mapping/pipeline.py);
-- activations between stages: those on the longest chain of tasks, of which interleaving leaves few (``pipeline.hops``);
+- the pipeline: micro-batches through the slowest stage, and the bubble of 1F1B or of its interleaved form
+  (mapping/pipeline_schedule.py);
+- activations between stages: those on the longest chain of tasks, of which interleaving leaves few (``hops``);
 - gradients and sharded weights at the edges of a step, as far as the backward and the forward pass do not hide them
-  (mapping/stage.py);
+  (mapping/pipeline_stage.py);
 - the optimizer: Adam reads and writes the sharded state once, bound by memory.
 
-Not modelled: data loading, checkpoints, stragglers, host stalls, and collectives that :mod:`mapping.calls` lacks.
+Not modelled: data loading, checkpoints, stragglers, host stalls, and collectives that mapping/step_collectives.py lacks.
 """
 
 from __future__ import annotations
@@ -21,19 +22,15 @@ from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import flops, memory, parameters
-from commlayer.scheduler.mapping.calls import SEND_RECV, Exchange, whole_step
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, Compute, efficiency_for
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.parameters import Stage
-from commlayer.scheduler.mapping.pipeline import bubble_us, hops
-from commlayer.scheduler.mapping.pricing import Pricer
-from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
-from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
-from commlayer.scheduler.mapping.stage import (
+from commlayer.scheduler.mapping.pipeline_schedule import bubble_us, hops
+from commlayer.scheduler.mapping.pipeline_stage import (
     Exposed,
     boundary_us,
     ends,
@@ -42,6 +39,10 @@ from commlayer.scheduler.mapping.stage import (
     least_exposed,
     passing,
 )
+from commlayer.scheduler.mapping.pricing import Pricer
+from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
+from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
+from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
 from commlayer.scheduler.programs import Breakdown, Item, run_alone
 
 __all__ = ["RESERVE", "Estimator"]
@@ -85,7 +86,7 @@ class Estimator:
         if efficiency is None and compute is None:
             efficiency, self.notes = efficiency_for(job.model)
         self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
-        self.compute = compute or Compute(cluster.gpu, efficiency or DEFAULT_FACTOR)
+        self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
         self.memory_limit = cluster.gpu.memory_bytes * (1 - RESERVE)
         self._builders: dict[float, LayerBuilder] = {}
@@ -336,7 +337,7 @@ class Estimator:
         setup = found.setup
         builder = self._builder(setup)
         forward, backward = self._programs(setup, True)
-        counted: dict[Exchange, int] = {}  # equal ones together, in order of first use
+        counted: dict[StepCollective, int] = {}  # equal ones together, in order of first use
         for exchange in whole_step(builder.job, setup, builder.software, stage=stages[-1].number):
             one = replace(exchange, count=1)
             counted[one] = counted.get(one, 0) + exchange.count
@@ -374,7 +375,7 @@ def _bottleneck(times: Breakdown) -> str:
     return max(busy, key=lambda name: busy[name])
 
 
-def _traffic(builder: LayerBuilder, setup: Setup, exchange: Exchange, count: int) -> Traffics:
+def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, count: int) -> Traffics:
     """``count`` calls of one kind, with the price of each, for people to read."""
     nodes = group_nodes(builder.cluster, setup, exchange)
     collective, size = exchange.collective, exchange.logical_bytes

@@ -16,19 +16,19 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
 from commlayer.scheduler.mapping.search import Estimates, search
+from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
-from commlayer.scheduler.simulate import Estimator
 
 __all__ = [
     "ALTERNATIVES",
     "KINDS",
     "Alternative",
     "Crossover",
-    "Kind",
     "MakeEstimates",
     "Value",
     "Variation",
+    "VariationKind",
     "WhatIf",
     "WhatIfPoint",
     "compare",
@@ -38,7 +38,7 @@ __all__ = [
     "what_if",
 ]
 
-Kind = Literal[
+VariationKind = Literal[
     "gpus",
     "inter_gbps",
     "inter_factor",
@@ -52,7 +52,7 @@ Kind = Literal[
     "sequence",
     "global_batch",
 ]
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(VariationKind)
 Value = float | int | str
 FindCluster = Callable[[str], Cluster]
 MakeEstimates = Callable[[Job, Cluster, Software], Estimates]
@@ -80,7 +80,7 @@ class Variation:
         UsageError: an unknown kind, no values, or one of the wrong sort.
     """
 
-    kind: Kind
+    kind: VariationKind
     values: tuple[Value, ...]
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ def what_if(
     """Estimate ``job`` at every value of ``variation``: by ``setup``, or by the best of ``space``.
 
     Args:
-        make: an estimator of a job; :class:`commlayer.scheduler.simulate.Estimator` unless given.
+        make: an estimator of a job; :class:`commlayer.scheduler.mapping.simulate.Estimator` unless given.
         named: the cluster of a name, where it is its GPU that varies; unless given, of the declared ones.
         progress: called with points done and points in all.
 
@@ -231,7 +231,7 @@ def compare(
 
 
 def vary(
-    job: Job, cluster: Cluster, kind: Kind, value: Value, named: FindCluster = clusters.load
+    job: Job, cluster: Cluster, kind: VariationKind, value: Value, named: FindCluster = clusters.load
 ) -> tuple[Job, Cluster]:
     """``job`` and ``cluster`` where one thing is different; ``precision`` changes neither. ``named``: the cluster of a
     name.
@@ -268,7 +268,7 @@ def split_experts(model: ModelShape, parts: int) -> ModelShape:
     )
 
 
-def _vary_links(cluster: Cluster, kind: Kind, value: float) -> Cluster:
+def _vary_links(cluster: Cluster, kind: VariationKind, value: float) -> Cluster:
     _check_links(cluster, kind)
     if kind == "domain":
         return cluster.replace(domain=int(value), name=f"{cluster.name}, domain {value:g}")
@@ -278,7 +278,7 @@ def _vary_links(cluster: Cluster, kind: Kind, value: float) -> Cluster:
     return cluster.replace(peaks=peaks, name=f"{cluster.name}, {link} {rate:g} GB/s")
 
 
-def _check_links(cluster: Cluster, kind: Kind) -> None:
+def _check_links(cluster: Cluster, kind: VariationKind) -> None:
     if cluster.kind == "profile" and kind in (*_REAL, "domain"):
         raise UsageError(
             f"{kind}: the links of {cluster.name} were measured, and nobody measured others; declare a cluster (docs/clusters.md)"
@@ -293,7 +293,7 @@ def _renamed(model: ModelShape, what: str, **changes: Any) -> ModelShape:
 def _point(
     job: Job,
     cluster: Cluster,
-    kind: Kind,
+    kind: VariationKind,
     value: Value,
     way: Alternative,
     make: MakeEstimates | None,
@@ -308,7 +308,7 @@ def _point(
 
 
 def _estimate(
-    job: Job, cluster: Cluster, kind: Kind, value: Value, way: Alternative, make: MakeEstimates
+    job: Job, cluster: Cluster, kind: VariationKind, value: Value, way: Alternative, make: MakeEstimates
 ) -> tuple[StepEstimate | None, str]:
     estimator = make(job, cluster, way.software)
     if way.setup is None:
@@ -325,7 +325,7 @@ def _estimate(
     return estimator.estimate(setup), ""
 
 
-def _check(kind: Kind, value: Value) -> None:
+def _check(kind: VariationKind, value: Value) -> None:
     if kind in _WHOLE:
         sound, expected = type(value) is int and value >= 1, "a whole number of at least 1"
     elif kind in _REAL:

@@ -39,9 +39,9 @@ __all__ = [
     "SEQUENCES",
     "TOKENS_PER_RANK",
     "WAYS",
+    "ContextLayout",
     "ContextRow",
     "Expansion",
-    "Layout",
     "Way",
     "cp_by_memory",
     "cp_by_tokens",
@@ -59,7 +59,7 @@ TOKENS_PER_RANK = 32 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ContextLayout:
     """One way at one sequence length.
 
     Attributes:
@@ -84,12 +84,12 @@ class ContextRow:
     sequence: int
     cp: int
     job: Job
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ContextLayout, ...]
     by_rule: Way
     reason: str
     fastest: Way | None
 
-    def layout(self, way: Way) -> Layout:
+    def layout(self, way: Way) -> ContextLayout:
         """The layout of one way."""
         return next(layout for layout in self.layouts if layout.way == way)
 
@@ -285,7 +285,9 @@ def _row(
         estimate, note = _estimate(estimator, setup)
         nodes = network_nodes(way, tp=tp, cp=cp, ep=ep, domain=cluster.domain)
         layouts.append(
-            Layout(way=way, network_nodes=nodes, gpus=degrees.gpus(way), setup=setup, estimate=estimate, note=note)
+            ContextLayout(
+                way=way, network_nodes=nodes, gpus=degrees.gpus(way), setup=setup, estimate=estimate, note=note
+            )
         )
     by_rule, reason = recommend(tp=tp, cp=cp, ep=ep, domain=cluster.domain, joined_nodes=joined_nodes)
     known = [

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from commlayer.scheduler.conflicts import Forecast
-from commlayer.scheduler.mapping.calls import Exchange, step_exchanges
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.layer_work import head_work
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequence
 from commlayer.scheduler.mapping.parameters import Stage
-from commlayer.scheduler.programs import Breakdown, Call, Compute, Issue, Item, Wait, run_alone
+from commlayer.scheduler.mapping.step_collectives import StepCollective, step_exchanges
+from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, run_alone
 
 __all__ = ["Exposed", "boundary_us", "ends", "exposed_gradients", "exposed_parameters"]
 
@@ -61,7 +61,7 @@ def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
     return found
 
 
-def _is_of_every_micro_batch(exchange: Exchange, setup: Setup) -> bool:
+def _is_of_every_micro_batch(exchange: StepCollective, setup: Setup) -> bool:
     return (exchange.place == "gradients" and setup.zero >= 2) or (exchange.place == "parameters" and setup.zero == 3)
 
 
@@ -90,7 +90,7 @@ def exposed_gradients(
     layers = stage.kinds[::-1]
     sends = _spread(builder, setup, wanted, len(layers), lambda j, n: -(-(j + 1) * len(layers) // n) - 1)
     parts: list[Item] = []
-    pending: list[Call] = []
+    pending: list[PlannedCall] = []
     plain, others = 0.0, passing(builder, setup)
     for place, is_moe in enumerate(layers):
         layer, us = template(is_moe)
@@ -125,12 +125,12 @@ def exposed_parameters(
     return _simulated(builder, parts, calls, plain, is_bound)
 
 
-def _of_place(builder: LayerBuilder, setup: Setup, stage: Stage, place: str) -> list[Exchange]:
+def _of_place(builder: LayerBuilder, setup: Setup, stage: Stage, place: str) -> list[StepCollective]:
     exchanges = step_exchanges(builder.job, setup, builder.software, stage=stage.number)
     return [each for each in exchanges if each.place == place]
 
 
-def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange]) -> Exposed:
+def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[StepCollective]) -> Exposed:
     found = Breakdown()
     for exchange in wanted:
         call = builder.call(setup, exchange)
@@ -139,10 +139,14 @@ def _exposed(builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange]) ->
 
 
 def _spread(
-    builder: LayerBuilder, setup: Setup, wanted: Sequence[Exchange], layers: int, place_of: Callable[[int, int], int]
-) -> list[list[Call]]:
+    builder: LayerBuilder,
+    setup: Setup,
+    wanted: Sequence[StepCollective],
+    layers: int,
+    place_of: Callable[[int, int], int],
+) -> list[list[PlannedCall]]:
     """For each layer what is sent with it: the calls of one kind in order, as evenly as layers are."""
-    found: list[list[Call]] = [[] for _ in range(layers)]
+    found: list[list[PlannedCall]] = [[] for _ in range(layers)]
     for exchange in wanted:
         whole, number = _together(exchange, layers)
         for j in range(number):
@@ -150,14 +154,14 @@ def _spread(
     return found
 
 
-def _together(exchange: Exchange, layers: int) -> tuple[Exchange, int]:
+def _together(exchange: StepCollective, layers: int) -> tuple[StepCollective, int]:
     """One of the calls as which these are simulated, and how many there are."""
     together = -(-exchange.count // (layers * _MOST_CALLS))
     number = -(-exchange.count // together)
     return replace(exchange, logical_bytes=exchange.logical_bytes * exchange.count // number, count=1), number
 
 
-def _least_us(builder: LayerBuilder, setup: Setup, exchange: Exchange) -> float:
+def _least_us(builder: LayerBuilder, setup: Setup, exchange: StepCollective) -> float:
     """A time that no plan of one such call is below, by the plans for a size a little smaller: few sizes are ever priced."""
     nodes = group_nodes(builder.cluster, setup, exchange)
     if sum(nodes) == 1 or exchange.logical_bytes < 1:
@@ -192,7 +196,7 @@ def passing(builder: LayerBuilder, setup: Setup) -> int:
 
 
 def _simulated(
-    builder: LayerBuilder, parts: list[Item], calls: Sequence[Call], plain: float, is_bound: bool
+    builder: LayerBuilder, parts: list[Item], calls: Sequence[PlannedCall], plain: float, is_bound: bool
 ) -> Exposed:
     if not any(call.us for call in calls):
         return Exposed(0.0, {})

@@ -1,7 +1,7 @@
 """The collective calls of a training step, for a job, a way of running it, and a trainer's software.
 
-One description for the simulated step (:mod:`commlayer.scheduler.simulate`) and for the test that holds it against what the run
-time counts (:func:`commlayer.stats`), call by call and byte by byte (``tests/scheduler/mapping/test_calls.py``). What one layer
+One description for the simulated step (:mod:`commlayer.scheduler.mapping.simulate`) and for the test that holds it against what
+the run time counts (:func:`commlayer.stats`), call by call and byte by byte (``tests/scheduler/mapping``). What one layer
 sends for a micro-batch comes first, what a step sends beside its layers second.
 
 Rows are positions of a sequence; between the sharded parts each rank has S/(cp·tp) of them. Sources: Megatron-LM's sequence
@@ -33,7 +33,7 @@ from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
 __all__ = [
     "SEND_RECV",
-    "Exchange",
+    "StepCollective",
     "axis_size",
     "dispatched_rows",
     "layer_backward",
@@ -61,7 +61,7 @@ _SHARD_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class StepCollective:
     """``count`` calls of one kind by one rank.
 
     Attributes:
@@ -100,24 +100,24 @@ class Exchange:
                 f"{self.name}: expected no negative numbers, got {self.count} × {self.logical_bytes} bytes"
             )
 
-    def times(self, count: int) -> Exchange:
+    def times(self, count: int) -> StepCollective:
         """The same exchange so many times as often."""
         return replace(self, count=self.count * count)
 
-    def renamed(self, suffix: str, collective: str = "", logical_bytes: int = -1) -> Exchange:
+    def renamed(self, suffix: str, collective: str = "", logical_bytes: int = -1) -> StepCollective:
         """With another name, and another collective and size where they are given."""
         size = self.logical_bytes if logical_bytes < 0 else logical_bytes
         name, kind = self.name + suffix, collective or self.collective
-        return Exchange(name, self.axis, self.lane, kind, size, self.place, self.count)
+        return StepCollective(name, self.axis, self.lane, kind, size, self.place, self.count)
 
 
-def _mirrored(exchange: Exchange) -> Exchange:
+def _mirrored(exchange: StepCollective) -> StepCollective:
     """The way back of what it moved: all_gather and reduce_scatter are each other's, others their own."""
     collective = _MIRRORS.get(exchange.collective, exchange.collective)
     return exchange.renamed("_gradient", collective)
 
 
-def _kept(setup: Setup, *exchanges: Exchange) -> tuple[Exchange, ...]:
+def _kept(setup: Setup, *exchanges: StepCollective) -> tuple[StepCollective, ...]:
     """Keep the exchanges that have somebody to talk to, and something to say."""
     return tuple(each for each in exchanges if each.count and each.logical_bytes and axis_size(setup, each.axis) > 1)
 
@@ -137,13 +137,13 @@ def _rows_of_rank(job: Job, setup: Setup) -> int:
 # What one layer sends
 
 
-def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[Exchange, ...]:
+def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
     """List the exchanges of the forward pass of one micro-batch. ``moe`` False: of a layer with a dense FFN."""
     attention = (*_parameters(job, setup, software, moe), *_attention(job, setup, software))
     return (*attention, *(_experts(job, setup, software) if moe else _dense(job, setup, software)))
 
 
-def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[Exchange, ...]:
+def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
     """List the exchanges of the backward pass: what recomputation sends again first, then every exchange's way back, the last
     one's first.
 
@@ -179,11 +179,11 @@ def dispatched_rows(job: Job, setup: Setup) -> int:
     return job.model.experts * math.ceil(job.capacity_factor * choices / job.model.experts - 1e-9)
 
 
-def _again(exchange: Exchange) -> Exchange:
+def _again(exchange: StepCollective) -> StepCollective:
     return exchange.renamed("_again")
 
 
-def _is_gathered_again(exchange: Exchange, setup: Setup, software: Software) -> bool:
+def _is_gathered_again(exchange: StepCollective, setup: Setup, software: Software) -> bool:
     """The gathered input of a product, which is not kept: Megatron-LM gathers it again for the gradient of the weights."""
     is_sent_already = setup.recompute == "selective" and exchange.name in _AGAIN[setup.attention]
     return (
@@ -195,29 +195,29 @@ def _is_gathered_again(exchange: Exchange, setup: Setup, software: Software) -> 
     )
 
 
-def _attention(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+def _attention(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     model, width = job.model, software.activation_bytes
     rows = _rows_of_rank(job, setup) * setup.micro_batch
     query, key_value, value = head_sizes(model)
     needed = kv_heads_needed(model, setup.tp)
     if setup.attention == "tensor":
         whole = rows * setup.tp * model.hidden * width
-        before = Exchange("sequence", "tp", "tp", "all_gather", whole, "before_attention")
-        after = Exchange("attention_sum", "tp", "tp", "reduce_scatter", whole, "after_attention")
+        before = StepCollective("sequence", "tp", "tp", "all_gather", whole, "before_attention")
+        after = StepCollective("attention_sum", "tp", "tp", "reduce_scatter", whole, "after_attention")
     else:
         to_heads = rows * (model.heads * query + sum(needed) * key_value) * width
-        before = Exchange("heads", "tp", "tp", "all_to_all_v", to_heads, "before_attention")
+        before = StepCollective("heads", "tp", "tp", "all_to_all_v", to_heads, "before_attention")
         to_rows = rows * model.heads * value * width
-        after = Exchange("rows", "tp", "tp", "all_to_all_v", to_rows, "after_attention")
+        after = StepCollective("rows", "tp", "tp", "all_to_all_v", to_rows, "after_attention")
     block = rows * setup.tp * max(needed) * key_value * width
     if software.context == "ring":
-        context = Exchange("context", "cp", "cp", SEND_RECV, block, "context", setup.cp - 1)
+        context = StepCollective("context", "cp", "cp", SEND_RECV, block, "context", setup.cp - 1)
     else:
-        context = Exchange("context", "cp", "cp", "all_gather", block * setup.cp, "context")
+        context = StepCollective("context", "cp", "cp", "all_gather", block * setup.cp, "context")
     return _kept(setup, before, context, after)
 
 
-def _dense(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+def _dense(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     """List the exchanges of a dense FFN, or a shared expert, that tp splits: the sequence is gathered before it, and the sums
     are scattered."""
     if not splits_ffn(software, setup.attention):
@@ -225,29 +225,29 @@ def _dense(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
     whole = _rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
     return _kept(
         setup,
-        Exchange("ffn_sequence", "tp", "tp", "all_gather", whole, "before_ffn"),
-        Exchange("ffn_sum", "tp", "tp", "reduce_scatter", whole, "after_ffn"),
+        StepCollective("ffn_sequence", "tp", "tp", "all_gather", whole, "before_ffn"),
+        StepCollective("ffn_sum", "tp", "tp", "reduce_scatter", whole, "after_ffn"),
     )
 
 
-def _experts(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
-    before: tuple[Exchange, ...] = ()
-    after: tuple[Exchange, ...] = ()
+def _experts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
+    before: tuple[StepCollective, ...] = ()
+    after: tuple[StepCollective, ...] = ()
     if job.model.shared_width:
         before, after = _halves(_dense(job, setup, software))
     if software.balances:
         size = (2 * job.model.experts + 3) * _STATISTIC_BYTES
-        before = (*_kept(setup, Exchange("balance", "stage", "dp", "all_reduce", size, "router")), *before)
+        before = (*_kept(setup, StepCollective("balance", "stage", "dp", "all_reduce", size, "router")), *before)
     if setup.dispatch == "all_gather":
         return (*before, *_gathered(job, setup, software), *after)
     return (*before, *_exchanged(job, setup, software), *after)
 
 
-def _halves(pair: tuple[Exchange, ...]) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+def _halves(pair: tuple[StepCollective, ...]) -> tuple[tuple[StepCollective, ...], tuple[StepCollective, ...]]:
     return pair[:1], pair[1:]
 
 
-def _exchanged(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+def _exchanged(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     """all_to_all over ep, all_gather over etp, and back."""
     model = job.model
     rows = dispatched_rows(job, setup)
@@ -255,16 +255,16 @@ def _exchanged(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ..
     return _kept(
         setup,
         *_counts(job, setup, software),
-        Exchange("dispatch", "ep", "ep", "all_to_all_v", size, "dispatch"),
-        Exchange("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch"),
-        Exchange("experts_gather", "etp", "ep", "all_gather", size * setup.etp, "gather_experts"),
-        Exchange("experts_gather_weights", "etp", "ep", "all_gather", weights * setup.etp, "gather_experts"),
-        Exchange("experts_sum", "etp", "ep", "reduce_scatter", size * setup.etp, "scatter_experts"),
-        Exchange("combine", "ep", "ep", "all_to_all_v", size, "combine"),
+        StepCollective("dispatch", "ep", "ep", "all_to_all_v", size, "dispatch"),
+        StepCollective("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch"),
+        StepCollective("experts_gather", "etp", "ep", "all_gather", size * setup.etp, "gather_experts"),
+        StepCollective("experts_gather_weights", "etp", "ep", "all_gather", weights * setup.etp, "gather_experts"),
+        StepCollective("experts_sum", "etp", "ep", "reduce_scatter", size * setup.etp, "scatter_experts"),
+        StepCollective("combine", "ep", "ep", "all_to_all_v", size, "combine"),
     )
 
 
-def _gathered(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     """All tokens go to all ranks that hold experts, with their choices and weights, and sums come back."""
     model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
     tokens = _rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
@@ -272,23 +272,25 @@ def _gathered(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...
     return _kept(
         setup,
         *_counts(job, setup, software),
-        Exchange("choices", axis, "ep", "all_gather", tokens * model.top_k * _INDEX_BYTES, "counts"),
-        Exchange("tokens", axis, "ep", "all_gather", size, "dispatch"),
-        Exchange("weights", axis, "ep", "all_gather", tokens * model.top_k * _WEIGHT_BYTES, "combine"),
-        Exchange("tokens_sum", axis, "ep", "reduce_scatter", size, "combine"),
+        StepCollective("choices", axis, "ep", "all_gather", tokens * model.top_k * _INDEX_BYTES, "counts"),
+        StepCollective("tokens", axis, "ep", "all_gather", size, "dispatch"),
+        StepCollective("weights", axis, "ep", "all_gather", tokens * model.top_k * _WEIGHT_BYTES, "combine"),
+        StepCollective("tokens_sum", axis, "ep", "reduce_scatter", size, "combine"),
     )
 
 
-def _counts(job: Job, setup: Setup, software: Software) -> tuple[Exchange, ...]:
+def _counts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     """How many rows go where. Padded rows need none, but for what ranks tell each other beside (:class:`Software`)."""
     fixed, each = software.count_words
     if job.capacity_factor is not None and not fixed:
         return ()
     size = (fixed + each * job.model.experts) * _INDEX_BYTES * setup.ep * setup.etp
-    return (Exchange("counts", "etp_ep" if setup.etp > 1 else "ep", "ep", "all_gather", size, "counts"),)
+    return (StepCollective("counts", "etp_ep" if setup.etp > 1 else "ep", "ep", "all_gather", size, "counts"),)
 
 
-def _parameters(job: Job, setup: Setup, software: Software, moe: bool, *, again: bool = False) -> tuple[Exchange, ...]:
+def _parameters(
+    job: Job, setup: Setup, software: Software, moe: bool, *, again: bool = False
+) -> tuple[StepCollective, ...]:
     """ZeRO-3: a layer's weights are gathered where they are needed."""
     if setup.zero < 3:
         return ()
@@ -297,7 +299,7 @@ def _parameters(job: Job, setup: Setup, software: Software, moe: bool, *, again:
     return _kept(setup, *(map(_again, found) if again else found))
 
 
-def _gradients(job: Job, setup: Setup, software: Software, moe: bool) -> tuple[Exchange, ...]:
+def _gradients(job: Job, setup: Setup, software: Software, moe: bool) -> tuple[StepCollective, ...]:
     """ZeRO-2 and 3: what is not kept whole is summed with every micro-batch."""
     if setup.zero < 2:
         return ()
@@ -305,20 +307,20 @@ def _gradients(job: Job, setup: Setup, software: Software, moe: bool) -> tuple[E
     return _kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items()))
 
 
-def _gathered_weights(axis: str, elements: int, software: Software, count: int = 1) -> Exchange:
+def _gathered_weights(axis: str, elements: int, software: Software, count: int = 1) -> StepCollective:
     size = elements * software.parameter_bytes
-    return Exchange(f"{axis}_parameters", axis, "dp", "all_gather", size, "parameters", count)
+    return StepCollective(f"{axis}_parameters", axis, "dp", "all_gather", size, "parameters", count)
 
 
-def _scattered_sum(axis: str, elements: int, software: Software, count: int = 1) -> Exchange:
+def _scattered_sum(axis: str, elements: int, software: Software, count: int = 1) -> StepCollective:
     size = elements * software.gradient_bytes
-    return Exchange(f"{axis}_gradients", axis, "dp", "reduce_scatter", size, "gradients", count)
+    return StepCollective(f"{axis}_gradients", axis, "dp", "reduce_scatter", size, "gradients", count)
 
 
 # What a step sends beside its layers
 
 
-def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[Exchange, ...]:
+def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[StepCollective, ...]:
     """List the exchanges of one rank of pipeline stage ``stage``, for a whole step, beside what its layers send for each
     micro-batch.
 
@@ -336,10 +338,10 @@ def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0
     )
 
 
-def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[Exchange, ...]:
+def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[StepCollective, ...]:
     """Everything that one rank of this stage sends in a step."""
     micro_batches = setup.micro_batches(job)
-    found: list[Exchange] = []
+    found: list[StepCollective] = []
     for moe, count in zip((False, True), layers_of(job.model, setup, stage), strict=True):
         if count:
             layer = layer_forward(job, setup, software, moe=moe) + layer_backward(job, setup, software, moe=moe)
@@ -347,50 +349,52 @@ def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) ->
     return (*found, *step_exchanges(job, setup, software, stage=stage))
 
 
-def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
+def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
     first, but for the model's own ends."""
     size = _rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
     sent = setup.micro_batches(job)
     forth, back = (sent * (setup.vpp - (stage == end)) for end in (setup.pp - 1, 0))
-    activations = Exchange("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
+    activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
     return _kept(setup, activations, replace(_mirrored(activations), count=back))
 
 
-def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
+def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are summed and scattered, the
     head's input is gathered, and the loss needs the largest logit, the label's and the sum of exponentials (Megatron-LM)."""
     sent, whole = setup.micro_batches(job), _rows_of_rank(job, setup) * setup.tp * setup.micro_batch
-    found: list[Exchange] = []
+    found: list[StepCollective] = []
     if software.splits_ends:
         size = whole * job.model.hidden * software.activation_bytes
         if stage == 0:
-            embedding = Exchange("embedding", "tp", "tp", "reduce_scatter", size, "embedding", sent)
+            embedding = StepCollective("embedding", "tp", "tp", "reduce_scatter", size, "embedding", sent)
             found += [embedding, _mirrored(embedding)]
         if stage == setup.pp - 1:
-            head = Exchange("head", "tp", "tp", "all_gather", size, "head", sent)
+            head = StepCollective("head", "tp", "tp", "all_gather", size, "head", sent)
             again = [replace(head, name="head_again")] if software.gathers_again else []
             found += [head, *again, _mirrored(head)]
-            found.append(Exchange("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * sent))
+            found.append(StepCollective("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * sent))
     axis = "world" if software.sums_loss_over_world else "dp_cp"
     if axis == "world" or stage == setup.pp - 1:
-        found.append(Exchange("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
+        found.append(StepCollective("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
     return _kept(setup, *found)
 
 
-def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Exchange, ...]:
+def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """List the sums of gradients, and the gathers of sharded parameters, over the data-parallel ranks.
 
     Without ZeRO that is an all_reduce, with ZeRO 1 a reduce_scatter and an all_gather. With ZeRO 2 the layers sum their gradients
     themselves, and with ZeRO 3 they gather their parameters too, so neither is listed here.
     """
-    found: list[Exchange] = []
+    found: list[StepCollective] = []
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
-    found.append(Exchange("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
+    found.append(StepCollective("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
     if job.model.ties_embeddings and setup.pp > 1 and stage in (0, setup.pp - 1):
         # Of the first and last stage alone; there is no axis of those two.
         _, size = end_parameters(job.model, setup, software, 0)[0][0]
-        found.append(Exchange("tied_gradients", "pp", "pp", "all_reduce", size * software.gradient_bytes, "gradients"))
+        found.append(
+            StepCollective("tied_gradients", "pp", "pp", "all_reduce", size * software.gradient_bytes, "gradients")
+        )
     if setup.zero == 0:
         found += _all_reduced(job, setup, software, stage)
     elif software.bucket_bytes is not None and setup.zero == 1:
@@ -400,7 +404,7 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[Excha
     return _kept(setup, *found)
 
 
-def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list[Exchange]:
+def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     if software.bucket_bytes is None:
         units = _units(job, setup, software, stage)
         sums = [(axis, elements * software.gradient_bytes, count) for axis, elements, count in units]
@@ -409,11 +413,12 @@ def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list
         cut = bucket_bytes(held, software.gradient_bytes, software.bucket_bytes)
         sums = [(axis, size, count) for axis, sizes in cut.items() for size, count in Counter(sizes).items()]
     return [
-        Exchange(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count) for axis, size, count in sums
+        StepCollective(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count)
+        for axis, size, count in sums
     ]
 
 
-def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> list[Exchange]:
+def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     """One reduce_scatter of each axis' gradients after the backward pass, one all_gather of its parameters after the step."""
     totals: dict[str, int] = {}
     for axis, elements in stage_parameters(job.model, setup, software, stage):
@@ -426,7 +431,7 @@ def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> 
     return found
 
 
-def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[Exchange]:
+def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     """ZeRO-1 to 3, layer by layer. From 2 on the layers send their own gradients; what is no layer's is sent with every
     micro-batch too."""
     sent = setup.micro_batches(job)
