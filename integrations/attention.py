@@ -36,7 +36,7 @@ from commlayer.integrations.linear import (
     even_rows,
     gather_sequence,
 )
-from commlayer.integrations.remat import Promise, promise_of, recomputable, start_before
+from commlayer.integrations.remat import Promise, recomputable, recomputable_from, start_before
 from commlayer.integrations.wire import WireChoice, wired
 from commlayer.profiles.errors import UsageError
 
@@ -193,13 +193,9 @@ class ParallelAttention(nn.Module):
         gathered = gather_sequence(x, self.tp, sum(rows))
         if self.tp.size == 1:  # the same memory
             return gathered, None
-        source, shape = promise_of(x), x.shape
-        if source is not None:
-            return gathered, recomputable(
-                gathered, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)), source
-            )
-        kept = x.detach()
-        return gathered, recomputable(gathered, lambda: gather_sequence(kept, self.tp, sum(rows)), inputs=(kept,))
+        shape = x.shape
+        promise = recomputable_from(x, gathered, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)))
+        return gathered, promise
 
     def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
         if layer.dim is not None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.profiles.errors import DisagreementError, TensorError
-
-if TYPE_CHECKING:
-    from commlayer.integrations.moe.handle import ExpertGrid
 
 __all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from commlayer.collectives import GroupCommunicator
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.wire import WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
-__all__ = ["DispatchWire", "WireGroups", "dispatch_wire", "number_of_wire"]
+__all__ = ["DispatchWire", "dispatch_wire", "number_of_wire"]
 
 _NATIVE = WirePolicy()
 
@@ -64,23 +63,3 @@ def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
 def number_of_wire(wire: DispatchWire) -> int:
     """Return a number below 2¹⁸ that differs where ranks allow different things, but for chance."""
     return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
-
-
-class WireGroups:
-    """The communicators of a dispatcher: ``out`` and ``home`` over the EP ranks, and over all ranks for tokens that are
-    gathered.
-    """
-
-    def __init__(self, ep: GroupCommunicator, both: GroupCommunicator, wire: DispatchWire) -> None:
-        self.wire = wire
-        self.out, self.home = _pair(ep, wire)
-        self.all_out, self.all_home = (self.out, self.home) if both is ep else _pair(both, wire)
-
-
-def _pair(group: GroupCommunicator, wire: DispatchWire) -> tuple[GroupCommunicator, GroupCommunicator]:
-    if wire.is_native:
-        return group, group
-    return (
-        group.with_wire(wire.dispatch, wire.dispatch_gradient),
-        group.with_wire(wire.combine, wire.combine_gradient),
-    )
