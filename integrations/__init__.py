@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from commlayer.integrations.fsdp import PlannedAllGather as PlannedAllGather
     from commlayer.integrations.fsdp import PlannedReduceScatter as PlannedReduceScatter
     from commlayer.integrations.fsdp import plan_fsdp as plan_fsdp
+    from commlayer.integrations.gradients import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.gradients import synchronise_gradients as synchronise_gradients
     from commlayer.integrations.groups import planned_group as planned_group
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
     from commlayer.integrations.linear import ReplicatedLinear as ReplicatedLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
-    from commlayer.integrations.mesh import mark_experts as mark_experts
     from commlayer.integrations.model import ModelConfig as ModelConfig
     from commlayer.integrations.model import MoELanguageModel as MoELanguageModel
     from commlayer.integrations.moe.dispatcher import TokenDispatcher as TokenDispatcher
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.routing import Routing as Routing
     from commlayer.integrations.moe.ways import DispatchWire as DispatchWire
     from commlayer.integrations.norm import RMSNorm as RMSNorm
+    from commlayer.integrations.parameter_marks import mark_experts as mark_experts
+    from commlayer.integrations.parameter_marks import mark_replicated as mark_replicated
     from commlayer.integrations.parameters import ShardedOptimizer as ShardedOptimizer
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
     from commlayer.integrations.remat import recomputable as recomputable
-    from commlayer.integrations.replication import mark_replicated as mark_replicated
-    from commlayer.integrations.replication import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.wire import LaneWires as LaneWires
     from commlayer.integrations.wire import tensor_parallel_wire as tensor_parallel_wire
     from commlayer.scheduler.mapping.folded import FoldedMapping as FoldedMapping
@@ -68,14 +68,14 @@ _HOME = {
     "ShardedOptimizer": "parameters",
     "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
-    "mark_experts": "mesh",
-    "mark_replicated": "replication",
+    "mark_experts": "parameter_marks",
+    "mark_replicated": "parameter_marks",
     "merge_sequence": "context_parallel",
     "plan_ddp": "ddp",
     "plan_fsdp": "fsdp",
     "planned_group": "groups",
     "recomputable": "remat",
-    "reduce_replicated_gradients": "replication",
+    "reduce_replicated_gradients": "gradients",
     "run_pipeline": "pipeline",
     "split_sequence": "context_parallel",
     "synchronise_gradients": "gradients",

@@ -90,7 +90,7 @@ class ParallelAttention(nn.Module):
         UsageError: heads that cannot be shared so.
 
     Parameters that every rank has whole (all with ``ulysses``; ``k`` and ``v`` with ``tensor`` where tp does not divide their
-    heads) are marked for :func:`~commlayer.integrations.replication.reduce_replicated_gradients`.
+    heads) are marked for :func:`~commlayer.integrations.gradients.reduce_replicated_gradients`.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
-from commlayer.integrations.replication import mark_replicated
+from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.wire import LaneWires
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]

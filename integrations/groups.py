@@ -10,7 +10,7 @@ from commlayer.agree.messages import Message, Peers, gather_messages
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.settings import Settings
 
-__all__ = ["check_same_ranks", "planned_group"]
+__all__ = ["check_same_ranks", "planned_gradient_group", "planned_group"]
 
 
 class _Ranks(Message, frozen=True):
@@ -59,6 +59,14 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     if ours is None:
         raise GroupError(f"rank {dist.get_rank()} is not in its own group of ranks {mine}")
     return ours
+
+
+def planned_gradient_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Make a :func:`planned_group` of ``group``'s ranks on lane dp."""
+    made = planned_group(group)
+    # Held, but not cut more finely: perhaps nobody goes before. COMMLAYER_LANES=on, or use_lane("dp"), cuts.
+    made.use_lane("dp", fine=False)  # type: ignore[attr-defined]
+    return made
 
 
 def _check_possible(everyones: Sequence[tuple[int, ...]]) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.replication import mark_replicated
+from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.wire import WireChoice, wired
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.transfers import differentiable_once

@@ -22,8 +22,8 @@ from commlayer.integrations.linear import ReplicatedLinear, even_rows
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
+from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pipeline import Schedule, run_pipeline
-from commlayer.integrations.replication import mark_replicated
 from commlayer.integrations.wire import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 

@@ -11,9 +11,7 @@ Nothing is encoded that neither the program nor that variable allows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-import torch
 import torch.distributed as dist
 
 from commlayer.agree.maximum import is_agreed
@@ -21,14 +19,13 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.profiles.errors import DisagreementError, UsageError
-from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WireFormat, WirePolicy, parse_wire
+from commlayer.scheduler.wire import Scaling, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
 __all__ = [
     "LaneWires",
     "WireChoice",
     "compressed_group",
-    "flat_rows",
     "require_same_wire",
     "tensor_parallel_wire",
     "wire_policy",
@@ -37,7 +34,6 @@ __all__ = [
 
 WireChoice = WirePolicy | str | None
 """A policy; formats as :func:`commlayer.scheduler.wire.parse_wire` reads them; None: what COMMLAYER_WIRE says."""
-_WIDEST, _NARROWEST = 8 * GROUP_SIZE, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,25 +138,3 @@ def wired(
     if forth is None and back is None and not has_its_own:
         return communicator
     return communicator.with_wire(forth, back)
-
-
-def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1, *, is_shared: bool = False) -> torch.Tensor:
-    """View ``flat`` [parts · s] as the rows [parts · s / W, W] that share scales, of which each part has whole ones; a view.
-
-    Itself where no format of ``policy`` has scales. Where no width suits, a part is one row, which is not cut. ``is_shared``: for
-    an all_reduce, whose ranks share its rows out; one row would all be summed by one rank, so it goes natively where it may.
-    """
-    if not flat.numel() or not any(each.is_scaled for each in policy.formats):
-        return flat
-    width = _row_width(flat.numel() // parts)
-    if width is None:
-        return flat if is_shared and WireFormat.NATIVE in policy.formats else flat.view(parts, -1)
-    return flat.view(-1, width)
-
-
-@lru_cache(maxsize=1024)
-def _row_width(elements: int) -> int | None:
-    """The widest of 1024 elements or less that divides ``elements``, whole groups of 128 first; None where only small ones do."""
-    groups = range(_WIDEST, 0, -GROUP_SIZE)
-    others = range(_WIDEST, _NARROWEST - 1, -1)
-    return next((width for each in (groups, others) for width in each if elements % width == 0), None)

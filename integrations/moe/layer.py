@@ -20,7 +20,7 @@ from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.integrations.moe.ways import DispatchWire
-from commlayer.integrations.replication import mark_replicated
+from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]
