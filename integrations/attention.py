@@ -33,10 +33,10 @@ from commlayer.integrations.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    even_rows,
     gather_sequence,
 )
 from commlayer.integrations.remat import Promise, recomputable, recomputable_from, start_before
+from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire import WireChoice, wired
 from commlayer.profiles.errors import UsageError
 

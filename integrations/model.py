@@ -18,12 +18,13 @@ from commlayer.integrations.block import MoETransformerLayer, sequence_groups
 from commlayer.integrations.buckets import BUCKET_BYTES, GradientBuckets
 from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.linear import ReplicatedLinear, even_rows
+from commlayer.integrations.linear import ReplicatedLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pipeline import Schedule, run_pipeline
+from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 

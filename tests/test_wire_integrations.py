@@ -44,7 +44,7 @@ from commlayer.integrations import (
     tensor_parallel_wire,
 )
 from commlayer.integrations.flat_buffers import flat_rows
-from commlayer.integrations.linear import even_rows
+from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire import wire_policy
 from commlayer.profiles.errors import DisagreementError, GroupError, SettingsError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.ways import DispatchWire
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["ExpertGrid", "WireGroups"]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Experts
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
 from commlayer.integrations.moe.ways import DispatchWire
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import choose_slices

@@ -36,9 +36,9 @@ from commlayer.integrations.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    even_rows,
 )
 from commlayer.integrations.parameter_marks import mark_replicated, replicated_parameters
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
