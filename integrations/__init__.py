@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.router import Router as Router
     from commlayer.integrations.moe.router import RouterConfig as RouterConfig
     from commlayer.integrations.moe.routing import Routing as Routing
-    from commlayer.integrations.moe.ways import DispatchWire as DispatchWire
     from commlayer.integrations.norm import RMSNorm as RMSNorm
     from commlayer.integrations.parameter_marks import mark_experts as mark_experts
     from commlayer.integrations.parameter_marks import mark_replicated as mark_replicated
@@ -39,18 +38,19 @@ if TYPE_CHECKING:
     from commlayer.integrations.pipeline import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
     from commlayer.integrations.remat import recomputable as recomputable
-    from commlayer.integrations.wire import LaneWires as LaneWires
-    from commlayer.integrations.wire import tensor_parallel_wire as tensor_parallel_wire
+    from commlayer.integrations.wire_choice import DispatchWire as DispatchWire
+    from commlayer.integrations.wire_choice import LaneWires as LaneWires
+    from commlayer.integrations.wire_choice import tensor_parallel_wire as tensor_parallel_wire
     from commlayer.scheduler.mapping.folded import FoldedMapping as FoldedMapping
 
 _HOME = {
     "ColumnParallelLinear": "linear",
-    "DispatchWire": "moe.ways",
+    "DispatchWire": "wire_choice",
     "FoldedMapping": "mesh",
     "FoldedMesh": "mesh",
     "GradientBuckets": "buckets",
     "GroupedExperts": "moe.experts",
-    "LaneWires": "wire",
+    "LaneWires": "wire_choice",
     "MoELanguageModel": "model",
     "MoELayer": "moe.layer",
     "MoETransformerLayer": "block",
@@ -79,7 +79,7 @@ _HOME = {
     "run_pipeline": "pipeline",
     "split_sequence": "context_parallel",
     "synchronise_gradients": "gradients",
-    "tensor_parallel_wire": "wire",
+    "tensor_parallel_wire": "wire_choice",
 }
 
 __all__ = [

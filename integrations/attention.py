@@ -37,7 +37,7 @@ from commlayer.integrations.linear import (
 )
 from commlayer.integrations.remat import Promise, recomputable, recomputable_from, start_before
 from commlayer.integrations.shares import even_rows
-from commlayer.integrations.wire import WireChoice, wired
+from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
@@ -84,7 +84,7 @@ class ParallelAttention(nn.Module):
         device: of the weights; None: torch's default.
         wire: formats in which what is sent over ``tp`` may travel in the forward pass; None: those of ``tp``, else what
             COMMLAYER_WIRE says of its lane, else its own. Of ``cp`` the last two hold.
-        gradient_wire: the same for gradients. See :func:`~commlayer.integrations.wire.tensor_parallel_wire`.
+        gradient_wire: the same for gradients. See :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire`.
 
     Raises:
         UsageError: heads that cannot be shared so.

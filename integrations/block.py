@@ -20,7 +20,7 @@ from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
-from commlayer.integrations.wire import LaneWires
+from commlayer.integrations.wire_choice import LaneWires
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
 

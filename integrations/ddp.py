@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.flat_buffers import all_reduce_flat
 from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
-from commlayer.integrations.wire import WireChoice, compressed_group, require_same_wire
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 
 __all__ = ["all_reduce_hook", "plan_ddp"]
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from commlayer.integrations.flat_buffers import all_gather_flat, reduce_scatter_flat
 from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
-from commlayer.integrations.wire import WireChoice, compressed_group, require_same_wire
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter", "plan_fsdp"]

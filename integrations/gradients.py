@@ -20,7 +20,7 @@ from commlayer.compressed import CompressedGroup
 from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.parameter_marks import holds_experts, is_expert, replicated_parameters
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_policy, require_same_wire
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, flat_policy, require_same_wire
 from commlayer.scheduler.wire import WirePolicy
 
 __all__ = ["compressed_axis", "gradient_axes", "reduce_replicated_gradients", "synchronise_gradients"]

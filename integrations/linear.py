@@ -20,7 +20,7 @@ from torch import nn
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.shares import even_rows, gather_shares
-from commlayer.integrations.wire import WireChoice, wired
+from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = [
@@ -152,7 +152,7 @@ class ColumnParallelLinear(_Linear):
         device: of the weight; None: torch's default.
         wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
             else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
-        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire.tensor_parallel_wire` has both.
+        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``out_features``; no such format.
@@ -209,7 +209,7 @@ class RowParallelLinear(_Linear):
         device: of the weight; None: torch's default.
         wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
             else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
-        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire.tensor_parallel_wire` has both.
+        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``in_features``; no such format.

@@ -25,7 +25,7 @@ from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.pipeline import Schedule, run_pipeline
 from commlayer.integrations.shares import even_rows
-from commlayer.integrations.wire import LaneWires, WireChoice
+from commlayer.integrations.wire_choice import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["MoELanguageModel", "ModelConfig"]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commlayer.integrations.flat_buffers import ROW_ELEMENTS, all_gather_flat, reduce_scatter_flat, views_in
-from commlayer.integrations.wire import WireChoice, compressed_group, require_same_wire
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 

@@ -45,7 +45,7 @@ from commlayer.integrations import (
 )
 from commlayer.integrations.flat_buffers import flat_rows
 from commlayer.integrations.shares import even_rows
-from commlayer.integrations.wire import wire_policy
+from commlayer.integrations.wire_choice import wire_policy
 from commlayer.profiles.errors import DisagreementError, GroupError, SettingsError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
 from commlayer.settings import Settings

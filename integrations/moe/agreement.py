@@ -6,6 +6,7 @@ Shapes: T tokens of this rank, K choices of each, E experts.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import DisagreementError, TensorError
 
-__all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
+__all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "number_of_wire", "require_agreement"]
 
 FINEST = 8
 """The number of slices in which tokens are counted, so that their chunks may be chosen when all counts are known."""
@@ -123,6 +125,11 @@ def number_of(parts: Sequence[int]) -> int:
     for part in parts:
         number = number * (FINEST + 1) + part
     return number
+
+
+def number_of_wire(wire: DispatchWire) -> int:
+    """Return a number below 2¹⁸ that differs where ranks allow different things, but for chance."""
+    return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
 
 
 def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:

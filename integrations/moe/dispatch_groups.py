@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["ExpertGrid", "WireGroups"]

@@ -19,8 +19,8 @@ from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]

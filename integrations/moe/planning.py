@@ -17,8 +17,8 @@ from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Experts
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
-from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import choose_slices
