@@ -66,7 +66,13 @@ class DispatchDecision:
 
 
 class DispatchPlanner:
-    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto."""
+    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto.
+
+    How each collective goes the group's own plans say; what they are predicted to take is asked of them
+    (:meth:`GroupCommunicator.predicted_us`). What is decided, and kept, here is which collectives a call makes at all, and of
+    how many tokens each: for counts that differ from step to step, which is why it is kept under rounded ones. A cache of
+    exact sizes, such as the planner's, would not know them again, and simulating all slices takes a millisecond.
+    """
 
     def __init__(
         self, grid: ExpertGrid, kind: str, slices: tuple[int, ...] | None, ways: WireGroups | None = None
