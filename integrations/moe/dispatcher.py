@@ -26,7 +26,7 @@ from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.planning import DISPATCH_KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
+from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, permute_rows, weights_of_rows
 from commlayer.integrations.remat import recomputable_from
 from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
 from commlayer.profiles.errors import TensorError, UsageError

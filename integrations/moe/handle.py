@@ -14,7 +14,7 @@ import torch
 
 from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
-from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
+from commlayer.integrations.moe.row_maps import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import GroupError
 
 __all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "Experts"]

@@ -23,7 +23,7 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
-from commlayer.integrations.pipeline import Schedule, run_pipeline
+from commlayer.integrations.pipeline_schedules import Schedule, run_pipeline
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
@@ -45,7 +45,7 @@ class ModelConfig:
         num_layers: in the whole model.
         seed: of all weights.
         wires: formats in which tokens, activations and gradients may travel.
-        schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline`.
+        schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
             (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
         bucket_bytes: the largest size of a bucket.

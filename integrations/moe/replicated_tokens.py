@@ -19,7 +19,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import Experts
-from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
+from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, make_row_map
 from commlayer.integrations.shares import gather_shares, take_share
 from commlayer.profiles.errors import TensorError, UsageError
 
