@@ -105,9 +105,6 @@ class Bucket:
             return work
         return all_reduce_flat(self.compressed, flat)
 
-    def begin_anew(self) -> None:
-        self.is_there = [False] * len(self.parameters)
-
 
 class BucketLine:
     """Buckets in the order in which all ranks start them."""
@@ -167,7 +164,7 @@ class BucketLine:
     def _begin_anew(self) -> None:
         self._started = []
         for bucket in self.buckets:
-            bucket.begin_anew()
+            bucket.is_there = [False] * len(bucket.parameters)
 
     def _start(self, bucket: Bucket) -> None:
         flat, started = bucket.buffer(), _Started()

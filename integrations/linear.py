@@ -204,12 +204,7 @@ class RowParallelLinear(_Linear):
         tp: the ranks that share the weight.
         sequence_parallel: each rank gets its rows of the sum, [S/tp, B, out], by :func:`even_rows`. False: all of it.
         bias: zeros at first; whole on every rank, added to the sum.
-        generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
-        dtype: of the weight; None: torch's default.
-        device: of the weight; None: torch's default.
-        wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
-            else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
-        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
+        generator, dtype, device, wire, gradient_wire: as of :class:`ColumnParallelLinear`.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``in_features``; no such format.

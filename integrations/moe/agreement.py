@@ -17,7 +17,16 @@ from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import DisagreementError, TensorError
 
-__all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "number_of_wire", "require_agreement"]
+__all__ = [
+    "FINEST",
+    "HEAD",
+    "Offer",
+    "agree_on_experts",
+    "check_capacity",
+    "number_of",
+    "number_of_wire",
+    "require_agreement",
+]
 
 FINEST = 8
 """The number of slices in which tokens are counted, so that their chunks may be chosen when all counts are known."""
@@ -132,6 +141,13 @@ def number_of_wire(wire: DispatchWire) -> int:
     return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
 
 
+def check_capacity(counts: torch.Tensor, capacity: int) -> None:
+    """Raise TensorError where an expert has more choices, ``counts`` [E], than its capacity."""
+    fullest = int(counts.max())
+    if fullest > capacity:
+        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
+
+
 def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
     """Rows that this rank sends, [FINEST, E], on the host."""
     if indices.dim() != 2 or indices.dtype != torch.int64:
@@ -149,9 +165,7 @@ def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> tor
     counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).cpu().view(FINEST, num_experts)
     if capacity is None:
         return counts
-    fullest = int(counts.sum(0).max())
-    if fullest > capacity:
-        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
+    check_capacity(counts.sum(0), capacity)
     padded = torch.zeros_like(counts)
     padded[0] = capacity
     return padded

@@ -17,11 +17,12 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
+from commlayer.integrations.moe.agreement import check_capacity
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import Experts
 from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, make_row_map
 from commlayer.integrations.shares import gather_shares, take_share
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.errors import UsageError
 
 __all__ = ["ReplicatedDispatcher", "run_shares"]
 
@@ -60,12 +61,7 @@ class ReplicatedDispatcher:
         ``capacity``: rows of every expert, from each rank of EP. Collective over the grid, and differentiable.
         Raises TensorError where an expert has more choices than that.
         """
-        kept = indices[indices >= 0]
-        fullest = int(torch.bincount(kept, minlength=self.num_experts).max())
-        if fullest > capacity:
-            raise TensorError(
-                f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)"
-            )
+        check_capacity(torch.bincount(indices[indices >= 0], minlength=self.num_experts), capacity)
         rows = make_row_map(indices, self.num_experts, capacity)
         local = self.num_experts // self._ep_size
         arrived = self.communicator.all_to_all(gather_rows(x, rows))  # [EP, local expert, capacity, H]
