@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import DisagreementError, TensorError
 
@@ -74,7 +75,10 @@ class Offer:
             empty[HEAD.index("refusal")] = 1
             return empty
         if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
-            raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
+            raise TensorError(
+                f"{who()}indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}: expected tokens [tokens, "
+                "hidden], and a row of choices for each"
+            )
         counts = _count(self.indices, grid.num_experts, self.capacity)
         hidden, dtype = -1, -1
         if self.like is not None:
@@ -145,18 +149,22 @@ def check_capacity(counts: torch.Tensor, capacity: int) -> None:
     """Raise TensorError where an expert has more choices, ``counts`` [E], than its capacity."""
     fullest = int(counts.max())
     if fullest > capacity:
-        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
+        raise TensorError(
+            f"{who()}an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)"
+        )
 
 
 def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
     """Rows that this rank sends, [FINEST, E], on the host."""
     if indices.dim() != 2 or indices.dtype != torch.int64:
-        raise TensorError(f"indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}")
+        raise TensorError(
+            f"{who()}indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}"
+        )
     if indices.numel():
         low, high = (int(bound) for bound in torch.aminmax(indices))
         if low < -1 or high >= num_experts:
             raise TensorError(
-                f"indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
+                f"{who()}indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
             )
     num_tokens = indices.shape[0]
     bounds = torch.tensor([num_tokens * part // FINEST for part in range(1, FINEST)])

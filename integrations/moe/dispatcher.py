@@ -297,7 +297,7 @@ class TokenDispatcher:
         self._check_handle(handle)
         if x.dim() != 2 or x.shape[0] != handle.num_tokens:
             raise TensorError(
-                f"expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
+                f"{who()}expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
             )
         self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
 
@@ -315,7 +315,7 @@ class TokenDispatcher:
         if weights is None:
             return
         if tuple(weights.shape) != shape:
-            raise TensorError(f"weights must be {list(shape)}, got {list(weights.shape)}")
+            raise TensorError(f"{who()}weights must be {list(shape)}, got {list(weights.shape)}")
         if (sound is None or sound() is not weights) and not bool(torch.isfinite(weights).all()):
             raise TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")
 
