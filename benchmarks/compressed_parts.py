@@ -21,8 +21,8 @@ import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.compressed import CompressedGroup
 from commlayer.integrations.examples.train import TrainOptions, train
+from commlayer.integrations.language_model import ModelConfig
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import ModelConfig
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.scheduler.wire import Wire, WireFormat, WirePolicy

@@ -42,10 +42,10 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.lanes import lanes
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.linear import even_rows
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
+from commlayer.integrations.shares import even_rows
 from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.statistics import reset_stats, stats

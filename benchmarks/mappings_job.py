@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from commlayer.integrations.model import ModelConfig
+from commlayer.integrations.language_model import ModelConfig
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.job import Job, Setup

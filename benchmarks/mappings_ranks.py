@@ -19,8 +19,8 @@ from mappings_job import GPUS, MODEL, NODES, RANKS, SEQUENCE, Case
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.block import MoETransformerLayer
 from commlayer.integrations.context_parallel import context_parallel_attention
+from commlayer.integrations.language_model import MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.group_profiler import measure_groups
 from commlayer.measure.profiler import SweepOptions

@@ -16,45 +16,45 @@ if TYPE_CHECKING:
     from commlayer.integrations.fsdp import PlannedAllGather as PlannedAllGather
     from commlayer.integrations.fsdp import PlannedReduceScatter as PlannedReduceScatter
     from commlayer.integrations.fsdp import plan_fsdp as plan_fsdp
+    from commlayer.integrations.gradients import reduce_replicated_gradients as reduce_replicated_gradients
     from commlayer.integrations.gradients import synchronise_gradients as synchronise_gradients
     from commlayer.integrations.groups import planned_group as planned_group
+    from commlayer.integrations.language_model import ModelConfig as ModelConfig
+    from commlayer.integrations.language_model import MoELanguageModel as MoELanguageModel
     from commlayer.integrations.linear import ColumnParallelLinear as ColumnParallelLinear
     from commlayer.integrations.linear import ReplicatedLinear as ReplicatedLinear
     from commlayer.integrations.linear import RowParallelLinear as RowParallelLinear
     from commlayer.integrations.mesh import FoldedMesh as FoldedMesh
-    from commlayer.integrations.mesh import mark_experts as mark_experts
-    from commlayer.integrations.model import ModelConfig as ModelConfig
-    from commlayer.integrations.model import MoELanguageModel as MoELanguageModel
     from commlayer.integrations.moe.dispatcher import TokenDispatcher as TokenDispatcher
     from commlayer.integrations.moe.experts import GroupedExperts as GroupedExperts
     from commlayer.integrations.moe.layer import MoELayer as MoELayer
     from commlayer.integrations.moe.router import Router as Router
     from commlayer.integrations.moe.router import RouterConfig as RouterConfig
     from commlayer.integrations.moe.routing import Routing as Routing
-    from commlayer.integrations.moe.ways import DispatchWire as DispatchWire
     from commlayer.integrations.norm import RMSNorm as RMSNorm
-    from commlayer.integrations.parameters import ShardedOptimizer as ShardedOptimizer
-    from commlayer.integrations.pipeline import run_pipeline as run_pipeline
+    from commlayer.integrations.parameter_marks import mark_experts as mark_experts
+    from commlayer.integrations.parameter_marks import mark_replicated as mark_replicated
+    from commlayer.integrations.pipeline_schedules import run_pipeline as run_pipeline
     from commlayer.integrations.remat import Rematerialise as Rematerialise
     from commlayer.integrations.remat import recomputable as recomputable
-    from commlayer.integrations.replication import mark_replicated as mark_replicated
-    from commlayer.integrations.replication import reduce_replicated_gradients as reduce_replicated_gradients
-    from commlayer.integrations.wire import LaneWires as LaneWires
-    from commlayer.integrations.wire import tensor_parallel_wire as tensor_parallel_wire
+    from commlayer.integrations.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from commlayer.integrations.wire_choice import DispatchWire as DispatchWire
+    from commlayer.integrations.wire_choice import LaneWires as LaneWires
+    from commlayer.integrations.wire_choice import tensor_parallel_wire as tensor_parallel_wire
     from commlayer.scheduler.mapping.folded import FoldedMapping as FoldedMapping
 
 _HOME = {
     "ColumnParallelLinear": "linear",
-    "DispatchWire": "moe.ways",
+    "DispatchWire": "wire_choice",
     "FoldedMapping": "mesh",
     "FoldedMesh": "mesh",
     "GradientBuckets": "buckets",
     "GroupedExperts": "moe.experts",
-    "LaneWires": "wire",
-    "MoELanguageModel": "model",
+    "LaneWires": "wire_choice",
+    "MoELanguageModel": "language_model",
     "MoELayer": "moe.layer",
     "MoETransformerLayer": "block",
-    "ModelConfig": "model",
+    "ModelConfig": "language_model",
     "ParallelAttention": "attention",
     "PlannedAllGather": "fsdp",
     "PlannedReduceScatter": "fsdp",
@@ -65,21 +65,21 @@ _HOME = {
     "RouterConfig": "moe.router",
     "Routing": "moe.routing",
     "RowParallelLinear": "linear",
-    "ShardedOptimizer": "parameters",
+    "ShardedOptimizer": "sharded_optimizer",
     "TokenDispatcher": "moe.dispatcher",
     "all_reduce_hook": "ddp",
-    "mark_experts": "mesh",
-    "mark_replicated": "replication",
+    "mark_experts": "parameter_marks",
+    "mark_replicated": "parameter_marks",
     "merge_sequence": "context_parallel",
     "plan_ddp": "ddp",
     "plan_fsdp": "fsdp",
     "planned_group": "groups",
     "recomputable": "remat",
-    "reduce_replicated_gradients": "replication",
-    "run_pipeline": "pipeline",
+    "reduce_replicated_gradients": "gradients",
+    "run_pipeline": "pipeline_schedules",
     "split_sequence": "context_parallel",
     "synchronise_gradients": "gradients",
-    "tensor_parallel_wire": "wire",
+    "tensor_parallel_wire": "wire_choice",
 }
 
 __all__ = [

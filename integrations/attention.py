@@ -33,11 +33,11 @@ from commlayer.integrations.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    even_rows,
     gather_sequence,
 )
-from commlayer.integrations.remat import Promise, promise_of, recomputable, start_before
-from commlayer.integrations.wire import WireChoice, wired
+from commlayer.integrations.remat import Promise, recomputable, recomputable_from, start_before
+from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["HeadShare", "ParallelAttention", "apply_rope", "head_shares"]
@@ -84,13 +84,13 @@ class ParallelAttention(nn.Module):
         device: of the weights; None: torch's default.
         wire: formats in which what is sent over ``tp`` may travel in the forward pass; None: those of ``tp``, else what
             COMMLAYER_WIRE says of its lane, else its own. Of ``cp`` the last two hold.
-        gradient_wire: the same for gradients. See :func:`~commlayer.integrations.wire.tensor_parallel_wire`.
+        gradient_wire: the same for gradients. See :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire`.
 
     Raises:
         UsageError: heads that cannot be shared so.
 
     Parameters that every rank has whole (all with ``ulysses``; ``k`` and ``v`` with ``tensor`` where tp does not divide their
-    heads) are marked for :func:`~commlayer.integrations.replication.reduce_replicated_gradients`.
+    heads) are marked for :func:`~commlayer.integrations.gradients.reduce_replicated_gradients`.
     """
 
     def __init__(
@@ -193,13 +193,9 @@ class ParallelAttention(nn.Module):
         gathered = gather_sequence(x, self.tp, sum(rows))
         if self.tp.size == 1:  # the same memory
             return gathered, None
-        source, shape = promise_of(x), x.shape
-        if source is not None:
-            return gathered, recomputable(
-                gathered, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)), source
-            )
-        kept = x.detach()
-        return gathered, recomputable(gathered, lambda: gather_sequence(kept, self.tp, sum(rows)), inputs=(kept,))
+        shape = x.shape
+        promise = recomputable_from(x, gathered, lambda made: gather_sequence(made.view(shape), self.tp, sum(rows)))
+        return gathered, promise
 
     def _weight_of_kv(self, layer: ColumnParallelLinear | ReplicatedLinear) -> torch.Tensor:
         if layer.dim is not None:

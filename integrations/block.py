@@ -19,8 +19,8 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
-from commlayer.integrations.replication import mark_replicated
-from commlayer.integrations.wire import LaneWires
+from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.wire_choice import LaneWires
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
 
@@ -106,10 +106,9 @@ class MoETransformerLayer(nn.Module):
             seed=4 * seed + 1,  # and the shared experts the one after
             wire=wires.ep,
         )
-        # Every tp rank has these whole, and uses them on its own rows.
-        for part in (self.norm_1, self.norm_2, self.moe.router, self.moe.shared):
-            if part is not None:
-                mark_replicated(part)
+        # Every tp rank has these whole, and uses them on its own rows; so of the MoE layer's own.
+        for norm in (self.norm_1, self.norm_2):
+            mark_replicated(norm)
 
     def forward(self, x: torch.Tensor, seq_len: int | None = None) -> torch.Tensor:
         """Run the layer on this rank's rows [rows, B, hidden]; the result has the same shape. Collective over the

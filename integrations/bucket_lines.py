@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,10 @@ from torch import nn
 
 from commlayer.compressed import CompressedGroup
 from commlayer.engine.progress import ProgressQueue, QueuedWork
-from commlayer.integrations.wire import flat_rows
+from commlayer.integrations.flat_buffers import ROW_ELEMENTS, all_reduce_flat, views_in
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["Bucket", "BucketLine", "lines_of", "needs_one_order"]
-
-_WHOLE_ROWS = 1024
-"""Elements: a multiple of these can be cut into the rows that share scales (flat_rows)."""
 
 
 @dataclass(eq=False)
@@ -68,13 +64,9 @@ class Bucket:
             numel = sum(parameter.numel() for parameter in self.parameters)
             policy = None if self.compressed is None else self.compressed.policy
             if policy is not None and any(each.is_scaled for each in policy.formats):
-                numel = -(-numel // _WHOLE_ROWS) * _WHOLE_ROWS
+                numel = -(-numel // ROW_ELEMENTS) * ROW_ELEMENTS  # cut into whole rows that share scales
             self.flat = self.parameters[0].new_zeros(numel)
-            ends = list(accumulate((parameter.numel() for parameter in self.parameters), initial=0))
-            self.views = [
-                self.flat[start:end].view(parameter.shape)
-                for (start, end), parameter in zip(pairwise(ends), self.parameters, strict=True)
-            ]
+            self.views = views_in(self.flat, self.parameters)
         return self.flat
 
     def take(self, slot: int) -> None:
@@ -111,10 +103,7 @@ class Bucket:
         if self.compressed is None:
             work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
             return work
-        return self.compressed.all_reduce(flat_rows(flat, self.compressed.policy, is_shared=True))
-
-    def begin_anew(self) -> None:
-        self.is_there = [False] * len(self.parameters)
+        return all_reduce_flat(self.compressed, flat)
 
 
 class BucketLine:
@@ -175,7 +164,7 @@ class BucketLine:
     def _begin_anew(self) -> None:
         self._started = []
         for bucket in self.buckets:
-            bucket.begin_anew()
+            bucket.is_there = [False] * len(bucket.parameters)
 
     def _start(self, bucket: Bucket) -> None:
         flat, started = bucket.buffer(), _Started()

@@ -21,7 +21,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
 from commlayer.integrations.gradients import compressed_axis, gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.wire import WireChoice, flat_policy
+from commlayer.integrations.wire_choice import WireChoice, flat_policy
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.folded import AXES
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 from commlayer.collectives import GroupCommunicator, Pending
-from commlayer.integrations.linear import even_rows
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = [

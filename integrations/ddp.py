@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it to
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.compressed import CompressedGroup
-from commlayer.integrations.groups import check_same_ranks, planned_group
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
+from commlayer.integrations.flat_buffers import all_reduce_flat
+from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 
 __all__ = ["all_reduce_hook", "plan_ddp"]
 
@@ -47,9 +48,7 @@ def plan_ddp(
     """
     own = model.process_group
     if group is None:
-        group = planned_group(own)
-        # Held, but not cut more finely: perhaps nobody goes before. COMMLAYER_LANES=on, or use_lane("dp"), cuts.
-        group.use_lane("dp", fine=False)  # type: ignore[attr-defined]
+        group = planned_gradient_group(own)
     check_same_ranks(own, group, "DistributedDataParallel")
     compressed = compressed_group(group, wire, "dp", "gradients of DistributedDataParallel")
     require_same_wire(group, "DistributedDataParallel's gradients", compressed)
@@ -66,7 +65,7 @@ def all_reduce_hook(
     """
     if isinstance(group, CompressedGroup):
         buffer = bucket.buffer().mul_(1.0 / group.group.size())
-        work = group.all_reduce(flat_rows(buffer, group.policy, is_shared=True))
+        work = all_reduce_flat(group, buffer)
     else:
         # Multiplied by 1/n before the sum, as DDP's reducer does. Rejected: dividing by n, as torch's own allreduce_hook
         # does: it differs in the last bit where n is no power of two.

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from commlayer.integrations.groups import check_same_ranks, planned_group
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
+from commlayer.integrations.flat_buffers import all_gather_flat, reduce_scatter_flat
+from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["PlannedAllGather", "PlannedReduceScatter", "plan_fsdp"]
@@ -85,9 +86,7 @@ class PlannedAllGather(_Planned, AllGather):
                 output_tensor, input_tensor, group=self.group, async_op=async_op
             )
             return work
-        policy, size = self.compressed.policy, self.group.size()
-        rows = flat_rows(output_tensor, policy, size), flat_rows(input_tensor, policy)
-        return _waited(self.compressed.all_gather(*rows), async_op)
+        return _waited(all_gather_flat(self.compressed, output_tensor, input_tensor), async_op)
 
 
 class PlannedReduceScatter(_Planned, ReduceScatter):
@@ -129,10 +128,10 @@ class PlannedReduceScatter(_Planned, ReduceScatter):
                 f"rank {dist.get_rank()}: with a wire format gradients are summed or averaged, got {op}: leave the factor of "
                 "set_gradient_divide_factor out, or wire"
             )
-        policy, size = self.compressed.policy, self.group.size()
-        rows = flat_rows(output_tensor, policy), flat_rows(input_tensor, policy, size)
-        started = self.compressed.reduce_scatter(*rows)
-        return _waited(_Divided(started, output_tensor, size) if op == dist.ReduceOp.AVG else started, async_op)
+        started = reduce_scatter_flat(self.compressed, output_tensor, input_tensor)
+        if op == dist.ReduceOp.AVG:
+            started = _Divided(started, output_tensor, self.group.size())
+        return _waited(started, async_op)
 
 
 class _Divided(dist.Work):
@@ -193,9 +192,7 @@ def plan_fsdp(
             "(FullyShardedDataParallel, FSDP1, cannot replace its collectives; give it a process_group of backend commlayer)"
         )
     if group is None:
-        group = planned_group()
-        # Held, but not cut more finely: perhaps nobody goes before. COMMLAYER_LANES=on, or use_lane("dp"), cuts.
-        group.use_lane("dp", fine=False)  # type: ignore[attr-defined]
+        group = planned_gradient_group()
     all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
     require_same_wire(group, "FSDP2's parameters and gradients", all_gather.compressed, reduce_scatter.compressed)
     for module in modules:

@@ -8,6 +8,8 @@ numbers of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,13 +17,13 @@ from torch import nn
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
-from commlayer.integrations.mesh import FoldedMesh, holds_experts
-from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.replication import replicated_parameters
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_policy, flat_rows, require_same_wire
+from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.parameter_marks import holds_experts, is_expert, replicated_parameters
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, flat_policy, require_same_wire
 from commlayer.scheduler.wire import WirePolicy
 
-__all__ = ["compressed_axis", "gradient_axes", "synchronise_gradients"]
+__all__ = ["compressed_axis", "gradient_axes", "reduce_replicated_gradients", "synchronise_gradients"]
 
 _COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], CompressedGroup | None]] = (
     WeakKeyDictionary()
@@ -34,17 +36,17 @@ def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:
 
     ``edp``: experts, whose gradients are those of all tokens that came to them already. ``dp_cp``: what tensor parallelism
     splits. ``stage``, which is dp_cp and tp together: what every tp rank has and uses on its own tokens
-    (:func:`~commlayer.integrations.replication.mark_replicated`).
+    (:func:`~commlayer.integrations.parameter_marks.mark_replicated`).
     """
     # By module too: torch drops the mark of a parameter in deepcopy() and some conversions.
-    holders = (part for part in module.modules() if isinstance(part, GroupedExperts) or holds_experts(part))
+    holders = (part for part in module.modules() if holds_experts(part))
     experts = {id(parameter) for part in holders for parameter in part.parameters()}
     replicated = {id(parameter) for parameter in replicated_parameters(module)}
     axes: dict[str, list[nn.Parameter]] = {"dp_cp": [], "edp": [], "stage": []}
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
-        if id(parameter) in experts or getattr(parameter, "is_expert", False):
+        if id(parameter) in experts or is_expert(parameter):
             axes["edp"].append(parameter)
         else:
             axes["stage" if id(parameter) in replicated else "dp_cp"].append(parameter)
@@ -70,26 +72,50 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
     """
     policy = flat_policy(wire, "dp")
     for axis, parameters in gradient_axes(module).items():
-        by_dtype: dict[str, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(str(parameter.grad.dtype), []).append(parameter.grad)
+        gradients = _gradients_by_dtype(parameters)
         if mesh is None or mesh.size(axis) == 1:
             continue
-        for _, gradients in sorted(by_dtype.items()):
-            _sum_together(gradients, mesh, axis, policy)
+        for of_dtype in gradients:
+            compressed = compressed_axis(mesh, axis, policy)
+            if compressed is None:
+                _sum_flat(of_dtype, GroupCommunicator(mesh.group(axis), "dp").all_reduce)
+            else:
+                _sum_flat(of_dtype, partial(_sum_compressed, compressed))
 
 
-def _sum_together(gradients: list[torch.Tensor], mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    compressed = compressed_axis(mesh, axis, policy)
-    if compressed is None:
-        flat = GroupCommunicator(mesh.group(axis), "dp").all_reduce(flat)
-    else:
-        compressed.all_reduce(flat_rows(flat, compressed.policy, is_shared=True)).wait()
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+@torch.no_grad()
+def reduce_replicated_gradients(module: nn.Module, group: GroupCommunicator, over: str = "tp") -> None:
+    """Sum the gradients of :func:`~commlayer.integrations.parameter_marks.replicated_parameters` over ``group``, in place: one
+    all_reduce for each dtype.
+
+    Once a step, by all ranks of the group: when all gradients are there, before they are clipped or used. A parameter
+    without a gradient here counts as zero and gets the others' sum.
+    """
+    if group.size == 1:
+        return
+    for of_dtype in _gradients_by_dtype(replicated_parameters(module, over)):
+        _sum_flat(of_dtype, group.all_reduce)
+
+
+def _gradients_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[torch.Tensor]]:
+    """The gradients, zeros where there is none yet, of each dtype together: in one order on all ranks."""
+    by_dtype: dict[str, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(str(parameter.grad.dtype), []).append(parameter.grad)
+    return [gradients for _, gradients in sorted(by_dtype.items())]
+
+
+def _sum_flat(gradients: list[torch.Tensor], all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    total = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, place in zip(gradients, views_in(total, gradients), strict=True):
+        gradient.copy_(place)
+
+
+def _sum_compressed(group: CompressedGroup, flat: torch.Tensor) -> torch.Tensor:
+    all_reduce_flat(group, flat).wait()
+    return flat
 
 
 def compressed_axis(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> CompressedGroup | None:

@@ -10,7 +10,7 @@ from commlayer.agree.messages import Message, Peers, gather_messages
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.settings import Settings
 
-__all__ = ["check_same_ranks", "planned_group"]
+__all__ = ["check_same_ranks", "planned_gradient_group", "planned_group"]
 
 
 class _Ranks(Message, frozen=True):
@@ -37,8 +37,7 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
 
     if not dist.is_initialized():
         raise GroupError("planned_group() needs a process group: call torch.distributed.init_process_group first")
-    if group is None or group is dist.group.WORLD:
-        return _new_group(tuple(range(dist.get_world_size())))
+    group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
         raise GroupError(
             f"rank {dist.get_rank()} passed planned_group() a group that it is not in: every rank passes the group that it "
@@ -51,14 +50,20 @@ def planned_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     told = gather_messages(_Ranks(mine), _Ranks, Peers.of(None), timeout_s, "to make planned groups")
     everyones = [each.ranks for each in told]
     _check_possible(everyones)
-    ours = None
     # Collective over the job: all ranks make all groups, in one order.
-    for ranks in sorted(set(everyones)):
-        made = _new_group(ranks)
-        ours = made if ranks == mine else ours
-    if ours is None:
-        raise GroupError(f"rank {dist.get_rank()} is not in its own group of ranks {mine}")
-    return ours
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        ranks: dist.new_group(list(ranks), backend="commlayer", group_desc="commlayer")
+        for ranks in sorted(set(everyones))
+    }
+    return made[mine]
+
+
+def planned_gradient_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Make a :func:`planned_group` of ``group``'s ranks on lane dp."""
+    made = planned_group(group)
+    # Held, but not cut more finely: perhaps nobody goes before. COMMLAYER_LANES=on, or use_lane("dp"), cuts.
+    made.use_lane("dp", fine=False)  # type: ignore[attr-defined]
+    return made
 
 
 def _check_possible(everyones: Sequence[tuple[int, ...]]) -> None:
@@ -69,11 +74,6 @@ def _check_possible(everyones: Sequence[tuple[int, ...]]) -> None:
                 f"rank {rank} says that its group has ranks {list(ranks)}: expected different ranks from 0 to "
                 f"{len(everyones) - 1}, {rank} among them; look whether something else than a rank of this job has come in as it"
             )
-
-
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend="commlayer", group_desc="commlayer")
-    return group
 
 
 def check_same_ranks(wanted: dist.ProcessGroup, planned: dist.ProcessGroup, whose: str) -> None:

@@ -1,7 +1,7 @@
 """Linear layers whose weight is split over a tensor-parallel group, with sequence parallelism.
 
 Activations are [S, B, H]: rows are positions, so that a shard of the sequence is a shard of rows. All ranks of the group
-agree on who has which rows by one rule, :func:`even_rows`.
+agree on who has which rows by one rule, :func:`~commlayer.integrations.shares.even_rows`.
 
 Weights are drawn whole on every rank, from generators in the same state, and each rank keeps its slice: a model starts
 with the same weights whatever the size of the group. That needs memory for one whole weight at a time; where it is too
@@ -12,33 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.replication import mark_replicated
-from commlayer.integrations.wire import WireChoice, wired
+from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.shares import even_rows, gather_shares
+from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.transfers import differentiable_once
 
 __all__ = [
     "ColumnParallelLinear",
     "ReplicatedLinear",
     "RowParallelLinear",
-    "even_rows",
     "gather_sequence",
 ]
-
-
-def even_rows(total: int, parts: int) -> tuple[int, ...]:
-    """Return how many of ``total`` consecutive rows each of ``parts`` ranks has: as even as can be, the first ranks one
-    more.
-    """
-    short, num_longer = divmod(total, parts)
-    return tuple(short + (part < num_longer) for part in range(parts))
 
 
 def gather_sequence(x: torch.Tensor, tp: GroupCommunicator, total_rows: int | None = None) -> torch.Tensor:
@@ -162,7 +152,7 @@ class ColumnParallelLinear(_Linear):
         device: of the weight; None: torch's default.
         wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
             else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
-        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire.tensor_parallel_wire` has both.
+        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire_choice.tensor_parallel_wire` has both.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``out_features``; no such format.
@@ -201,7 +191,7 @@ class ColumnParallelLinear(_Linear):
         """Return [S, B, out_features / tp.size], or all features. ``total_rows``: S, needed where tp does not divide it."""
         gathered = gather_sequence(x, self.tp, total_rows) if self.sequence_parallel else self.tp.copy_to_group(x)
         y = F.linear(gathered, self.weight, self.bias)
-        return _gather_features(y, self._exact) if self.gather_output else y
+        return gather_shares(y, self._exact, self.out_features, dim=-1) if self.gather_output else y
 
 
 class RowParallelLinear(_Linear):
@@ -214,12 +204,7 @@ class RowParallelLinear(_Linear):
         tp: the ranks that share the weight.
         sequence_parallel: each rank gets its rows of the sum, [S/tp, B, out], by :func:`even_rows`. False: all of it.
         bias: zeros at first; whole on every rank, added to the sum.
-        generator: in the same state on all ranks; None: torch's own CPU generator, likewise.
-        dtype: of the weight; None: torch's default.
-        device: of the weight; None: torch's default.
-        wire: formats in which the rows of a sequence may travel in the forward pass, such as ``fp8_e4m3``; None: those of ``tp``,
-            else what COMMLAYER_WIRE says of its lane, else their own. See docs/compression.md.
-        gradient_wire: the same for their gradients; :func:`~commlayer.integrations.wire.tensor_parallel_wire` has both.
+        generator, dtype, device, wire, gradient_wire: as of :class:`ColumnParallelLinear`.
 
     Raises:
         UsageError: ``tp.size`` does not divide ``in_features``; no such format.
@@ -292,24 +277,6 @@ class ReplicatedLinear(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return […, out_features] for ``x`` […, in_features]. Sends nothing."""
         return F.linear(x, self.weight, self.bias)
-
-
-class _GatherFeatures(torch.autograd.Function):
-    """All ranks' last dimensions, one behind the other. All ranks go on alike, so their gradients are equal: each takes its
-    own part of one, where ``all_gather`` would add up ``size`` equal ones."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, tp: GroupCommunicator) -> torch.Tensor:
-        ctx.tp = tp
-        return tp.all_gather(x.movedim(-1, 0)).movedim(0, -1).contiguous()
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.chunk(ctx.tp.size, -1)[ctx.tp.rank].contiguous(), None
-
-
-_gather_features: Callable[[torch.Tensor, GroupCommunicator], torch.Tensor] = cast("Any", _GatherFeatures.apply)
 
 
 def _check_divides(name: str, features: int, size: int) -> None:

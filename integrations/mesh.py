@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from commlayer.agree.messages import Message, Peers, gather_messages
 from commlayer.agree.topology import discover_topology
+from commlayer.integrations.parameter_marks import is_expert
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.lanes import lane_of, level_of
@@ -19,7 +20,7 @@ from commlayer.scheduler.mapping.describe import MeshDescription
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.settings import Settings
 
-__all__ = ["FoldedMesh", "mark_experts"]
+__all__ = ["FoldedMesh"]
 
 _DEGREES = ("tp", "cp", "pp", "ep", "etp")
 
@@ -158,14 +159,14 @@ class FoldedMesh:
         return self.mapping.expert_gradient_scale
 
     def gradient_group(self, parameter: torch.Tensor) -> dist.ProcessGroup:
-        """The group over which the gradient of ``parameter`` is averaged: an expert's (:func:`mark_experts`) or a dense
-        one's.
+        """The group over which the gradient of ``parameter`` is averaged: a dense one's, or an expert's
+        (:func:`~commlayer.integrations.parameter_marks.mark_experts`).
         """
-        return self.expert_gradient_group if _is_expert(parameter) else self.dense_gradient_group
+        return self.expert_gradient_group if is_expert(parameter) else self.dense_gradient_group
 
     def gradient_scale(self, parameter: torch.Tensor) -> float:
         """The factor for the mean over :meth:`gradient_group`: 1 for a dense parameter."""
-        return self.expert_gradient_scale if _is_expert(parameter) else 1.0
+        return self.expert_gradient_scale if is_expert(parameter) else 1.0
 
     def describe(self, topology: Topology | None = None) -> MeshDescription:
         """Describe which groups stay inside a node, and the slowest link that each crosses; print it, or read its rows.
@@ -197,37 +198,6 @@ class FoldedMesh:
 
     def __repr__(self) -> str:
         return f"FoldedMesh({self.mapping})"
-
-
-def mark_experts(module: torch.nn.Module) -> None:
-    """Mark all parameters of ``module`` as experts' (``is_expert``), for :meth:`FoldedMesh.gradient_group`.
-
-    What replaces parameters (fully_shard, to_empty(), deepcopy()) drops their mark: call it again after those. Loading does
-    not; nor does :func:`commlayer.integrations.gradients.gradient_axes` forget, which looks at modules too.
-    """
-    if not holds_experts(module):
-        module.register_load_state_dict_post_hook(_mark_loaded)
-    for part in module.modules():
-        part._commlayer_holds_experts = True  # type: ignore[assignment]
-    _mark_parameters(module)
-
-
-def holds_experts(module: torch.nn.Module) -> bool:
-    """Tell whether :func:`mark_experts` was called for it."""
-    return bool(getattr(module, "_commlayer_holds_experts", False))
-
-
-def _mark_loaded(module: torch.nn.Module, _: object) -> None:
-    _mark_parameters(module)  # load_state_dict(assign=True) replaces them
-
-
-def _mark_parameters(module: torch.nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.is_expert = True  # type: ignore[attr-defined]
-
-
-def _is_expert(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "is_expert", False))
 
 
 def _as_mapping(mapping: FoldedMapping | Mapping[str, int], world_size: int) -> FoldedMapping:

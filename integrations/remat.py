@@ -30,7 +30,7 @@ import torch
 
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["Later", "Promise", "Rematerialise", "promise_of", "recomputable", "start_before"]
+__all__ = ["Later", "Promise", "Rematerialise", "promise_of", "recomputable", "recomputable_from", "start_before"]
 
 
 class Later(Protocol):
@@ -226,6 +226,19 @@ def recomputable(
     Returns the promise; None where nothing was promised. Where ``make`` communicates, see :func:`start_before`.
     """
     return _entered.stack[-1].promise(tensor, make, source, inputs) if _entered.stack else None
+
+
+def recomputable_from(
+    x: torch.Tensor, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor | Later]
+) -> Promise | None:
+    """Promise that ``make(x)`` gives ``tensor`` again. ``x`` is made again itself where it is all of what was promised
+    before, in another shape perhaps; else it is kept. As :func:`recomputable`.
+    """
+    source = promise_of(x)
+    if source is not None:
+        return recomputable(tensor, make, source)
+    kept = x.detach()
+    return recomputable(tensor, lambda: make(kept), inputs=(kept,))
 
 
 def start_before(result: torch.Tensor, promise: Promise | None) -> None:

@@ -28,8 +28,6 @@ AT_RUN_TIME = named(
 """Circles of imports that run; the closing one is inside a function, or importing would fail."""
 
 FOR_TYPES = named(
-    "integrations.moe.agreement integrations.moe.handle",
-    "integrations.moe.dispatcher integrations.moe.stage",
     "profiles.compare profiles.profile",
     "traces.events traces.files traces.recorder",
     "transport.shared_memory.group transport.shared_memory.work",

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -141,8 +141,9 @@ def _said_once() -> Iterator[None]:
         sys.exit(2)
 
 
-def _whole(name: str, default: int, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(name, default=default, show_default=True, type=click.IntRange(min=1), help=text)
+def _whole(name: str, default: int, text: str, field: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    names = [name, field] if field else [name]
+    return click.option(*names, default=default, show_default=True, type=click.IntRange(min=1), help=text)
 
 
 class _Chunks(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
@@ -176,15 +177,21 @@ _mapping_options = in_order(
 
 _model_options = in_order(
     _whole("--steps", 50, "Training steps."),
-    _whole("--layers", 2, "Transformer layers."),
+    _whole("--layers", 2, "Transformer layers.", "num_layers"),
     _whole("--hidden", 64, "Size of an activation."),
-    _whole("--heads", 4, "Query heads."),
-    _whole("--kv-heads", 2, "Key-value heads."),
+    _whole("--heads", 4, "Query heads.", "num_heads"),
+    _whole("--kv-heads", 2, "Key-value heads.", "num_kv_heads"),
     _whole("--width", 128, "Inner width of an expert."),
     click.option("--shared-width", default=0, show_default=True, type=click.IntRange(min=0), help="Of shared experts."),
-    _whole("--experts", 8, "Experts of a layer."),
+    _whole("--experts", 8, "Experts of a layer.", "num_experts"),
     _whole("--top-k", 2, "Experts of a token."),
-    click.option("--aux-loss", default=0.01, show_default=True, help="Coefficient of the balance loss."),
+    click.option(
+        "--aux-loss",
+        "aux_loss_coefficient",
+        default=0.01,
+        show_default=True,
+        help="Coefficient of the balance loss.",
+    ),
 )
 """The options that say what is trained, and for how long."""
 
@@ -197,6 +204,7 @@ _run_options = in_order(
     ),
     click.option(
         "--overlap/--no-overlap",
+        "overlap_gradients",
         default=True,
         show_default=True,
         help="Sum gradients beside the backward pass, or after it.",
@@ -279,22 +287,9 @@ def main(backend: str, traceback: bool, as_json: bool, **options: Any) -> None:
 
 def _config(options: dict[str, Any]) -> ModelConfig:
     """Takes what the model needs out of ``options``; the seed stays there, for the batches."""
-    routing = {"num_experts": "experts", "top_k": "top_k", "aux_loss_coefficient": "aux_loss"}
-    fields = {
-        "hidden": "hidden",
-        "num_layers": "layers",
-        "num_heads": "heads",
-        "num_kv_heads": "kv_heads",
-        "width": "width",
-        "shared_width": "shared_width",
-        "attention": "attention",
-        "dispatch": "dispatch",
-        "chunks": "chunks",
-        "schedule": "schedule",
-        "overlap_gradients": "overlap",
-    }
-    router = RouterConfig(**{field: options.pop(option) for field, option in routing.items()})
-    taken: dict[str, Any] = {field: options.pop(option) for field, option in fields.items()}
+    router = RouterConfig(**{name: options.pop(name) for name in ("num_experts", "top_k", "aux_loss_coefficient")})
+    of_the_run = {field.name for field in fields(TrainOptions)}
+    taken: dict[str, Any] = {name: options.pop(name) for name in list(options) if name not in of_the_run}
     return ModelConfig(router=router, vocabulary=VOCABULARY, seed=options["seed"], **taken)
 
 

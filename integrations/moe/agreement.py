@@ -6,19 +6,28 @@ Shapes: T tokens of this rank, K choices of each, E experts.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.routing import who
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import DisagreementError, TensorError
 
-if TYPE_CHECKING:
-    from commlayer.integrations.moe.handle import ExpertGrid
-
-__all__ = ["FINEST", "HEAD", "Offer", "agree_on_experts", "number_of", "require_agreement"]
+__all__ = [
+    "FINEST",
+    "HEAD",
+    "Offer",
+    "agree_on_experts",
+    "check_capacity",
+    "number_of",
+    "number_of_wire",
+    "require_agreement",
+]
 
 FINEST = 8
 """The number of slices in which tokens are counted, so that their chunks may be chosen when all counts are known."""
@@ -66,7 +75,10 @@ class Offer:
             empty[HEAD.index("refusal")] = 1
             return empty
         if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
-            raise TensorError(f"indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}")
+            raise TensorError(
+                f"{who()}indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}: expected tokens [tokens, "
+                "hidden], and a row of choices for each"
+            )
         counts = _count(self.indices, grid.num_experts, self.capacity)
         hidden, dtype = -1, -1
         if self.like is not None:
@@ -128,15 +140,31 @@ def number_of(parts: Sequence[int]) -> int:
     return number
 
 
+def number_of_wire(wire: DispatchWire) -> int:
+    """Return a number below 2¹⁸ that differs where ranks allow different things, but for chance."""
+    return 0 if wire.is_native else 1 + zlib.crc32(repr(wire).encode()) % ((1 << 18) - 1)
+
+
+def check_capacity(counts: torch.Tensor, capacity: int) -> None:
+    """Raise TensorError where an expert has more choices, ``counts`` [E], than its capacity."""
+    fullest = int(counts.max())
+    if fullest > capacity:
+        raise TensorError(
+            f"{who()}an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)"
+        )
+
+
 def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
     """Rows that this rank sends, [FINEST, E], on the host."""
     if indices.dim() != 2 or indices.dtype != torch.int64:
-        raise TensorError(f"indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}")
+        raise TensorError(
+            f"{who()}indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}"
+        )
     if indices.numel():
         low, high = (int(bound) for bound in torch.aminmax(indices))
         if low < -1 or high >= num_experts:
             raise TensorError(
-                f"indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
+                f"{who()}indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
             )
     num_tokens = indices.shape[0]
     bounds = torch.tensor([num_tokens * part // FINEST for part in range(1, FINEST)])
@@ -145,9 +173,7 @@ def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> tor
     counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).cpu().view(FINEST, num_experts)
     if capacity is None:
         return counts
-    fullest = int(counts.sum(0).max())
-    if fullest > capacity:
-        raise TensorError(f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)")
+    check_capacity(counts.sum(0), capacity)
     padded = torch.zeros_like(counts)
     padded[0] = capacity
     return padded

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from commlayer.integrations.moe.capacity import Gathering
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import DisagreementError, TensorError
 
@@ -34,7 +34,7 @@ def usage(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
     chosen: torch.Tensor,
-    over: Gathering | None,
+    over: GroupCommunicator | None,
     *,
     is_refused: bool = False,
 ) -> Usage:
@@ -92,7 +92,7 @@ def device_balance_loss(usage: Usage, num_devices: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def step_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float, over: Gathering | None) -> None:
+def step_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float, over: GroupCommunicator | None) -> None:
     """Step the balancing bias in place, ``bias += rate · sign(mean(counts) − counts)``, with counts [E] summed over the
     ranks of ``over``.
 

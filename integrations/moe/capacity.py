@@ -8,39 +8,16 @@ Shapes: T tokens, K choices per token, E experts, D devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 import torch
 
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["Gathering", "Limits", "RoutedChoices", "capacity", "gather_choices", "keep_within"]
-
-
-class Gathering(Protocol):
-    """The collectives that the router needs of a group of ranks; ``commlayer.collectives.GroupCommunicator`` is one.
-    All ranks call alike.
-
-    Tensors come without gradients; the router asks for nothing in the backward pass.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_gather(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Return the ranks' ``x`` one after the other along dim 0; ``rows`` are their lengths where they differ."""
-        ...
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' ``x``, floating or integer."""
-        ...
+__all__ = ["Limits", "RoutedChoices", "capacity", "gather_choices", "keep_within"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +90,7 @@ def keep_within(bins: torch.Tensor, choices: RoutedChoices, num_bins: int, capac
 
 @torch.no_grad()
 def gather_choices(
-    choices: RoutedChoices, sequence: Gathering, *, is_refused: bool = False
+    choices: RoutedChoices, sequence: GroupCommunicator, *, is_refused: bool = False
 ) -> tuple[RoutedChoices, slice]:
     """The choices of all ranks of ``sequence``, and which of them are this rank's. Ranks may have different T.
 

@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NoReturn
 
 import torch
 
 from commlayer.collectives import GroupCommunicator, Held, Pending
-from commlayer.integrations.moe.agreement import Offer, agree_on_experts, number_of
-from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, ExpertGrid, Experts
+from commlayer.integrations.moe.agreement import Offer, agree_on_experts, number_of, number_of_wire
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.planning import DISPATCH_KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.moe.rows import combine_rows, gather_rows, permute_rows, weights_of_rows
-from commlayer.integrations.moe.stage import ChunkStage, chunk_part, returned, split
-from commlayer.integrations.moe.ways import DispatchWire, WireGroups, dispatch_wire, number_of_wire
-from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, permute_rows, weights_of_rows
+from commlayer.integrations.remat import recomputable_from
+from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
+from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
 
@@ -72,14 +72,7 @@ class TokenDispatcher:
         weights_travel: bool = False,
         wire: DispatchWire | str | None = None,
     ) -> None:
-        if not isinstance(ep, GroupCommunicator):
-            raise UsageError(
-                f"ep must be a GroupCommunicator, such as GroupCommunicator(mesh.group('ep'), 'ep'), got {ep!r}"
-            )
-        if num_experts < ep.size:
-            raise UsageError(
-                f"{num_experts} experts over EP {ep.size}: some ranks would have none; use EP {num_experts} or less"
-            )
+        self.grid = ExpertGrid.of(num_experts, ep, etp, etp_ep)
         if kind not in ("auto", *DISPATCH_KINDS):
             raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
@@ -89,16 +82,7 @@ class TokenDispatcher:
             if kind == "all_gather":
                 raise UsageError("gating weights are applied by the experts only with all_to_all")
             kind = "all_to_all"
-        etp = etp or GroupCommunicator(None, ep.lane)
-        if etp.size > 1 and etp_ep is None:
-            raise GroupError("ETP has several ranks: pass the group of both, etp_ep, too (mesh.group('etp_ep'))")
-        both = etp_ep or ep
-        if both.size != ep.size * etp.size:
-            raise GroupError(
-                f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
-            )
-        self.grid = ExpertGrid(num_experts, ep, etp, both)
-        self.ways = WireGroups(ep, both, dispatch_wire(wire))
+        self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
         self._setup = (
@@ -249,7 +233,7 @@ class TokenDispatcher:
                 "combine: the tokens of this handle have come back already (or never went): a handle is for one dispatch and "
                 "one combine; dispatch again with it to recompute, or prepare another"
             )
-        rows = returned(rows, (sum(chunk.expert_rows), handle.use.hidden), handle.use.dtype)
+        rows = _returned(rows, (sum(chunk.expert_rows), handle.use.hidden), handle.use.dtype)
         handle.use.combined += 1
         if weights is not None:
             weights = _for_backward(weights, handle)
@@ -282,10 +266,10 @@ class TokenDispatcher:
         if weights is not None:
             weights = _for_backward(weights, handle)
         sizes = [chunk.num_tokens for chunk in handle.chunks]
-        xs = split(x, sizes)
-        ws = [None] * len(sizes) if weights is None else split(weights, sizes)
-        stages = [ChunkStage(self, chunk) for chunk in handle.chunks]
-        # With a gradient all are packed before the first computes: its rows are held then (ChunkStage.pack). Without, one ahead.
+        xs = _split(x, sizes)
+        ws = [None] * len(sizes) if weights is None else _split(weights, sizes)
+        stages = [_ChunkStage(self, handle, place) for place in range(len(handle.chunks))]
+        # With a gradient all are packed before the first computes: its rows are held then (_ChunkStage.pack). Without, one ahead.
         ahead = len(stages) if handle.needs_gradient and torch.is_grad_enabled() else 1
         for j in range(ahead):
             stages[j].pack(xs[j], ws[j], self._weights_travel)
@@ -297,7 +281,7 @@ class TokenDispatcher:
                 if j + 1 >= ahead:
                     stages[j + 1].pack(xs[j + 1], ws[j + 1], self._weights_travel)
                 stages[j + 1].send()
-            stage.compute(experts, partial(chunk_part, sizes, j), x)
+            stage.compute(experts, x)
         parts = [stage.finish() for stage in stages]
         return parts[0] if len(parts) == 1 else torch.cat(parts), other
 
@@ -313,7 +297,7 @@ class TokenDispatcher:
         self._check_handle(handle)
         if x.dim() != 2 or x.shape[0] != handle.num_tokens:
             raise TensorError(
-                f"expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
+                f"{who()}expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
             )
         self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
 
@@ -331,7 +315,7 @@ class TokenDispatcher:
         if weights is None:
             return
         if tuple(weights.shape) != shape:
-            raise TensorError(f"weights must be {list(shape)}, got {list(weights.shape)}")
+            raise TensorError(f"{who()}weights must be {list(shape)}, got {list(weights.shape)}")
         if (sound is None or sound() is not weights) and not bool(torch.isfinite(weights).all()):
             raise TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")
 
@@ -347,3 +331,80 @@ def _for_backward(x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     if handle.needs_gradient and not x.requires_grad and torch.is_grad_enabled():
         return x.detach().requires_grad_()
     return x
+
+
+class _ChunkStage:
+    """Chunk ``place`` of a handle on its way through :meth:`TokenDispatcher.run`."""
+
+    def __init__(self, dispatcher: TokenDispatcher, handle: DispatchHandle, place: int) -> None:
+        self.dispatcher, self.chunk = dispatcher, handle.chunks[place]
+        self._sizes, self._place = [chunk.num_tokens for chunk in handle.chunks], place
+        self._weights: torch.Tensor | None = None
+        self._packed: list[Held] = []
+        self._going: list[Pending] = []
+        self._returning: Pending | None = None
+
+    def pack(self, x: torch.Tensor, weights: torch.Tensor | None, weights_travel: bool) -> None:
+        """Put the chunk's tokens in the order in which they go. The backward pass waits for their gradients here: after the
+        experts of all chunks that are packed before the first is computed. Until they are sent, the rows take memory: those
+        of all chunks together as much as of one."""
+        dispatcher, chunk = self.dispatcher, self.chunk
+        rows = [dispatcher.dispatch_preprocess(x, chunk)]
+        if weights is not None and weights_travel:
+            rows.append(dispatcher.row_weights(weights, chunk))
+        else:
+            self._weights = weights
+        self._packed = [dispatcher.hold(each, chunk) for each in rows]
+
+    def send(self) -> None:
+        ways = (self.dispatcher.token_dispatch, self.dispatcher.weights_dispatch)
+        self._going = [way(held, self.chunk) for way, held in zip(ways, self._packed, strict=False)]
+        self._packed = []
+
+    def compute(self, experts: Experts, x: torch.Tensor) -> None:
+        """Run the experts on the chunk. ``x``: the tokens of all chunks, of which it is sent again in a recomputation."""
+        dispatcher, chunk = self.dispatcher, self.chunk
+        arrived = [dispatcher.dispatch_postprocess(pending.wait(), chunk) for pending in self._going]
+        self._going = []
+        promise = recomputable_from(x, arrived[0], lambda tokens: _Arriving(self, tokens))
+        computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
+        computed = _returned(computed, arrived[0].shape, arrived[0].dtype)
+        self._returning = dispatcher.token_combine(dispatcher.combine_preprocess(computed, self._weights, chunk), chunk)
+        if promise is not None:  # the tokens come again while the gradient of the combine travels
+            self._returning.on_gradient(promise.start)
+
+    def send_again(self, x: torch.Tensor) -> Pending:
+        """Start the exchange of the chunk once more, out of the tokens ``x`` [T, H] or [S, B, H] of all chunks."""
+        tokens = x.flatten(0, -2).split(self._sizes)[self._place]
+        return self.dispatcher.token_dispatch(self.dispatcher.dispatch_preprocess(tokens, self.chunk), self.chunk)
+
+    def finish(self) -> torch.Tensor:
+        assert self._returning is not None  # compute() came before
+        returning, self._returning = self._returning, None
+        return self.dispatcher.combine_postprocess(returning.wait(), self._weights, self.chunk)
+
+
+class _Arriving:
+    """A chunk's tokens on their way to the experts once more."""
+
+    def __init__(self, stage: _ChunkStage, x: torch.Tensor) -> None:
+        self._stage, self._pending = stage, stage.send_again(x)
+
+    def wait(self) -> torch.Tensor:
+        return self._stage.dispatcher.dispatch_postprocess(self._pending.wait(), self._stage.chunk)
+
+
+def _returned(computed: object, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return the experts' output for rows [R, H] in the tokens' dtype: all ranks send back in one dtype, whatever
+    autocast or an expert without rows has made of it here. Raises TensorError for another shape.
+    """
+    if not isinstance(computed, torch.Tensor) or computed.shape != tuple(shape):
+        got = list(computed.shape) if isinstance(computed, torch.Tensor) else repr(computed)
+        raise TensorError(
+            f"{who()}the experts got rows {list(shape)} and returned {got}: expected as many, and as wide"
+        )
+    return computed.to(dtype)
+
+
+def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    return (x,) if len(sizes) == 1 else x.split(sizes)

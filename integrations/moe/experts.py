@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+from commlayer.integrations.parameter_marks import mark_experts
 from commlayer.integrations.remat import recomputable
 from commlayer.profiles.errors import TensorError, UsageError
 
@@ -188,26 +189,18 @@ class GroupedExperts(nn.Module):
         self.w_gate = nn.Parameter(torch.stack([gate for gate, _, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_up = nn.Parameter(torch.stack([up for _, up, _ in drawn]).to(dtype))  # [L, F/ETP, H]
         self.w_down = nn.Parameter(torch.stack([down for _, _, down in drawn]).to(dtype))  # [L, H, F/ETP]
-        self._mark()
+        mark_experts(self)
 
-    def _mark(self) -> None:
-        for parameter in self.parameters():
-            parameter.is_expert = True  # type: ignore[attr-defined]  # its gradient is reduced over EDP
-
-    # What torch does with parameters that are moved, loaded or copied keeps nothing that was added to them.
+    # What torch does with parameters that are moved or copied keeps nothing that was added to them.
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
         cast("Any", super())._apply(fn, recurse)
-        self._mark()
+        mark_experts(self)
         return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        cast("Any", super())._load_from_state_dict(*args, **kwargs)
-        self._mark()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast("Any", super()).__setstate__(state)
-        self._mark()
+        mark_experts(self)
 
     def _draw(self, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)

@@ -12,13 +12,12 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
-from commlayer.integrations.moe.rows import Permutation, RowMap, make_row_map, regroup
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.row_maps import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import GroupError
 
-__all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "ExpertGrid", "Experts"]
+__all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "Experts"]
 
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or None → [R, H]."""
@@ -77,29 +76,6 @@ class DispatchHandle:
     needs_gradient: bool = False
     sound_weights: weakref.ref[torch.Tensor] | None = None
     use: Use = field(default_factory=Use)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertGrid:
-    """EP × ETP ranks, and the E experts over EP."""
-
-    num_experts: int
-    ep: GroupCommunicator
-    etp: GroupCommunicator
-    all: GroupCommunicator
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """The number of experts of each EP rank; the first ones one more where they do not divide."""
-        return even_rows(self.num_experts, self.ep.size)
-
-    @property
-    def num_local_experts(self) -> int:
-        return self.experts[self.ep.rank]
-
-    @property
-    def first_local_expert(self) -> int:
-        return sum(self.experts[: self.ep.rank])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

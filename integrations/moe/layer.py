@@ -17,10 +17,10 @@ from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
 from commlayer.integrations.moe.planning import slices_of
-from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
+from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
-from commlayer.integrations.moe.ways import DispatchWire
-from commlayer.integrations.replication import mark_replicated
+from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
 __all__ = ["MoELayer", "SharedExperts"]
@@ -65,7 +65,7 @@ class MoELayer(nn.Module):
             each expert's last product, as MegaScale-MoE does. Their values differ by rounding.
         tokens: ``sharded``: every rank brings tokens of its own. ``replicated``: the ranks of tp all bring the same ones
             (tensor parallelism without sequence parallelism) and get the same outputs; see
-            :mod:`commlayer.integrations.moe.replicated`.
+            :mod:`commlayer.integrations.moe.replicated_tokens`.
         wire: formats that tokens may take between nodes, such as ``fp8_e4m3``; see :class:`TokenDispatcher`.
         communicator: over the ep and etp groups; moves tokens that are replicated and padded by MoNTA's plans. Without it
             each rank takes its share of them.

@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from commlayer.integrations.moe.handle import ExpertGrid, Experts
-from commlayer.integrations.moe.rows import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.handle import Experts
+from commlayer.integrations.moe.row_maps import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.overlap import ExpertTimes
 

@@ -6,18 +6,19 @@ the first call and agreed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.linear import even_rows
 from commlayer.integrations.moe.agreement import FINEST
-from commlayer.integrations.moe.handle import ChoiceCounts, ExpertGrid, Experts
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.handle import ChoiceCounts, Experts
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
-from commlayer.integrations.moe.ways import DispatchWire, WireGroups
+from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import choose_slices
@@ -65,7 +66,13 @@ class DispatchDecision:
 
 
 class DispatchPlanner:
-    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto."""
+    """Decides for one dispatcher. ``kind``: what the user fixed, or ``auto``. ``slices``: what the user fixed; None: auto.
+
+    How each collective goes the group's own plans say; what they are predicted to take is asked of them
+    (:meth:`GroupCommunicator.predicted_us`). What is decided, and kept, here is which collectives a call makes at all, and of
+    how many tokens each: for counts that differ from step to step, which is why it is kept under rounded ones. A cache of
+    exact sizes, such as the planner's, would not know them again, and simulating all slices takes a millisecond.
+    """
 
     def __init__(
         self, grid: ExpertGrid, kind: str, slices: tuple[int, ...] | None, ways: WireGroups | None = None
@@ -98,8 +105,7 @@ class DispatchPlanner:
         return self._decided[key]
 
     def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
-        row_bytes = None if like is None else like.shape[1] * like.element_size()
-        kind, kinds_us, why = self._choose_kind(layout, row_bytes, like)
+        kind, kinds_us, why = self._choose_kind(layout, like)
         if layout.capacity is not None and self._slices not in (None, _WHOLE):
             raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
         if kind == "all_gather" or layout.capacity is not None:
@@ -118,9 +124,9 @@ class DispatchPlanner:
             return "nothing to overlap"
         if is_sharded(experts):
             return "each would gather the experts' shards anew"
-        if self._exchange_us(layout.most_rows * like.shape[1] * like.element_size(), _rows_of(like)) is None:
+        if self._exchange_us(layout.most_rows * _row_bytes(like), _rows_of(like)) is None:
             return "no profile of this group"
-        if not like.is_cuda and not self._crosses_nodes():
+        if not like.is_cuda and all(len(shape) == 1 for shape in self._everyones_shapes()[0]):
             return "inside a node the cores that compute also copy"
         return None
 
@@ -128,7 +134,7 @@ class DispatchPlanner:
         self, layout: ChoiceCounts, like: torch.Tensor, experts: Experts
     ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
         times = self._measured.experts(experts, layout.most_expert_rows, like)
-        size, ep_size = layout.most_rows * like.shape[1] * like.element_size(), self._grid.ep.size
+        size, ep_size = layout.most_rows * _row_bytes(like), self._grid.ep.size
         rows_per_byte = layout.most_expert_rows / max(size, 1)
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
         # On a CPU what a call takes that sends next to nothing is mostly work of the cores that compute. Where the wire's own
@@ -141,9 +147,7 @@ class DispatchPlanner:
             posting_us=posting_us,
         )
 
-    def _choose_kind(
-        self, layout: ChoiceCounts, row_bytes: int | None, like: torch.Tensor | None
-    ) -> tuple[str, dict[str, float], str]:
+    def _choose_kind(self, layout: ChoiceCounts, like: torch.Tensor | None) -> tuple[str, dict[str, float], str]:
         if self._kind != "auto":
             return self._kind, {}, f"{self._kind} as asked for"
         grid = self._grid
@@ -151,45 +155,40 @@ class DispatchPlanner:
             return "all_to_all", {}, "all_to_all: one rank, or padded rows"
         if self._slices not in (None, _WHOLE):
             return "all_to_all", {}, "all_to_all: chunks are asked for"
-        tokens = sum(layout.tokens)
-        if row_bytes is not None and like is not None:
-            each = self._kinds_us(layout, tokens, row_bytes, like)
-            if each is not None:
-                is_faster = each["all_gather"] * (1 + _MARGIN) < each["all_to_all"]
-                kind = "all_gather" if is_faster else "all_to_all"
-                return (
-                    kind,
-                    each,
-                    f"{kind}: predicted {each[kind]:.0f} µs in all, the other {_other(each, kind):.0f}",
-                )
+        each = None if like is None else self._kinds_us(layout, like)
+        if each is not None:
+            is_faster = each["all_gather"] * (1 + _MARGIN) < each["all_to_all"]
+            kind, other = DISPATCH_KINDS[::-1] if is_faster else DISPATCH_KINDS
+            return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, the other {each[other]:.0f}"
         sent = layout.most_rows * (grid.ep.size - 1) / grid.ep.size + max(layout.gathered_rows) * (grid.etp.size > 1)
-        gathered = tokens * (grid.all.size - 1) / grid.all.size
+        gathered = sum(layout.tokens) * (grid.all.size - 1) / grid.all.size
         kind = "all_gather" if gathered < sent else "all_to_all"
-        return (
-            kind,
-            {},
-            f"{kind} by rows, for want of a profile: {gathered:.0f} by all_gather, {sent:.0f} by all_to_all",
-        )
+        why = f"{kind} by rows, for want of a profile: {gathered:.0f} by all_gather, {sent:.0f} by all_to_all"
+        return kind, {}, why
 
-    def _kinds_us(
-        self, layout: ChoiceCounts, tokens: int, row_bytes: int, like: torch.Tensor
-    ) -> dict[str, float] | None:
+    def _kinds_us(self, layout: ChoiceCounts, like: torch.Tensor) -> dict[str, float] | None:
         """Out and back, with the rows that are moved in memory; where there is a gradient, its way too."""
-        grid = self._grid
-        rows_of = _rows_of(like)
-        all_gather = self._ways.all_out.predicted_us("all_gather", tokens * row_bytes, rows_of=rows_of)
-        reduce_scatter = self._ways.all_home.predicted_us("reduce_scatter", tokens * row_bytes, rows_of=rows_of)
-        exchange = self._exchange_us(layout.most_rows * row_bytes, rows_of)
+        grid, ways = self._grid, self._ways
+        rows_of, row_bytes, tokens = _rows_of(like), _row_bytes(like), sum(layout.tokens)
         most = max(layout.gathered_rows) * row_bytes
-        inside = [self._slowest_us(grid.etp, 1, collective, most) for collective in ("all_gather", "reduce_scatter")]
-        if all_gather is None or reduce_scatter is None or exchange is None or inside[0] is None or inside[1] is None:
+        times = _all_known(
+            [
+                ways.all_out.predicted_us("all_gather", tokens * row_bytes, rows_of=rows_of),
+                ways.all_home.predicted_us("reduce_scatter", tokens * row_bytes, rows_of=rows_of),
+                self._exchange_us(layout.most_rows * row_bytes, rows_of),
+                self._slowest_us(grid.etp, 1, "all_gather", most),
+                self._slowest_us(grid.etp, 1, "reduce_scatter", most),
+            ]
+        )
+        if times is None:
             return None
+        all_gather, reduce_scatter, exchange, gather_inside, scatter_inside = times
         moves = self._measured.moves(like, tokens, self._move_shape(layout))
         passes, top_k = 2 if layout.needs_gradient else 1, layout.indices.shape[1]
         # Indices go to all ranks with the handle, weights with the tokens.
         small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]
         return {
-            "all_to_all": passes * (2 * exchange + inside[0] + inside[1]) + layout.most_rows * moves.row_us,
+            "all_to_all": passes * (2 * exchange + gather_inside + scatter_inside) + layout.most_rows * moves.row_us,
             "all_gather": passes * (all_gather + reduce_scatter + small[1]) + small[0] + tokens * moves.token_us,
         }
 
@@ -202,9 +201,8 @@ class DispatchPlanner:
     def _exchange_us(self, size: float, rows_of: RowsOf | None) -> float | None:
         """The mean of the ways out and home, which may differ in their wire formats."""
         ways = dict.fromkeys((self._ways.out, self._ways.home))
-        times = [self._slowest_us(way, 0, "all_to_all_v", round(size), rows_of) for way in ways]
-        known = [time_us for time_us in times if time_us is not None]
-        return sum(known) / len(times) if len(known) == len(times) else None
+        times = _all_known(self._slowest_us(way, 0, "all_to_all_v", round(size), rows_of) for way in ways)
+        return None if times is None else sum(times) / len(times)
 
     def _slowest_us(
         self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None = None
@@ -214,9 +212,8 @@ class DispatchPlanner:
         if group.size == 1:
             return 0.0
         shapes = self._everyones_shapes()[axis]
-        times = [group.predicted_us(collective, num_bytes, shape, rows_of=rows_of) for shape in shapes]
-        known = [time_us for time_us in times if time_us is not None]
-        return max(known) if len(known) == len(times) else None
+        times = _all_known(group.predicted_us(collective, num_bytes, shape, rows_of=rows_of) for shape in shapes)
+        return None if times is None else max(times)
 
     def _everyones_shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """How the EP and ETP groups of all ranks of the grid lie on nodes; collective at the first call."""
@@ -230,9 +227,6 @@ class DispatchPlanner:
             found.append(sorted({tuple(count for count in shape if count) for shape in everyone}))
         self._shapes = found[0], found[1]
         return self._shapes
-
-    def _crosses_nodes(self) -> bool:
-        return any(len(shape) > 1 for shape in self._everyones_shapes()[0])
 
 
 def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:
@@ -262,10 +256,16 @@ def is_sharded(experts: Experts | None) -> bool:
     return isinstance(experts, torch.nn.Module) and hasattr(experts, "unshard")
 
 
+def _all_known(times: Iterable[float | None]) -> list[float] | None:
+    found = list(times)
+    known = [time_us for time_us in found if time_us is not None]
+    return known if len(known) == len(found) else None
+
+
 def _rows_of(like: torch.Tensor) -> RowsOf:
     """Of tokens [T, H]: what decides how they may be encoded."""
     return like.shape[1], like.dtype
 
 
-def _other(each: dict[str, float], kind: str) -> float:
-    return next(value for key, value in each.items() if key != kind)
+def _row_bytes(like: torch.Tensor) -> int:
+    return like.shape[1] * like.element_size()

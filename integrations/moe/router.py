@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.balance import (
     attach_loss,
     device_balance_loss,
@@ -27,7 +28,7 @@ from commlayer.integrations.moe.balance import (
     step_bias,
     usage,
 )
-from commlayer.integrations.moe.capacity import Gathering, RoutedChoices, gather_choices
+from commlayer.integrations.moe.capacity import RoutedChoices, gather_choices
 from commlayer.integrations.moe.routing import Routing, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
 from commlayer.integrations.moe.scoring import first_highest, fixed_shape_logits, limit_to_groups, score, weigh
@@ -61,8 +62,8 @@ class Router(torch.nn.Module):
         config: RouterConfig,
         hidden_size: int,
         *,
-        sequence: Gathering | None = None,
-        balance: Gathering | None = None,
+        sequence: GroupCommunicator | None = None,
+        balance: GroupCommunicator | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

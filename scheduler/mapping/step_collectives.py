@@ -57,7 +57,7 @@ _AGAIN = {
 experts."""
 _LOSS_BYTES = 4
 _SHARD_ELEMENTS = 1024
-"""Shards are whole rows of so many elements: :class:`commlayer.integrations.parameters.ShardedOptimizer`."""
+"""Shards are whole rows of so many elements: :class:`commlayer.integrations.sharded_optimizer.ShardedOptimizer`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ from commlayer.integrations.ddp import plan_ddp
 from commlayer.integrations.fsdp import plan_fsdp
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.groups import planned_group
-from commlayer.integrations.mesh import FoldedMesh, mark_experts
-from commlayer.integrations.model import ModelConfig, MoELanguageModel
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
+from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.replication import mark_replicated
+from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory

@@ -23,7 +23,7 @@ from commlayer.integrations import (
     plan_fsdp,
     planned_group,
 )
-from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, UsageError
 from commlayer.statistics import stats
 from commlayer.testing.plugin import ClusterFactory
 
@@ -273,6 +273,37 @@ def test_each_rank_gets_the_planned_group_of_its_own_group(emulated_cluster: Clu
         return dist.get_process_group_ranks(group)
 
     assert emulated_cluster(2, 2).run(job) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_all_ranks_for_one_are_fewer_for_another(emulated_cluster: ClusterFactory) -> None:
+    """Each gets what it asked for: no rank makes a group while another still waits to hear of it."""
+
+    def job() -> list[int]:
+        os.environ["COMMLAYER_TIMEOUT_S"] = "20"
+        start()
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        return dist.get_process_group_ranks(planned_group(alone if dist.get_rank() else None))
+
+    assert emulated_cluster(2, 1).run(job, timeout_s=60) == [[0, 1], [1]]
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_timeout(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        os.environ["COMMLAYER_TIMEOUT_S"] = "1"
+        start()
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            store.wait(["over"])
+            return
+        try:
+            with pytest.raises(
+                CollectiveTimeoutError, match=r"rank 0: ranks \[0, 1\] did not all come to make planned"
+            ):
+                planned_group()
+        finally:
+            store.set("over", "")
+
+    emulated_cluster(2, 1).run(job, timeout_s=60)
 
 
 def test_a_group_of_others_is_refused(emulated_cluster: ClusterFactory) -> None:

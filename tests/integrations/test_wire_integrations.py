@@ -43,8 +43,9 @@ from commlayer.integrations import (
     synchronise_gradients,
     tensor_parallel_wire,
 )
-from commlayer.integrations.linear import even_rows
-from commlayer.integrations.wire import flat_rows, wire_policy
+from commlayer.integrations.flat_buffers import flat_rows
+from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import wire_policy
 from commlayer.profiles.errors import DisagreementError, GroupError, SettingsError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
 from commlayer.settings import Settings

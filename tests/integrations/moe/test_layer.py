@@ -14,7 +14,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
-from commlayer.integrations.moe.reference import reference_moe
+from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory

@@ -31,17 +31,14 @@ from commlayer.integrations.context_parallel import (
     zigzag_merge,
     zigzag_rows,
 )
+from commlayer.integrations.gradients import reduce_replicated_gradients
 from commlayer.integrations.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    even_rows,
 )
-from commlayer.integrations.replication import (
-    mark_replicated,
-    reduce_replicated_gradients,
-    replicated_parameters,
-)
+from commlayer.integrations.parameter_marks import mark_replicated, replicated_parameters
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory

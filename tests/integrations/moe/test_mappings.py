@@ -26,12 +26,12 @@ from commlayer.integrations.attention import apply_rope
 from commlayer.integrations.block import MoETransformerLayer, sequence_groups
 from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import gradient_axes, synchronise_gradients
-from commlayer.integrations.linear import even_rows
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.reference import reference_moe
+from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.pipeline import run_pipeline
+from commlayer.integrations.pipeline_schedules import run_pipeline
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import UsageError
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory

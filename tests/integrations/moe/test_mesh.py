@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer.integrations.mesh import FoldedMesh, mark_experts
+from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.parameter_marks import mark_experts
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology

@@ -276,6 +276,28 @@ def test_experts_that_return_something_else(returned: torch.Tensor | None) -> No
         dispatcher.run(x, handle, lambda *_: returned)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"indices": torch.zeros(6, dtype=torch.int64)}, "indices must be"),
+        ({"indices": torch.full((6, 1), 2)}, "indices from 2 to 2"),
+        ({"capacity": 5}, "an expert has 6 choices"),
+        ({"like": torch.zeros(5, HIDDEN)}, r"indices of \[6, 1\] for tokens \[5, 8\]: expected"),
+        ({"weights": torch.zeros(6, 2)}, "weights must be"),
+    ],
+    ids=["dimensions", "range", "capacity", "tokens", "weights"],
+)
+def test_what_a_rank_refuses_names_it(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], said: str) -> None:
+    dispatcher = TokenDispatcher(1, ep=GroupCommunicator(None, "ep"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 3)
+    with pytest.raises(TensorError, match=f"^rank 3: {said}"):
+        dispatcher.prepare(**{"indices": torch.zeros(6, 1, dtype=torch.int64), **change})
+    handle = dispatcher.prepare(torch.zeros(6, 1, dtype=torch.int64))
+    with pytest.raises(TensorError, match=r"^rank 3: expected the 6 tokens of the handle"):
+        dispatcher.dispatch(torch.zeros(5, HIDDEN), handle)
+
+
 def test_losses_are_there_for_logs() -> None:
     layer = MoELayer(HIDDEN, 12, ROUTER)
     layer(torch.randn(6, HIDDEN))

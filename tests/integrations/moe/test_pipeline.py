@@ -24,10 +24,10 @@ from commlayer.integrations.attention import ParallelAttention
 from commlayer.integrations.buckets import GradientBuckets
 from commlayer.integrations.context_parallel import KeysAndValues, context_parallel_attention, split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.pipeline import Schedule, Task, run_pipeline, tasks_of
+from commlayer.integrations.pipeline_schedules import Schedule, Task, run_pipeline, tasks_of
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 

@@ -13,10 +13,11 @@ import torch
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe import measuring
 from commlayer.integrations.moe.agreement import FINEST
-from commlayer.integrations.moe.handle import ChoiceCounts, ExpertGrid
+from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.measuring import MoveShape, measure_experts, measure_moves
 from commlayer.integrations.moe.planning import DispatchDecision, DispatchPlanner, _rounded, slices_of
-from commlayer.integrations.moe.rows import make_row_map
+from commlayer.integrations.moe.row_maps import make_row_map
 from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.overlap import SLICES, ExpertTimes, choose_slices, pipeline, time_pipeline

@@ -13,8 +13,8 @@ from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.reference import reference_moe
-from commlayer.integrations.moe.replicated import ReplicatedDispatcher, run_shares
+from commlayer.integrations.moe.reference_moe import reference_moe
+from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.scheduler.choose import Policy
 from commlayer.scheduler.plan import Strategy

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.balance import Usage, attach_loss, device_balance_loss, expert_balance_loss
-from commlayer.integrations.moe.capacity import Gathering, capacity
+from commlayer.integrations.moe.capacity import capacity
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.integrations.moe.scoring import fixed_shape_logits
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
@@ -389,8 +390,9 @@ class Meeting:
         return everything
 
 
-class Member:
+class Member(GroupCommunicator):
     def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__(None, "ep")
         self.meeting, self.rank, self.size = meeting, rank, meeting.size
         self.num_calls = 0
 
@@ -427,8 +429,8 @@ def on_ranks(size: int, job: Callable[[Member], Result]) -> list[Result]:
     return [future.result() for future in futures]
 
 
-def test_the_fake_group_has_the_protocol() -> None:
-    member: Gathering = Member(Meeting(1), 0)
+def test_the_fake_group_sums() -> None:
+    member = Member(Meeting(1), 0)
     assert member.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
 
 

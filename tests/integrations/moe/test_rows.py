@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from commlayer.integrations.moe import rows as rows_module
-from commlayer.integrations.moe.rows import combine_rows, make_row_map, spread_rows
+from commlayer.integrations.moe import row_maps
+from commlayer.integrations.moe.row_maps import combine_rows, make_row_map, spread_rows
 
 HIDDEN = 3
 
@@ -32,9 +32,9 @@ def test_sums_and_their_gradients_by_blocks(
 ) -> None:
     """Against the sum over choices one by one, in FP64."""
     if block_bytes is None:
-        monkeypatch.setattr(rows_module, "_is_on_host", lambda _: False)
+        monkeypatch.setattr(row_maps, "_is_on_host", lambda _: False)
     else:
-        monkeypatch.setattr(rows_module, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(row_maps, "_BLOCK_BYTES", block_bytes)
     map_, generator = MAPS[name], torch.Generator().manual_seed(0)
     num_tokens, top_k = map_.row_of_choice.shape
     y = torch.randn(map_.token_of_row.shape[0], HIDDEN, generator=generator).to(dtype)

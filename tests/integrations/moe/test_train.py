@@ -25,8 +25,8 @@ from click.testing import CliRunner
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.examples.text import Corpus, grammar_text
 from commlayer.integrations.examples.train import TrainOptions, main, train
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.router import Router, RouterConfig
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory

@@ -13,7 +13,7 @@ import commlayer
 import commlayer.backend.create  # once, before ranks are forked
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import FoldedMesh, MoELayer, RouterConfig, TokenDispatcher
-from commlayer.integrations.moe.ways import DispatchWire, dispatch_wire
+from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
 from commlayer.profiles.errors import DisagreementError, NonFiniteError, UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
 from commlayer.testing.plugin import ClusterFactory

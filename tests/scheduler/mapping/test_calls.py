@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.integrations.gradients import gradient_axes
+from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.model import ModelConfig, MoELanguageModel
 from commlayer.integrations.moe.agreement import agree_on_experts
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.parameters import ShardedOptimizer
 from commlayer.integrations.remat import Rematerialise
+from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
 from commlayer.scheduler.mapping import volumes
@@ -171,7 +171,7 @@ def run_case(case: Case) -> Step:
             if case.setup.recompute == "selective":
                 stack.enter_context(Rematerialise())
             if optimizers:  # sum the gradients themselves
-                stack.enter_context(mock.patch("commlayer.integrations.model.synchronise_gradients"))
+                stack.enter_context(mock.patch("commlayer.integrations.language_model.synchronise_gradients"))
             model.train_step(tokens, tokens, num_micro_batches=case.setup.micro_batches(case.job))
         for optimizer in optimizers:
             optimizer.step()

@@ -11,24 +11,23 @@ Nothing is encoded that neither the program nor that variable allows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-import torch
 import torch.distributed as dist
 
 from commlayer.agree.maximum import is_agreed
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
-from commlayer.integrations.moe.ways import DispatchWire
 from commlayer.profiles.errors import DisagreementError, UsageError
-from commlayer.scheduler.wire import GROUP_SIZE, Scaling, WireFormat, WirePolicy, parse_wire
+from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
 __all__ = [
+    "DispatchWire",
     "LaneWires",
     "WireChoice",
     "compressed_group",
-    "flat_rows",
+    "dispatch_wire",
+    "flat_policy",
     "require_same_wire",
     "tensor_parallel_wire",
     "wire_policy",
@@ -37,7 +36,31 @@ __all__ = [
 
 WireChoice = WirePolicy | str | None
 """A policy; formats as :func:`commlayer.scheduler.wire.parse_wire` reads them; None: what COMMLAYER_WIRE says."""
-_WIDEST, _NARROWEST = 8 * GROUP_SIZE, 16
+_NATIVE = WirePolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchWire:
+    """The wire formats that rows of a dispatcher may take: to the experts and back, and their gradients in the backward pass.
+
+    ``dispatch_gradient`` is of the rows that ``dispatch`` sent, and travels as the combine does; ``combine_gradient`` the other
+    way round.
+    """
+
+    dispatch: WirePolicy = _NATIVE
+    combine: WirePolicy = _NATIVE
+    dispatch_gradient: WirePolicy = _NATIVE
+    combine_gradient: WirePolicy = _NATIVE
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not isinstance(getattr(self, name), WirePolicy):
+                raise UsageError(f"DispatchWire.{name}: expected a WirePolicy, got {getattr(self, name)!r}")
+
+    @property
+    def is_native(self) -> bool:
+        policies = (self.dispatch, self.combine, self.dispatch_gradient, self.combine_gradient)
+        return not any(policy.allows_encoding for policy in policies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +86,19 @@ def wire_policy(wire: WireChoice, lane: str, *, scaling: Scaling = Scaling.TOKEN
 
     Raises UsageError for formats that are none, SettingsError for a malformed COMMLAYER_WIRE.
     """
-    if wire is None:
-        formats = Settings.from_environment().wires().get(lane)
-        policy = WirePolicy() if formats is None else WirePolicy(formats, scaling)
-    elif isinstance(wire, str):
-        policy = WirePolicy(parse_wire(wire), scaling)
-    elif isinstance(wire, WirePolicy):
+    if isinstance(wire, WirePolicy):
         policy = wire
+    elif wire is None or isinstance(wire, str):
+        formats = _formats(wire, lane)
+        policy = WirePolicy() if formats is None else WirePolicy(formats, scaling)
     else:
         raise UsageError(f"wire must be a WirePolicy, a text such as 'bf16' or 'fp8_e4m3+bf16', or None; got {wire!r}")
     return policy if policy.allows_encoding or policy.in_place else None
+
+
+def _formats(wire: str | None, lane: str) -> tuple[WireFormat, ...] | None:
+    """The formats that a user's text names, or else COMMLAYER_WIRE for the lane; None: neither says anything."""
+    return Settings.from_environment().wires().get(lane) if wire is None else parse_wire(wire)
 
 
 def flat_policy(wire: WireChoice, lane: str) -> WirePolicy | None:
@@ -144,23 +170,19 @@ def wired(
     return communicator.with_wire(forth, back)
 
 
-def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1, *, is_shared: bool = False) -> torch.Tensor:
-    """View ``flat`` [parts · s] as the rows [parts · s / W, W] that share scales, of which each part has whole ones; a view.
+def dispatch_wire(wire: DispatchWire | str | None) -> DispatchWire:
+    """Read what a user gives for ``wire``: a name such as ``fp8_e4m3`` is for the dispatch, and the combine may then go
+    in BF16; None takes the setting ``COMMLAYER_WIRE`` of lane ep, and without it all is native. Raises UsageError.
 
-    Itself where no format of ``policy`` has scales. Where no width suits, a part is one row, which is not cut. ``is_shared``: for
-    an all_reduce, whose ranks share its rows out; one row would all be summed by one rank, so it goes natively where it may.
+    Tokens on their way to the experts bear FP8 well, with a scale for each; what comes back is summed, and goes in BF16 or wider
+    (DeepSeek-V3's choice, and MegaScale-MoE's warning about sums of FP8). Gradients go natively unless asked for otherwise.
     """
-    if not flat.numel() or not any(each.is_scaled for each in policy.formats):
-        return flat
-    width = _row_width(flat.numel() // parts)
-    if width is None:
-        return flat if is_shared and WireFormat.NATIVE in policy.formats else flat.view(parts, -1)
-    return flat.view(-1, width)
-
-
-@lru_cache(maxsize=1024)
-def _row_width(elements: int) -> int | None:
-    """The widest of 1024 elements or less that divides ``elements``, whole groups of 128 first; None where only small ones do."""
-    groups = range(_WIDEST, 0, -GROUP_SIZE)
-    others = range(_WIDEST, _NARROWEST - 1, -1)
-    return next((width for each in (groups, others) for width in each if elements % width == 0), None)
+    if isinstance(wire, DispatchWire):
+        return wire
+    if wire is not None and not isinstance(wire, str):
+        raise UsageError(
+            f"wire must be a DispatchWire, such as DispatchWire(dispatch=policy), or a name such as fp8_e4m3, got {wire!r}"
+        )
+    formats = _formats(wire, "ep") or _NATIVE.formats
+    combine = tuple(WireFormat.BF16 if each.is_scaled else each for each in formats)
+    return DispatchWire(WirePolicy(formats), WirePolicy(tuple(dict.fromkeys(combine))))

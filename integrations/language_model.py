@@ -18,13 +18,14 @@ from commlayer.integrations.block import MoETransformerLayer, sequence_groups
 from commlayer.integrations.buckets import BUCKET_BYTES, GradientBuckets
 from commlayer.integrations.context_parallel import split_sequence
 from commlayer.integrations.gradients import synchronise_gradients
-from commlayer.integrations.linear import ReplicatedLinear, even_rows
+from commlayer.integrations.linear import ReplicatedLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
-from commlayer.integrations.pipeline import Schedule, run_pipeline
-from commlayer.integrations.replication import mark_replicated
-from commlayer.integrations.wire import LaneWires, WireChoice
+from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.pipeline_schedules import Schedule, run_pipeline
+from commlayer.integrations.shares import even_rows
+from commlayer.integrations.wire_choice import LaneWires, WireChoice
 from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["MoELanguageModel", "ModelConfig"]
@@ -44,7 +45,7 @@ class ModelConfig:
         num_layers: in the whole model.
         seed: of all weights.
         wires: formats in which tokens, activations and gradients may travel.
-        schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline`.
+        schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
             (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
         bucket_bytes: the largest size of a bucket.

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -107,8 +108,7 @@ def run_pipeline(
     inputs: dict[int, torch.Tensor | None] = {}
     outputs: dict[int, torch.Tensor] = {}
     losses = []
-    following: list[Task | None] = [*tasks[1:], None]
-    for task, then in zip(tasks, following, strict=True):
+    for task, then in zip_longest(tasks, tasks[1:]):
         received, m = ends.turn(task, then), task.m
         if task.is_forward:
             x = inputs[m] = None if received is None else received.requires_grad_()
@@ -117,16 +117,24 @@ def run_pipeline(
             ends.send(task, outputs[m].detach())
             continue
         x, y = inputs.pop(m), outputs.pop(m)
-        more_follow = gradients is not None and m < len(shapes) - 1
-        with gradients.accumulating() if gradients is not None and more_follow else contextlib.nullcontext():
-            if y.requires_grad:  # not behind a first stage that is frozen: what comes back is of no use there
-                torch.autograd.backward(y, received)
-        if x is not None:
-            ends.send(task, torch.zeros_like(x) if x.grad is None else x.grad)
+        is_last = m == len(shapes) - 1
+        with contextlib.nullcontext() if gradients is None or is_last else gradients.accumulating():
+            gradient = _backward(x, y, received)
+        if gradient is not None:
+            ends.send(task, gradient)
         if pp.rank == pp.size - 1:
             losses.append(y.detach())
     ends.finish()
     return losses
+
+
+def _backward(x: torch.Tensor | None, y: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Run the backward pass of a stage from ``y`` to its input ``x``, whose gradient it returns; None where there is no input."""
+    if y.requires_grad:  # not behind a first stage that is frozen: what comes back is of no use there
+        torch.autograd.backward(y, gradient)
+    if x is None:
+        return None
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 class _Ends:

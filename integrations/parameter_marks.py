@@ -1,4 +1,4 @@
-"""Gradients of parameters that every rank of a group has, and uses on rows of its own."""
+"""Marks of parameters that say over which groups their gradients are summed: experts', and those that every rank has whole."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from commlayer.collectives import GroupCommunicator
-
-__all__ = ["mark_replicated", "reduce_replicated_gradients", "replicated_parameters"]
+__all__ = ["holds_experts", "is_expert", "mark_experts", "mark_replicated", "replicated_parameters"]
 
 
 def mark_replicated(module: nn.Module, *names: str, over: tuple[str, ...] = ("tp",)) -> None:
@@ -45,21 +43,34 @@ def replicated_parameters(module: nn.Module, over: str = "tp") -> Iterator[nn.Pa
                 yield parameter
 
 
-@torch.no_grad()
-def reduce_replicated_gradients(module: nn.Module, group: GroupCommunicator, over: str = "tp") -> None:
-    """Sum the gradients of :func:`replicated_parameters` over ``group``, in place: one all_reduce for each dtype.
+def mark_experts(module: nn.Module) -> None:
+    """Mark all parameters of ``module`` as experts' (``is_expert``), for
+    :meth:`~commlayer.integrations.mesh.FoldedMesh.gradient_group`.
 
-    Once a step, by all ranks of the group: when all gradients are there, before they are clipped or used. A parameter
-    without a gradient here counts as zero and gets the others' sum.
+    What replaces parameters (fully_shard, to_empty(), deepcopy()) drops their mark: call it again after those. Loading does
+    not; nor does :func:`commlayer.integrations.gradients.gradient_axes` forget, which looks at modules too.
     """
-    if group.size == 1:
-        return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in replicated_parameters(module, over):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for _, gradients in sorted(by_dtype.items(), key=lambda item: str(item[0])):
-        total = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
-        for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+    if not holds_experts(module):
+        module.register_load_state_dict_post_hook(_mark_loaded)
+    for part in module.modules():
+        part._commlayer_holds_experts = True  # type: ignore[assignment]
+    _mark_parameters(module)
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Tell whether :func:`mark_experts` was called for it."""
+    return bool(getattr(module, "_commlayer_holds_experts", False))
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Tell whether the parameter itself is marked as an expert's."""
+    return bool(getattr(parameter, "is_expert", False))
+
+
+def _mark_loaded(module: nn.Module, _: object) -> None:
+    _mark_parameters(module)  # load_state_dict(assign=True) replaces them
+
+
+def _mark_parameters(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.is_expert = True  # type: ignore[attr-defined]

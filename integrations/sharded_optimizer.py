@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlayer.integrations.wire import WireChoice, compressed_group, flat_rows, require_same_wire
+from commlayer.integrations.flat_buffers import ROW_ELEMENTS, all_gather_flat, reduce_scatter_flat, views_in
+from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
 __all__ = ["ShardedOptimizer"]
 
-_ROW = 1024
-"""Shards are whole rows of so many elements: blocks that share a scale never cross from one rank's to the next's."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -131,7 +130,7 @@ class ShardedOptimizer:
         scale = 1.0 / self._size if self._average else 1.0
         pending = []
         for buffer in self._buffers:
-            for parameter, place in zip(buffer.parameters, _views(buffer.gradients, buffer.parameters), strict=True):
+            for parameter, place in zip(buffer.parameters, views_in(buffer.gradients, buffer.parameters), strict=True):
                 if parameter.grad is None:
                     place.zero_()
                 else:
@@ -186,9 +185,10 @@ class ShardedOptimizer:
         """Moves the parameters into a new buffer."""
         first = parameters[0]
         total = sum(parameter.numel() for parameter in parameters)
-        share = -(-total // (self._size * _ROW)) * _ROW
+        # Whole rows: blocks that share a scale never cross from one rank's shard to the next's.
+        share = -(-total // (self._size * ROW_ELEMENTS)) * ROW_ELEMENTS
         model = torch.zeros(self._size * share, dtype=first.dtype, device=first.device)
-        for parameter, place in zip(parameters, _views(model, parameters), strict=True):
+        for parameter, place in zip(parameters, views_in(model, parameters), strict=True):
             place.copy_(parameter.detach())
             parameter.data = place
         main = model.view(self._size, share)[self._rank].to(torch.float32, copy=True)
@@ -198,15 +198,13 @@ class ShardedOptimizer:
         if self._reducing is None:
             work: dist.Work = reduce_scatter_single(out, x, group=self._group, async_op=True)
             return work
-        policy = self._reducing.policy
-        return self._reducing.reduce_scatter(flat_rows(out, policy), flat_rows(x, policy, self._size))
+        return reduce_scatter_flat(self._reducing, out, x)
 
     def _start_gather(self, out: torch.Tensor, x: torch.Tensor) -> dist.Work:
         if self._gathering is None:
             work: dist.Work = all_gather_single(out, x, group=self._group, async_op=True)
             return work
-        policy = self._gathering.policy
-        return self._gathering.all_gather(flat_rows(out, policy, self._size), flat_rows(x, policy))
+        return all_gather_flat(self._gathering, out, x)
 
 
 def _as_groups(parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -237,12 +235,3 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
             raise TensorError(f"expected parameters of float32, bfloat16 or float16, got {parameter.dtype}")
         found.setdefault(parameter.dtype, []).append(parameter)
     return list(found.values())
-
-
-def _views(flat: torch.Tensor, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Where each parameter lies in ``flat``, in its shape."""
-    places, start = [], 0
-    for parameter in parameters:
-        places.append(flat[start : start + parameter.numel()].view(parameter.shape))
-        start += parameter.numel()
-    return places

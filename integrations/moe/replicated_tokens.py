@@ -13,20 +13,18 @@ Shapes: T tokens, the same on all ranks of the group; K choices; E experts; H hi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
-from commlayer.integrations.linear import even_rows
+from commlayer.integrations.moe.agreement import check_capacity
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import Experts
-from commlayer.integrations.moe.rows import combine_rows, gather_rows, make_row_map
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, make_row_map
+from commlayer.integrations.shares import gather_shares, take_share
+from commlayer.profiles.errors import UsageError
 
-__all__ = ["ReplicatedDispatcher", "gather_shares", "run_shares", "take_share"]
+__all__ = ["ReplicatedDispatcher", "run_shares"]
 
 
 class ReplicatedDispatcher:
@@ -63,12 +61,7 @@ class ReplicatedDispatcher:
         ``capacity``: rows of every expert, from each rank of EP. Collective over the grid, and differentiable.
         Raises TensorError where an expert has more choices than that.
         """
-        kept = indices[indices >= 0]
-        fullest = int(torch.bincount(kept, minlength=self.num_experts).max())
-        if fullest > capacity:
-            raise TensorError(
-                f"an expert has {fullest} choices and a capacity of {capacity}: drop them first (index -1)"
-            )
+        check_capacity(torch.bincount(indices[indices >= 0], minlength=self.num_experts), capacity)
         rows = make_row_map(indices, self.num_experts, capacity)
         local = self.num_experts // self._ep_size
         arrived = self.communicator.all_to_all(gather_rows(x, rows))  # [EP, local expert, capacity, H]
@@ -91,47 +84,7 @@ def run_shares(
     through ``dispatcher``.
     """
     share = take_share(x, group)
-    own = indices.split(list(even_rows(indices.shape[0], group.size)))[group.rank]
     of_share = take_share(weights, group)
-    handle = dispatcher.prepare(own, like=share, weights=of_share, experts=experts)
+    handle = dispatcher.prepare(take_share(indices, group), like=share, weights=of_share, experts=experts)
     out, _ = dispatcher.run(share, handle, experts, of_share)
     return gather_shares(out, group, x.shape[0])
-
-
-def take_share(x: torch.Tensor, group: GroupCommunicator) -> torch.Tensor:
-    """Take this rank's rows of ``x`` [T, …], which all ranks of ``group`` hold; the gradient is gathered, so all hold
-    it too.
-    """
-    return x if group.size == 1 else _take(x, group)
-
-
-def gather_shares(x: torch.Tensor, group: GroupCommunicator, num_tokens: int) -> torch.Tensor:
-    """Undo :func:`take_share`: [T, …] on all ranks of ``group``, whose gradients are the same."""
-    return x if group.size == 1 else _gather(x, group, num_tokens)
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: GroupCommunicator) -> torch.Tensor:
-        ctx.group, ctx.num_tokens = group, x.shape[0]
-        share: torch.Tensor = x.split(list(even_rows(x.shape[0], group.size)))[group.rank]
-        return share.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gather_shares(gradient, ctx.group, ctx.num_tokens), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: GroupCommunicator, num_tokens: int) -> torch.Tensor:
-        ctx.group = group
-        return group.all_gather(x, even_rows(num_tokens, group.size))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return take_share(gradient, ctx.group), None, None
-
-
-_take: Callable[[torch.Tensor, GroupCommunicator], torch.Tensor] = cast("Any", _Take.apply)
-_gather: Callable[[torch.Tensor, GroupCommunicator, int], torch.Tensor] = cast("Any", _Gather.apply)
