@@ -115,7 +115,7 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     outputs = ("-o", tmp_path / "r.json", "--report", tmp_path / "r.html")
     common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1")
-    monkeypatch.setattr("commlayer.measure.bench.environment", lambda: {"date": "the run's"})
+    monkeypatch.setattr("commlayer.measure.bench.run_environment", lambda: {"date": "the run's"})
     result = json.loads(here(*common, *SMALL, "--all-forms", *outputs, "--json"))
     assert result == json.loads((tmp_path / "r.json").read_text())
     assert (result["topology"], result["is_emulated"], result["inter"]) == ("2x2", True, "4gbit")

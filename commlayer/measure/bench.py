@@ -21,7 +21,7 @@ from commlayer.agree.messages import Message, Peers, from_first
 from commlayer.communicator import Communicator
 from commlayer.measure.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.measure.prober import Prober
-from commlayer.measure.profiler import environment
+from commlayer.measure.profiler import run_environment
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
@@ -111,7 +111,7 @@ def run_bench(
     """
     check_sizes(options.sizes, topology.num_nodes)
     mine = _Environment(
-        environment() | dict(links or {})
+        run_environment() | dict(links or {})
     )  # hosts and dates differ between ranks, and a result must not
     agreed = from_first(mine, _Environment, Peers.of(None), options.timeout_s, "to run the benchmark")
     result = BenchResult(
