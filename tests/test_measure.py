@@ -15,7 +15,7 @@ from ranks import HALF_AN_HOUR
 from commlayer.agree.topology import discover_topology
 from commlayer.engine.runner import GridRunner
 from commlayer.measure import profiler
-from commlayer.measure.calls import CodedCall, GridCall, StepCall
+from commlayer.measure.calls import CodedCall, GridCall
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
@@ -377,10 +377,8 @@ def each_probed_once() -> list[tuple[str, bool, int, int]]:
                 call.message.zero_()
             elif isinstance(call, GridCall):
                 call.runner = nothing
-            elif isinstance(call, StepCall):
-                call.planned = nothing
             else:
-                call.run = nothing.run
+                call.run = call.run_whole = nothing.run
             found.append((probe.key[0], took, sound, prober.ranks.total(call.num_wrong())))
     return found
 

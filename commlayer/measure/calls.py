@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Protocol
 
@@ -71,77 +71,71 @@ def _pattern(size: int, row: int) -> torch.Tensor:
     return tile.repeat(-(-size // tile.numel()))[:size]
 
 
-class StepCall:
-    """A plan of a group, of one step."""
+class _GroupCall(ABC):
+    """A collective of a group on FP32; ``source`` is ``target`` where it works in place."""
 
     def __init__(self, planned: PlannedGroup, plan: Plan) -> None:
-        self.planned, self.plan = planned, plan
-        self.values = _Values(planned.rank, plan)
+        self.planned, self.plan, self.collective = planned, plan, plan.traffic.collective
+        self.count = plan.traffic.block_bytes // torch.float32.itemsize
+        whole, block = torch.zeros(self.count * plan.traffic.group_size), torch.zeros(self.count)
+        self.source = block if self.collective == "all_gather" else whole
+        self.target = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(whole)}.get(self.collective, whole)
 
+    @abstractmethod
     def run(self) -> None:
-        self._run(self.plan)
+        """Run once."""
 
-    def _run(self, plan: Plan) -> None:
-        self.planned.run(plan, self.values.source, self.values.target)
+    def run_whole(self) -> None:
+        """Run all of the collective, where a call is only a part of it."""
+        self.run()
 
     def num_wrong(self) -> int:
-        """Wrong elements of the call that has such a step."""
-        whole = build(self.plan.traffic, self.plan.strategy)
-        return self.values.num_wrong(lambda: self._run(whole))
+        """Wrong elements of the whole collective, on small integers: rank r has k + r for rank k."""
+        rank, n = self.planned.rank, self.plan.traffic.group_size
+        ramp, total = torch.arange(0.0, n).repeat_interleave(self.count), n * (n - 1) / 2
+        block = torch.ones(self.count)
+        self.target.fill_(-1.0)
+        self.source.copy_(block * rank if self.collective == "all_gather" else ramp + rank)
+        self.run_whole()
+        expected = {
+            "all_gather": ramp,
+            "reduce_scatter": block * (n * rank + total),
+            "all_to_all_v": ramp + rank,
+            "all_reduce": ramp * n + total,
+            "broadcast": ramp,
+        }[self.collective]
+        return int((self.target != expected).sum())
 
 
-class OwnCall:
-    """A call of Gloo's own."""
+class StepCall(_GroupCall):
+    """One step of a plan of a group."""
+
+    def run(self) -> None:
+        self.planned.run(self.plan, self.source, self.target)
+
+    def run_whole(self) -> None:
+        self.planned.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
+
+
+class OwnCall(_GroupCall):
+    """A collective as a call of Gloo's own."""
 
     def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, plan: Plan) -> None:
-        self._own, self._collective = own, plan.traffic.collective
-        self.values = _Values(planned.rank, plan)
-        self._timeout = timedelta(seconds=planned.timeout_s)
+        super().__init__(planned, plan)
+        self._own, self._timeout = own, timedelta(seconds=planned.timeout_s)
 
     def run(self) -> None:
         self._work().wait(self._timeout)
 
     def _work(self) -> dist.Work:
-        own, source, target = self._own, self.values.source, self.values.target
-        if self._collective == "all_gather":
-            return own._allgather_base(target, source)
-        if self._collective == "reduce_scatter":
-            return own._reduce_scatter_base(target, source, dist.ReduceScatterOptions())
-        if self._collective == "all_to_all_v":
-            return own.alltoall_base(target, source, [], [])
-        return own.allreduce([target]) if self._collective == "all_reduce" else own.broadcast([target])
-
-    def num_wrong(self) -> int:
-        return self.values.num_wrong(self.run)
-
-
-class _Values:
-    """The tensors of a group's call; ``source`` is ``target`` where the collective works in place."""
-
-    def __init__(self, rank: int, plan: Plan) -> None:
-        self.rank, self.collective, self.n = rank, plan.traffic.collective, plan.traffic.group_size
-        self.count = plan.traffic.block_bytes // torch.float32.itemsize
-        whole, block = torch.zeros(self.count * self.n), torch.zeros(self.count)
-        self.source = block if self.collective == "all_gather" else whole
-        self.target = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(whole)}.get(self.collective, whole)
-
-    def num_wrong(self, run: Callable[[], None]) -> int:
-        """Wrong elements of what ``run`` brings, on small integers: rank r has k + r for rank k."""
-        ramp = torch.arange(0.0, self.n).repeat_interleave(self.count)
-        total = self.n * (self.n - 1) / 2
-        self.target.fill_(-1.0)
-        self.source.copy_(
-            torch.full((self.count,), float(self.rank)) if self.collective == "all_gather" else ramp + self.rank
-        )
-        run()
-        expected = {
-            "all_gather": ramp,
-            "reduce_scatter": torch.full((self.count,), self.n * self.rank + total),
-            "all_to_all_v": ramp + self.rank,
-            "all_reduce": ramp * self.n + total,
-            "broadcast": ramp,
-        }[self.collective]
-        return int((self.target != expected).sum())
+        if self.collective == "all_gather":
+            return self._own._allgather_base(self.target, self.source)
+        if self.collective == "reduce_scatter":
+            return self._own._reduce_scatter_base(self.target, self.source, dist.ReduceScatterOptions())
+        if self.collective == "all_to_all_v":
+            return self._own.alltoall_base(self.target, self.source, [], [])
+        verb = self._own.allreduce if self.collective == "all_reduce" else self._own.broadcast
+        return verb([self.target])
 
 
 class CodedCall:

@@ -161,7 +161,7 @@ def measure_groups(
     topology = topology or discover_topology()
     ranks = ranks or AllRanks.default()
     shape = _shape_of(groups, topology)
-    known = {probe.key[0]: probe for probe in probes_of_calls("group", tuple(len(part) for part in shape.nodes))}
+    known = {probe.key[0]: probe for probe in probes_of_calls("groups", tuple(len(part) for part in shape.nodes))}
     *own, message = known
     wanted = collectives if collectives is not None else [*own, *([message] if len(groups[0]) == 2 else [])]
     for collective in wanted:
@@ -170,7 +170,7 @@ def measure_groups(
     sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
     sweeps = [_Sweep(known[collective], sizes, options.repeats) for collective in wanted]
     mine = next(group for group in groups if ranks.rank in group)
-    with Prober(topology, options.timeout_s, ranks, {"group": mine}) as prober:
+    with Prober(topology, options.timeout_s, ranks, {"groups": mine}) as prober:
         curves = _curves(prober, sweeps, options)
     return _agreed(
         ranks,
@@ -274,9 +274,7 @@ def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
     """Pairs of resources, together against alone, each kept busy for about the same time."""
     e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    if (
-        t == 1 or not rounds or prober.device == "cuda"
-    ):  # a device's steps are not seen by the host: see SweepOptions and docs
+    if t == 1 or not rounds or prober.device == "cuda":  # a device's steps are not seen by the host
         return []
     unit = side_by_side(_INTERFERENCE_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
     by_key = {(curve.collective, curve.link): curve for curve in curves}
