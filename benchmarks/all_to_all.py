@@ -19,7 +19,7 @@ import msgspec
 
 from commlayer.cli.bench import bench_job
 from commlayer.cli.launch import Place, place_of, run_job
-from commlayer.measure.bench import BenchOptions
+from commlayer.measure.benchmark import BenchOptions
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.plan import Gather

@@ -22,8 +22,7 @@ from commlayer.integrations.context_parallel import context_parallel_attention
 from commlayer.integrations.language_model import MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.measure.group_profiler import measure_groups
-from commlayer.measure.profiler import SweepOptions
+from commlayer.measure.profiler import SweepOptions, measure_groups
 from commlayer.profiles.measure import Repeats
 
 __all__ = ["ComputeTimes", "Layer", "run_compute", "run_curves", "run_steps"]

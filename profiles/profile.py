@@ -200,7 +200,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         else:
             kinds = sorted({f"{curve.collective} on {curve.link}" for curve in self.curves})
             there = f"it has {', '.join(kinds) or 'no curves at all'}"
-        if (collective, link, group_size) in self._measurable():
+        if (link, group_size) in self._measurable():
             advice = "Measure it on that cluster with `commlayer profile`, or plan with those"
         else:
             advice = (
@@ -212,27 +212,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             f"{group_size}, got none; {there}. {advice}"
         )
 
-    def _measurable(self) -> set[tuple[str, str, int]]:
-        """The curves that ``commlayer profile`` makes on a cluster of this shape."""
+    def _measurable(self) -> set[tuple[str, int]]:
+        """The links and group sizes that ``commlayer profile`` measures on a cluster of this shape."""
         topology = Topology.parse(self.topology)
         if not topology.is_uniform or topology.world_size == 1:
             return set()  # it refuses those
         nodes, ranks = topology.num_nodes, topology.ranks_per_node
-        own = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
-        link = "inter" if nodes > 1 else "intra"
-        groups = {(link, topology.world_size)}
-        if nodes > 1 and ranks > 1:
-            groups |= {("intra", ranks), ("inter", nodes)}
-        of_groups = {(name, on, size) for name in ("all_to_all", "all_gather", *own) for on, size in groups}
-        return of_groups | self._of_replicated(nodes, ranks) | {("reduce", "device", 1)}
-
-    @staticmethod
-    def _of_replicated(nodes: int, ranks: int) -> set[tuple[str, str, int]]:
-        """Those of them that all_to_all plans of replicated tokens rest on."""
         if nodes == 1:
-            return {("all_to_all", "intra", ranks), ("copy", "device", 1)}
-        gather = {("all_gather", "intra", ranks)} if ranks > 1 else set()
-        return {("all_to_all", "inter", nodes), ("copy", "device", 1)} | gather
+            return {("intra", ranks), ("device", 1)}
+        of_node = {("intra", ranks)} if ranks > 1 else set()
+        return {("inter", topology.world_size), ("inter", nodes), ("device", 1)} | of_node
 
     def slowdown(self, resource: Resource, other: Resource) -> float:
         """Return how many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""

@@ -6,11 +6,9 @@ slice for each of its ranks (what that rank receives). Where both hold equally m
 
 from __future__ import annotations
 
-from commlayer.profiles.curve import Curve
-from commlayer.profiles.profile import Profile
 from commlayer.scheduler.legs import ExchangeLeg, LegOrder
 from commlayer.scheduler.moves import Buffer, Message, Moves, Region, cut, filled
-from commlayer.scheduler.plan import Cut, Op, Plan, Span
+from commlayer.scheduler.plan import CurveKey, Cut, Op, Plan, Span
 
 __all__ = ["BROADCAST", "BroadcastPlace"]
 
@@ -36,8 +34,8 @@ class BroadcastPlace:
 class Scatter(ExchangeLeg):
     """The root gives each rank of its node a slice: an all_to_all, of which only one rank has anything to send."""
 
-    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        return profile.curve("all_to_all", self.resource(plan.traffic), self.ranks(plan.traffic))
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return (("all_to_all", self.resource(plan.traffic), self.ranks(plan.traffic)),)
 
     def moves(self, place: BroadcastPlace, tag: int, chunk: int) -> Moves:
         if place.a != place.home:

@@ -9,10 +9,9 @@ from functools import cached_property, lru_cache
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource, bus_factor
-from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
-from commlayer.scheduler.plan import Cut, Leg, Op, Plan, Step
+from commlayer.scheduler.plan import CurveKey, Cut, Leg, Op, Plan, Step
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["AHEAD", "LATE", "CodedLeg", "ExchangeLeg", "LegOrder", "LocalLeg", "OwnCallLeg", "Phase"]
@@ -42,16 +41,15 @@ _OWN_CALLS = {
 class ExchangeLeg(Leg):
     """Messages, which are timed by the curve of the same name on as many ranks."""
 
-    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        return profile.curve(self.op.value, self.resource(plan.traffic), self.ranks(plan.traffic))
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return ((self.op.value, self.resource(plan.traffic), self.ranks(plan.traffic)),)
 
 
 class OwnCallLeg(ExchangeLeg):
     """A collective as one call of the backend's own, whatever that does inside; but for an all_to_all it is a ring."""
 
-    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        traffic = plan.traffic
-        return profile.curve(_OWN_CALLS.get(self.op, self.op.value), traffic.link, traffic.group_size)
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return ((_OWN_CALLS.get(self.op, self.op.value), plan.traffic.link, plan.traffic.group_size),)
 
     def connections(self, traffic: Traffic) -> int:
         return super().connections(traffic) if self.op is Op.ALL_TO_ALL else 1
@@ -84,15 +82,15 @@ class LocalLeg(Leg):
     def share_of_link(self, traffic: Traffic, curve: Curve) -> float:
         return bus_factor(curve.collective, curve.group_size)
 
-    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        return profile.curve(self.op.value, Resource.DEVICE, 1)
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return ((self.op.value, Resource.DEVICE, 1),)
 
 
 class CodedLeg(LocalLeg):
     """Encoding into the plan's wire format, or decoding. What FP8 costs goes by elements, and its curves are of BF16."""
 
-    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        return profile.curve(f"{self.op.value}_{plan.wire}", Resource.DEVICE, 1)
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return ((f"{self.op.value}_{plan.wire}", Resource.DEVICE, 1),)
 
     def looked_up(self, size: float, plan: Plan) -> float:
         return size * _BF16_BYTES / plan.traffic.element_bytes if plan.wire.format.is_scaled else size

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.profiles.profile import Profile
 from commlayer.scheduler.legs import LegOrder, LocalLeg, OwnCallLeg
 from commlayer.scheduler.moves import Buffer, Moves
-from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
+from commlayer.scheduler.plan import CurveKey, Cut, Gather, Op, Plan, Span, Strategy
 from commlayer.scheduler.price import Timeline, schedule
 from commlayer.scheduler.traffic import Traffic
 
@@ -44,8 +42,8 @@ class ExpertWork(LocalLeg):
     def resource(self, traffic: Traffic) -> Resource:
         return Resource.COMPUTE
 
-    def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        return profile.curve(self.op.value, Resource.COMPUTE, 1)
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return ((self.op.value, Resource.COMPUTE, 1),)
 
     def moves(self, place: object, tag: int, chunk: int) -> Moves:
         return Moves()

@@ -19,7 +19,10 @@ from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["Buffer", "Cut", "Gather", "Leg", "Op", "Plan", "Span", "Step", "Strategy"]
+__all__ = ["Buffer", "CurveKey", "Cut", "Gather", "Leg", "Op", "Plan", "Span", "Step", "Strategy"]
+
+CurveKey = tuple[str, Resource, int]
+"""Collective, link and group size, by which a profile finds a curve."""
 
 
 class Strategy(str, Enum):
@@ -147,8 +150,12 @@ class Leg(ABC):
         """Say what the rank at ``place`` does in the step of a chunk; ``tag``: the first of the step's."""
 
     @abstractmethod
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        """The curves that time its steps, each of them some; a profile has to have the last one."""
+
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
         """The curve that times a step of ``size`` bytes. Raises PlanError where the profile lacks it."""
+        return profile.curve(*self.curve_keys(plan)[-1])
 
     def resource(self, traffic: Traffic) -> Resource:
         """The resource that its steps occupy."""

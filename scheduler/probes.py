@@ -1,44 +1,192 @@
-"""Plans that exercise one resource, or two side by side: what the profiler times to learn a cluster's curves."""
+"""Probes: every curve that a leg of any strategy is timed by on a cluster, and a plan that exercises it, to be measured.
+
+The list comes from the legs of all plans that can be chosen (:func:`commlayer.scheduler.strategies.candidates`), on the groups
+that every cluster has: the grid of replicated tokens, the world, the ranks of a node, and the ranks at one place of every node
+(a rail). A leg that is timed by a curve of its own adds that curve to what is measured.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.plan import Cut, Gather, Plan, Step, Strategy
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.legs import OwnCallLeg
+from commlayer.scheduler.moves import Buffer
+from commlayer.scheduler.plan import CurveKey, Cut, Gather, Leg, Op, Plan, Span, Step, Strategy
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK
-from commlayer.scheduler.strategies import flat
+from commlayer.scheduler.strategies import candidates, flat, hierarchical, pipelined, pipelined_copy
 from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import Wire, WireFormat
 
-__all__ = ["copy_probe", "exchange_probe", "gather_probe", "one_call_probe", "side_by_side"]
+__all__ = [
+    "MESSAGE",
+    "Probe",
+    "probes",
+    "probes_of_calls",
+    "probes_of_grid",
+    "probes_of_group",
+    "side_by_side",
+]
+
+_GRID = "grid"
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all_v")
+"""The order in which a profile has the backend's own calls."""
+_ITEM_BYTES = 4  # sums are of float32
+_ROW_ELEMENTS = 1024
+"""Elements of the rows that FP8 is measured on: about a model's hidden size."""
+_WIRES = tuple(Wire(each, _ROW_ELEMENTS) for each in WireFormat)
 
 
-def exchange_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
-    """One all_to_all by messages, whose send buffer is about ``num_bytes`` (rounded up to what the group divides).
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A curve to measure, on which groups, and of which leg.
 
-    Not a flat plan: a transport may run a small one of those as a call of the backend's own (see one_call_probe), which
-    no step of another plan is.
+    ``where``: ``grid``, ``world``, ``node``, ``rail``, or the name of other groups that the prober was given. ``unit``: the
+    smallest plan of nothing but one step of the leg.
     """
-    traffic = one_call_probe(num_bytes, group_size, link).traffic
-    return _plan(traffic, (EXCHANGE_SLICES.step(Cut(traffic)),), Gather.WHOLE)
+
+    key: CurveKey
+    where: str
+    unit: Plan
+
+    @property
+    def leg(self) -> Leg:
+        """The leg whose steps are timed."""
+        return self.unit.steps[0].leg
+
+    @property
+    def share(self) -> float:
+        """How much of a call's bytes are the step's, by which its curve is looked up."""
+        return self.unit.steps[0].bytes / self.unit.traffic.logical_bytes
+
+    @property
+    def is_on_grid(self) -> bool:
+        """Whether it is on the grid of replicated tokens."""
+        return self.where == _GRID
+
+    @property
+    def is_own_call(self) -> bool:
+        """Whether it is a call of the backend's own between the ranks of a group."""
+        return isinstance(self.leg, OwnCallLeg)
+
+    def plan(self, num_bytes: int) -> Plan:
+        """The plan whose step is of ``num_bytes``, or of as many more as its ranks can divide."""
+        unit = self.unit
+        count = max(1, math.ceil(num_bytes / unit.steps[0].bytes))
+        traffic = replace(unit.traffic, logical_bytes=unit.traffic.logical_bytes * count)
+        return _alone(self.leg, replace(unit, traffic=traffic))
 
 
-def one_call_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
-    """The flat plan of the same bytes: one call of the backend's own, where the transport has one for that size."""
-    block = max(1, -(-num_bytes // group_size))
-    return flat(Traffic(block * group_size, group_size, 1, link))
+class _Message(OwnCallLeg):
+    """A message from the first rank of two to the second, as pipelines send them."""
+
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return (("send_recv", plan.traffic.link, plan.traffic.group_size),)
 
 
-def gather_probe(num_bytes: int, group_size: int, replication: int, link: Resource) -> Plan:
-    """One all_gather over ``replication`` ranks of about ``num_bytes`` in total, in place, as the plans do it."""
-    traffic = _enclosing(num_bytes, group_size, replication, link)
-    return _plan(traffic, (GATHER.step(Cut(traffic, gather=Gather.REMOTE)),))
+MESSAGE = _Message("message", Op.BROADCAST, Span.GROUP, Buffer.INPUT, Buffer.OUTPUT)
 
 
-def copy_probe(num_bytes: int, group_size: int, link: Resource) -> Plan:
-    """One copy of ``num_bytes`` from the input to the output."""
-    traffic = Traffic(max(1, num_bytes) * group_size, group_size, 1, link)
-    return _plan(traffic, (LOCAL_BLOCK.step(Cut(traffic)),))
+def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = False) -> list[Probe]:
+    """List what is measured on a cluster of equal nodes, each curve once, in the order of a profile.
+
+    ``with_groups`` False: on the grid only. ``is_brief``: of the rails nothing but the steps, and no broadcasts inside nodes.
+    """
+    m, width = topology.num_nodes, topology.ranks_per_node
+    found = probes_of_grid(*((m, width, Resource.INTER) if m > 1 else (width, 1, Resource.INTRA)))
+    if with_groups:
+        shapes = {"world": (width,) * m}
+        if m > 1 and width > 1:
+            shapes |= {"node": (width,), "rail": (1,) * m}
+        for where, nodes in shapes.items():
+            found += probes_of_group(where, nodes)
+    once: dict[CurveKey, Probe] = {}
+    for probe in sorted(found, key=_is_inside):
+        once.setdefault(probe.key, probe)
+    return sorted((probe for probe in once.values() if not (is_brief and _is_rare(probe))), key=_place)
+
+
+def probes_of_grid(e: int, t: int, link: Resource) -> list[Probe]:
+    """List those of an all_to_all over ``e`` ranks on ``link``, whose tokens are the same on ``t`` ranks of a node.
+
+    An exchange is one of messages, not a flat plan: a transport may run a small one of those as a call of the backend's own,
+    which has a curve of its own.
+    """
+    traffic = Traffic(e, e, t, link)
+    plans = (hierarchical(traffic), pipelined(traffic, 2), pipelined_copy(traffic, 2), flat(traffic))
+    found: dict[CurveKey, Probe] = {}
+    for key, leg, plan in _timed(plans):
+        is_whole = leg.is_exchange and leg.span is Span.GROUP  # then with the rank's own block, as a flat plan has it
+        unit = replace(
+            plan,
+            traffic=replace(traffic, replication=t if leg.span is Span.HOLDERS else 1),
+            strategy=Strategy.FLAT if plan.strategy is Strategy.FLAT else Strategy.HIERARCHICAL,
+            chunks=1,
+            gather=Gather.WHOLE if is_whole else Gather.REMOTE,
+        )
+        found.setdefault(key, Probe(key, _GRID, _alone(leg, unit)))
+    return sorted(found.values(), key=_place)
+
+
+def probes_of_group(where: str, nodes: tuple[int, ...]) -> list[Probe]:
+    """List those of a group with so many ranks on each node: what its calls are timed by, and in a group of two, messages."""
+    n, link = sum(nodes), Resource.INTER if len(nodes) > 1 else Resource.INTRA
+    plans = (
+        plan
+        for wire in _WIRES
+        for collective in _COLLECTIVES
+        for plan in candidates(_traffic(collective, n, link, nodes, wire), Gather.REMOTE, 0.0, 2)
+    )
+    found: dict[CurveKey, Probe] = {}
+    for key, leg, plan in _timed(plans):
+        found.setdefault(key, Probe(key, where, _alone(leg, replace(plan, chunks=1))))
+    return list(found.values())
+
+
+def probes_of_calls(where: str, nodes: tuple[int, ...]) -> list[Probe]:
+    """List the calls of the backend's own in such a group, and a message, which is between two."""
+    own = [probe for probe in probes_of_group(where, nodes) if probe.is_own_call]
+    message = _alone(MESSAGE, own[0].unit)
+    return [*own, *(Probe(key, where, message) for key in MESSAGE.curve_keys(message))]
+
+
+def _traffic(collective: str, n: int, link: Resource, nodes: tuple[int, ...], wire: Wire) -> Traffic:
+    item_bytes = 2 if wire.format.is_scaled else _ITEM_BYTES
+    return Traffic(n * _ITEM_BYTES, n, 1, link, collective, nodes, wires=(wire,), element_bytes=item_bytes)
+
+
+def _timed(plans: Iterable[Plan]) -> Iterator[tuple[CurveKey, Leg, Plan]]:
+    """The legs of plans, with each curve that times them, but for exchanges of a rank with itself."""
+    for plan in plans:
+        for leg in dict.fromkeys(step.leg for step in plan.steps):
+            if not leg.is_exchange or leg.ranks(plan.traffic) > 1:
+                yield from ((key, leg, plan) for key in leg.curve_keys(plan))
+
+
+def _alone(leg: Leg, plan: Plan) -> Plan:
+    """``plan`` with one step, of ``leg``."""
+    return replace(plan, steps=(leg.step(Cut(plan.traffic, gather=plan.gather, wire=plan.wire)),))
+
+
+def _is_inside(probe: Probe) -> bool:
+    """Whether it exchanges between some ranks of its group: then a group of just those goes before."""
+    return probe.leg.is_exchange and probe.leg.span not in (Span.GROUP, Span.HOLDERS)
+
+
+def _place(probe: Probe) -> tuple[int, int]:
+    """The place in a profile: the grid; what ranks do alone; each group's steps, and its calls of the backend's own."""
+    if probe.leg.is_exchange:
+        step = len(Op) if probe.is_own_call else list(Op).index(probe.leg.op)
+        return (_GRID, "alone", "world", "node", "rail").index(probe.where), step
+    return int(not probe.is_on_grid), len(Op)
+
+
+def _is_rare(probe: Probe) -> bool:
+    """Whether few jobs plan by it."""
+    return (probe.where == "rail" and probe.is_own_call) or (probe.key[0], probe.where) == ("broadcast", "node")
 
 
 def side_by_side(
@@ -49,20 +197,11 @@ def side_by_side(
     The steps are those of a hierarchical plan for ``num_bytes``: an all_to_all of a slice, an all_gather of what crossed
     the wire, a copy of the local block.
     """
-    traffic = _enclosing(num_bytes, group_size, replication, link)
+    block = max(1, -(-num_bytes // max(1, group_size - 1)))  # the remote blocks are about ``num_bytes`` together
+    traffic = Traffic(block * group_size, group_size, replication, link)
     cut = Cut(traffic, gather=Gather.REMOTE)
     steps: list[Step] = []
     # Copies last: on the CPU they occupy the posting thread.
     for resource, leg in ((Resource.INTER, EXCHANGE_SLICES), (Resource.INTRA, GATHER), (Resource.DEVICE, LOCAL_BLOCK)):
         steps += [replace(leg.step(cut), resource=resource)] * counts.get(resource, 0)
-    return _plan(traffic, tuple(steps))
-
-
-def _enclosing(num_bytes: int, group_size: int, replication: int, link: Resource) -> Traffic:
-    """The traffic whose remote blocks are about ``num_bytes`` together."""
-    block = max(1, -(-num_bytes // max(1, group_size - 1)))
-    return Traffic(block * group_size, group_size, replication, link)
-
-
-def _plan(traffic: Traffic, steps: tuple[Step, ...], gather: Gather = Gather.REMOTE) -> Plan:
-    return Plan(traffic, Strategy.HIERARCHICAL, 1, gather, steps)
+    return Plan(traffic, Strategy.HIERARCHICAL, 1, Gather.REMOTE, tuple(steps))

@@ -25,7 +25,7 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.legs import ExchangeLeg, LegOrder, LocalLeg, Phase
 from commlayer.scheduler.moves import ALIGN, Buffer, Copy, Message, Moves, Region, filled
-from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span
+from commlayer.scheduler.plan import CurveKey, Cut, Gather, Op, Plan, Span
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = [
@@ -130,12 +130,13 @@ class WholeBlocks(Slices):
     """The whole buffer, as torch.distributed sends it; where the profile knows such calls, a small one is a call of the
     backend's own."""
 
+    def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
+        return ("all_to_all_single", plan.traffic.link, plan.traffic.group_size), *super().curve_keys(plan)
+
     def curve(self, profile: Profile, plan: Plan, size: float) -> Curve | None:
-        traffic = plan.traffic
-        if traffic.group_size > 1:
-            single = profile.find("all_to_all_single", traffic.link, traffic.group_size)
-            if single is not None and size <= single.bytes[-1]:  # above, the transport sends messages too
-                return single
+        single = profile.find(*self.curve_keys(plan)[0]) if plan.traffic.group_size > 1 else None
+        if single is not None and size <= single.bytes[-1]:  # above, the transport sends messages too
+            return single
         return super().curve(profile, plan, size)
 
     def size(self, cut: Cut) -> float:

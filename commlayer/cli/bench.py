@@ -14,7 +14,7 @@ from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
 if TYPE_CHECKING:
-    from commlayer.measure.bench import BenchOptions
+    from commlayer.measure.benchmark import BenchOptions
     from commlayer.measure.profiler import SweepOptions
     from commlayer.measure.results import BenchResult
     from commlayer.profiles.profile import Profile
@@ -82,7 +82,7 @@ def bench_command(
 def _job_options(
     min_bytes: int, max_bytes: int, factor: float, rounds: int, max_chunks: int, all_forms: bool, has_report: bool
 ) -> BenchOptions:
-    from commlayer.measure.bench import BenchOptions
+    from commlayer.measure.benchmark import BenchOptions
     from commlayer.profiles.measure import sizes_between
     from commlayer.scheduler.plan import Gather
 
@@ -106,7 +106,7 @@ def bench_job(
     from commlayer.agree.topology import discover_topology
     from commlayer.cli.profile import link_rates, measure_job
     from commlayer.cli.progress import progress
-    from commlayer.measure.bench import nearest_size, run_bench
+    from commlayer.measure.benchmark import nearest_size, run_bench
     from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.profile import check_shape
 

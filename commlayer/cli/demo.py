@@ -47,7 +47,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
     check_drawing()
     place = place_of(shape, inter, intra, delay=0.0, timeout=10 * 60e6)
     from commlayer.cli.bench import bench_job, refuse_wrong
-    from commlayer.measure.bench import BenchOptions
+    from commlayer.measure.benchmark import BenchOptions
     from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.measure import Repeats
 

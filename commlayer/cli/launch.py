@@ -131,7 +131,7 @@ def run_job(place: Place, job: Callable[..., Result], *arguments: Any) -> Result
     if place.emulate is None:
         result = _as_rank(job, arguments)
         return result if is_first() else None
-    import commlayer.measure.bench  # noqa: F401  load torch before the fork: ranks then start in milliseconds
+    import commlayer.measure.benchmark  # noqa: F401  load torch before the fork: ranks then start in milliseconds
     from commlayer.emulation import EmulatedCluster
 
     cluster = EmulatedCluster(

@@ -91,9 +91,7 @@ def planner_for(
     if wanted != "auto":
         return Planner(_named(wanted, topology if is_whole_job else None, ranks))
     profile = _calibrated(settings, topology, ranks, timeout_s)
-    if profile is None:
-        return None
-    return Planner(profile)
+    return None if profile is None else Planner(profile)
 
 
 def as_probe(profile: Profile) -> Profile:
@@ -147,10 +145,8 @@ def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
 
 def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout_s: float) -> Profile | None:
     if not topology.is_uniform:
-        _say(
-            ranks,
-            f"nodes hold different numbers of ranks ({topology.shape}), which is not measured: nothing is planned",
-        )
+        why = f"nodes hold different numbers of ranks ({topology.shape}), which is not measured"
+        _say(ranks, f"{why}: nothing is planned")
         return None
     identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
     key = cluster_key(topology, identities, ranks.device_type, settings.intra)
@@ -173,8 +169,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         return None
     profile, took_s = as_probe(measured), time.perf_counter() - begin
     if ranks.rank == 0:
-        _say(
-            ranks,
+        _print(
             f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, "
             f"{_keep(profile, entry.path)}. {_doubted(profile)}`commlayer profile` "
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",

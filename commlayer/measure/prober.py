@@ -1,53 +1,68 @@
-"""Runs plans on all ranks of the world in step, and times them."""
+"""Runs what is measured on all ranks of the world in step, checks it, and times it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.topology import Grid
+from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
+from commlayer.measure.calls import CodedCall, GridCall, MessageCall, OwnCall, StepCall, TimedCall
 from commlayer.profiles.errors import ClusterError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.plan import Buffer, Plan
-from commlayer.scheduler.replicated import replicated_moves
+from commlayer.scheduler.legs import CodedLeg
+from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.probes import MESSAGE, Probe
+from commlayer.settings import Settings
 from commlayer.transport.connect import connect
 
-__all__ = ["Prober", "world_grid"]
+__all__ = ["Prober"]
 
 
 class Prober:
-    """Runs plans on all ranks of the world in step, and times them. Making and closing one is collective.
+    """Runs plans and calls on all ranks of the world in step, and times them. Making and closing one is collective.
+
+    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``, by
+    name this rank's group; None: the world, its node, and its rail, the ranks at its place of every node. Each kind runs at the
+    same time everywhere in the cluster: a rail shares its node's wire with the other rails, as data-parallel groups do.
 
     As a context manager it is closed at the end of the block, or aborted where the block raises: closing waits for the
     other ranks, and would hide the error behind its own.
     """
 
-    def __init__(self, topology: Topology, timeout_s: float, ranks: AllRanks | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        timeout_s: float,
+        ranks: AllRanks | None = None,
+        groups: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self.ranks = ranks or AllRanks.default()
-        self.grid = world_grid(topology, self.ranks.rank)
+        self.grid = _world_grid(topology, self.ranks.rank)
         self.device = self.ranks.device_type
-        self._where = self.ranks.device
         name, everyone = self.ranks.name(), tuple(range(self.ranks.size))  # ranks of the grid, not of the job
         given = self.ranks.detector or job_detector(everyone)
         shared = given if given is not None and given.ranks == everyone else None
-        store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
-        self.detector = shared or FailureDetector(store, self.ranks.rank, everyone, timeout_s)
+        self._store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
+        self.detector = shared or FailureDetector(self._store, self.ranks.rank, everyone, timeout_s)
         self._is_owner = shared is None
-        board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
-        transport = connect(self.grid, self.device, board, store, timeout_s)
-        self.grid_runner = GridRunner(transport, self.grid.ep_index, self.grid.tp_index, timeout_s)
-        self._timeout_s = timeout_s
+        self.board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
+        self._topology, self._timeout_s = topology, timeout_s
+        self._members = _groups(topology, self.ranks.rank) if groups is None else groups
+        self._groups: dict[str, tuple[PlannedGroup, dist.ProcessGroup]] = {}
 
     def __enter__(self) -> Prober:
         return self
@@ -57,18 +72,74 @@ class Prober:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
+            return
+        self._close_groups()
+        why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
+        if self._is_on_grid:
             self.grid_runner.transport.abort(why)  # wakes up the ranks that wait for this one
+        elif why is not None:
+            self.board.leave(why)
 
-    def runner(self, plan: Plan) -> Callable[[], float]:
-        """A callable that runs ``plan`` once and returns the agreed time, µs."""
-        source, target = self._buffers(plan)
+    @cached_property
+    def grid_runner(self) -> GridRunner:
+        """Runs plans on the grid. The first access is collective."""
+        transport = connect(self.grid, self.device, self.board, self._store, self._timeout_s)
+        return GridRunner(transport, self.grid.ep_index, self.grid.tp_index, self._timeout_s)
 
-        def run() -> float:
-            return self.timed(lambda: self.grid_runner.run(plan, source, target))
+    @property
+    def _is_on_grid(self) -> bool:
+        return "grid_runner" in self.__dict__
 
-        return run
+    def runner(self, probe: Probe, size: int, *, check: bool = False) -> Callable[[], float]:
+        """A callable that runs one size of a probe once and returns the agreed time, µs. Collective.
+
+        ``check``: run it on known values first. Raises ClusterError where they arrive wrong.
+        """
+        call = self.call(probe, size)
+        if check and (wrong := self.ranks.total(call.num_wrong())):
+            collective, link, _ = probe.key
+            values = f"on {link} delivered wrong values"
+            raise ClusterError(
+                f"{collective} of {size} bytes "
+                f"{f'delivered {wrong} wrong bytes, all ranks together' if probe.is_on_grid else values}: do not trust this "
+                "link. Look for a faulty card, cable or driver, then measure again"
+            )
+        return lambda: self.timed(call.run)
+
+    def call(self, probe: Probe, size: int) -> TimedCall:
+        """One size of a probe, ready to run. Collective."""
+        if probe.is_on_grid:
+            return self.on_grid(probe.plan(size))
+        if isinstance(probe.leg, CodedLeg):
+            return CodedCall(probe.leg.op, probe.unit.wire, size)
+        planned, own = self._group(probe.where)
+        if probe.leg is MESSAGE:
+            return MessageCall(planned, own, size)
+        return OwnCall(planned, own, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
+
+    def on_grid(self, plan: Plan) -> GridCall:
+        """A plan on the grid, ready to run."""
+        return GridCall(self.grid_runner, plan, self.grid.ep_index, self.grid.tp_index, self.ranks.device)
+
+    def _group(self, where: str) -> tuple[PlannedGroup, dist.ProcessGroup]:
+        """This rank's group of that name, and one for the backend's own calls in it."""
+        if where not in self._groups:
+            ranks, rank = tuple(self._members[where]), self.ranks.rank
+            nodes = self._topology.parts_of(ranks)
+            planned = PlannedGroup(
+                name=where,
+                rank=ranks.index(rank),
+                nodes=[[ranks.index(member) for member in members] for members in nodes],
+                global_ranks=ranks,
+                store=PrefixStore(f"{where}/{ranks[0]}", self._store),
+                planner=None,
+                settings=Settings(plan=Strategy.DIRECT.value),
+                timeout_s=self._timeout_s,
+                board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", rank, ranks),
+            )
+            planned.connect_messages()  # now, not within the first sample
+            self._groups[where] = planned, planned.connect("own calls", self._timeout_s)
+        return self._groups[where]
 
     def timed(self, task: Callable[[], Any]) -> float:
         """The time of ``task`` in µs, all ranks starting together: the largest over ranks, equal on all of them."""
@@ -85,36 +156,15 @@ class Prober:
 
     def ends(self, plan: Plan, rounds: int) -> dict[Resource, float]:
         """Find when the last step of each resource ended, µs from the call; the median over rounds of the largest over ranks."""
-        source, target = self._buffers(plan)
+        call = self.on_grid(plan)
         seen: dict[Resource, list[float]] = {step.resource: [] for step in plan.steps}
         for _ in range(rounds + 1):
             self.ranks.barrier()
-            timeline = traced_on_grid(self.grid_runner, plan, source, target)
+            timeline = traced_on_grid(self.grid_runner, plan, call.source, call.target)
             for resource, values in seen.items():
                 spans = zip(plan.steps, timeline.spans, strict=True)
                 values.append(self.agree(max(end for step, (_, end) in spans if step.resource is resource)))
         return {resource: sorted(values[1:])[rounds // 2] for resource, values in seen.items()}
-
-    def check(self, plan: Plan) -> int:
-        """Run ``plan`` on known bytes; how many bytes arrived wrong, on all ranks together."""
-        size = plan.traffic.logical_bytes
-        e, ep = plan.traffic.group_size, self.grid.ep_index
-        block = plan.traffic.block_bytes
-        expected = torch.cat([_pattern(size, k)[ep * block : (ep + 1) * block] for k in range(e)]).to(self._where)
-        source, target = _pattern(size, ep).to(self._where), torch.zeros(size, dtype=torch.uint8, device=self._where)
-        steps = replicated_moves(plan, ep, self.grid.tp_index)
-        for move in steps:  # an all_gather sends from the output what an earlier all_to_all would have brought
-            for message in move.sends:
-                if message.region.buffer is Buffer.OUTPUT:
-                    here = slice(message.region.start, message.region.stop)
-                    target[here] = expected[here]
-        self.grid_runner.run(plan, source, target)
-        wrong = 0
-        for move in steps:
-            for region in [m.region for m in move.receives] + [copy.target for copy in move.copies]:
-                here = slice(region.start, region.stop)
-                wrong += int((target[here] != expected[here]).sum())
-        return self.ranks.total(wrong)
 
     def is_one_call(self, plan: Plan) -> bool:
         """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""
@@ -122,17 +172,28 @@ class Prober:
 
     def close(self) -> None:
         """Let go of connections. Collective."""
-        self.grid_runner.transport.close()
+        self._close_groups()
+        if self._is_on_grid:
+            self.grid_runner.transport.close()
         if self._is_owner:
             self.detector.close("it has measured what it wanted")
 
-    def _buffers(self, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-        size = plan.traffic.logical_bytes
-        source = torch.zeros(size, dtype=torch.uint8, device=self._where)
-        return source, torch.zeros_like(source)  # touched, so that page faults are not timed
+    def _close_groups(self) -> None:
+        for planned, _ in self._groups.values():
+            planned.close()
+        self._groups = {}
 
 
-def world_grid(topology: Topology, rank: int) -> Grid:
+def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
+    place = topology.local_rank_of(rank)
+    return {
+        "world": range(topology.world_size),
+        "node": topology.nodes[topology.node_of(rank)],
+        "rail": [members[place] for members in topology.nodes],
+    }
+
+
+def _world_grid(topology: Topology, rank: int) -> Grid:
     """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them.
 
     Raises TopologyError for uneven nodes.
@@ -143,10 +204,3 @@ def world_grid(topology: Topology, rank: int) -> Grid:
         return Grid(rows, topology.nodes[0].index(rank), 0, Resource.INTRA, topology)
     node = topology.node_of(rank)
     return Grid(topology.nodes, node, topology.nodes[node].index(rank), Resource.INTER, topology)
-
-
-def _pattern(size: int, row: int) -> torch.Tensor:
-    """Bytes that differ by place and by sender: a misplaced or foreign byte shows. The period is a prime."""
-    place = torch.arange(65_521, dtype=torch.int64)
-    tile = ((place * 7 + (place >> 8) * 31 + row * 101) & 255).to(torch.uint8)
-    return tile.repeat(-(-size // tile.numel()))[:size]

@@ -1,38 +1,39 @@
 """Measures a cluster: every primitive over sizes, on the groups that the plans will use, through the executor they will use.
 
-All ranks of the world run :func:`measure_cluster` together. Each time is the largest over ranks (a collective is as fast
-as its slowest rank), and every decision to go on or stop rests on those agreed times.
+All ranks of the world run :func:`measure_cluster`, or :func:`measure_groups`, together. What they measure is listed in
+:mod:`commlayer.scheduler.probes`, each curve over the sizes that :class:`SweepOptions` gives it. Each time is the largest over
+ranks (a collective is as fast as its slowest rank), and every decision to go on or stop rests on those agreed times.
 """
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from commlayer.agree.topology import discover_topology
 from commlayer.measure.all_ranks import AllRanks, ProfileText
-from commlayer.measure.group_prober import GroupCurve, GroupProber, group_curves
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.errors import ClusterError, TopologyError
+from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.measure import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.profile import Interference, Profile, parse_profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.probes import copy_probe, exchange_probe, gather_probe, one_call_probe, side_by_side
+from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side
 from commlayer.transport.connect import device_type
 from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
-__all__ = ["SweepOptions", "environment", "measure_cluster", "num_points"]
+__all__ = ["SweepOptions", "measure_cluster", "measure_groups", "num_points", "run_environment"]
 
 _INTERFERENCE_BYTES = 4 << 20
 _PAIRS = (
@@ -84,13 +85,12 @@ def measure_cluster(
     source: str,
     topology: Topology | None = None,
     environment: dict[str, str] | None = None,
-    on_point: Callable[[Point, int], None] | None = None,
+    on_point: Callable[[Point], None] | None = None,
     ranks: AllRanks | None = None,
 ) -> Profile:
     """Measure the world's links and return their profile: rank 0's, on every rank.
 
-    ``topology`` None discovers it; ``ranks`` None is the default process group. ``on_point`` is called after each size with
-    the point and the number of wrong bytes.
+    ``topology`` None discovers it; ``ranks`` None is the default process group. ``on_point`` is called after each size.
     Raises ClusterError where bytes arrive wrong, TopologyError for uneven nodes or a single rank.
     """
     topology = topology or discover_topology()
@@ -101,25 +101,87 @@ def measure_cluster(
         )
     ranks = ranks or AllRanks.default()
     with Prober(topology, options.timeout_s, ranks) as prober:
-        curves = _curves(prober, options, on_point)
+        sweeps = [
+            each
+            for each in _sweeps(options, topology, ranks.device_type)
+            if not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1))
+        ]
+        curves = _curves(prober, sweeps, options, on_point)
         # From these alone: a ring of the backend's own crosses the wire on one rank of a node only, and looks faster than it.
-        peaks = _peaks(curves, options)
-        if ranks.device_type == "cpu":  # plans over nodes run on the CPU only, so far
-            curves += _group_curves(prober, topology, options, on_point)
-        pairs = _interference(prober, curves, options.interference_rounds)
-    profile = Profile.create(
+        on_grid = [curve for each, curve in zip(sweeps, curves, strict=True) if each.probe.is_on_grid]
+        pairs = _interference(prober, on_grid, options.interference_rounds)
+    backend = "nccl" if ranks.device_type == "cuda" else "gloo"
+    return _agreed(
+        ranks,
         name=name,
         kind=kind,
         source=source,
         topology=topology,
-        peaks=peaks,
-        gather="remote",
+        peaks=_peaks(on_grid, options),
         curves=curves,
         interference=pairs,
-        environment=_environment(environment, "nccl" if ranks.device_type == "cuda" else "gloo"),
+        environment=run_environment(backend) | (environment or {}),
     )
-    # Hosts and dates differ between ranks, and a profile must not.
-    return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
+
+
+def measure_groups(
+    groups: Sequence[Sequence[int]],
+    options: SweepOptions,
+    *,
+    name: str,
+    kind: str,
+    source: str,
+    collectives: Sequence[str] | None = None,
+    topology: Topology | None = None,
+    ranks: AllRanks | None = None,
+) -> Profile:
+    """The profile of one group's shape, measured on all ``groups`` at the same time, as a training step uses them. Collective
+    over all ranks.
+
+    :func:`measure_cluster` measures all ranks, whole nodes, and one rank of every node. Mappings have other groups: two ranks
+    of a node, two on each of two nodes. A curve's key has the size of its group and not its shape, so each shape gets a profile
+    of its own; :class:`commlayer.scheduler.mapping.cluster.Cluster` takes several.
+
+    Args:
+        groups: of which every rank of the job is in one, such as :meth:`FoldedMapping.groups
+            <commlayer.scheduler.mapping.folded.FoldedMapping.groups>` gives them.
+        options: sizes (``min_bytes`` to ``max_bytes`` by ``factor``), ``repeats``, ``check``, ``longest_us``, ``timeout_s``, and
+            the peaks where they are known; the rest is of :func:`measure_cluster`.
+        collectives: curves to measure, by their names in a profile; None: the backend's own calls, and in groups of two
+            ``send_recv``.
+        topology: of the job; None: discovered. ranks: None: the default process group.
+
+    Returns:
+        Its topology is the shape of one group: ``2x2`` is two ranks on each of two nodes.
+
+    Raises:
+        UsageError: groups that are not of one shape, or do not hold every rank once; an unknown collective.
+        ClusterError: values arrive wrong.
+    """
+    topology = topology or discover_topology()
+    ranks = ranks or AllRanks.default()
+    shape = _shape_of(groups, topology)
+    known = {probe.key[0]: probe for probe in probes_of_calls("groups", tuple(len(part) for part in shape.nodes))}
+    *own, message = known
+    wanted = collectives if collectives is not None else [*own, *([message] if len(groups[0]) == 2 else [])]
+    for collective in wanted:
+        if collective not in known:
+            raise UsageError(f"collectives: expected some of {', '.join(own)} or {message}, got {collective!r}")
+    sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
+    sweeps = [_Sweep(known[collective], sizes, options.repeats) for collective in wanted]
+    mine = next(group for group in groups if ranks.rank in group)
+    with Prober(topology, options.timeout_s, ranks, {"groups": mine}) as prober:
+        curves = _curves(prober, sweeps, options)
+    return _agreed(
+        ranks,
+        name=name,
+        kind=kind,
+        source=source,
+        topology=shape,
+        peaks=_peaks(curves, options),
+        curves=curves,
+        environment=run_environment("gloo"),
+    )
 
 
 def num_points(options: SweepOptions, topology: Topology) -> int:
@@ -127,123 +189,92 @@ def num_points(options: SweepOptions, topology: Topology) -> int:
 
     Exact, unless Gloo's ranks stand in an order in which it has no call of its own for small exchanges: then fewer.
     """
-    num_nodes, num_ranks = topology.num_nodes, topology.ranks_per_node
-    e, t, link = (num_ranks, 1, Resource.INTRA) if num_nodes == 1 else (num_nodes, num_ranks, Resource.INTER)
-    has_one_call = not dist.is_initialized() or device_type(None) == "cpu"
-    groups = len(group_curves(topology, is_probe=options.is_probe)) * len(_group_sizes(options)) if has_one_call else 0
-    return groups + sum(len(entry.sizes) for entry in _entries(options, e, t, link, has_one_call=has_one_call))
+    device = device_type(None) if dist.is_initialized() else "cpu"
+    return sum(len(each.sizes) for each in _sweeps(options, topology, device))
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One curve to measure: its key, the sizes, and the plan that stands for a size."""
+class _Sweep(NamedTuple):
+    """What is measured, over which sizes, and how often."""
 
-    collective: str
-    link: Resource
-    group_size: int
+    probe: Probe
     sizes: tuple[int, ...]
-    make: Callable[[int], Plan]
+    repeats: Repeats
 
 
-def _entries(options: SweepOptions, e: int, t: int, link: Resource, *, has_one_call: bool) -> list[_Entry]:
-    """List what is measured on ep groups of ``e`` ranks and tp groups of ``t``."""
-
-    def sizes(share: float) -> tuple[int, ...]:
-        # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But
-        # of the few sizes of a probe none may be missing, and inside a node they cost little.
-        largest = options.max_bytes if options.is_probe else int(options.max_bytes * share)
-        return sizes_between(options.min_bytes, max(options.min_bytes, largest), options.factor)
-
-    exchange = partial(exchange_probe, group_size=e, link=link)
-    entries = [_Entry("all_to_all", link, e, sizes(1.0), exchange)]
-    one_call = partial(one_call_probe, group_size=e, link=link)
-    small = tuple(size for size in sizes(1.0) if one_call(size).traffic.logical_bytes <= ONE_CALL_BYTES)
-    if small and has_one_call:
-        entries.append(_Entry("all_to_all_single", link, e, small, one_call))
-    if t > 1:
-        gather = partial(gather_probe, group_size=e, replication=t, link=link)
-        entries.append(_Entry("all_gather", Resource.INTRA, t, sizes((e - 1) / e), gather))
-    copy = partial(copy_probe, group_size=e, link=link)
-    entries.append(_Entry("copy", Resource.DEVICE, 1, sizes(1 / e), copy))
-    return entries
+def _sweeps(options: SweepOptions, topology: Topology, device: str) -> list[_Sweep]:
+    """List all that is measured on a cluster; on ``cuda`` the grid's alone: plans over nodes run on the CPU only, so far."""
+    on_cpu = device == "cpu"
+    wanted = probes(topology, with_groups=on_cpu, is_brief=options.is_probe)
+    found = [_grid_sweep(probe, options) if probe.is_on_grid else _group_sweep(probe, options) for probe in wanted]
+    return [each for each in found if each.sizes and (on_cpu or not _is_one_call(each.probe))]
 
 
-def _curves(prober: Prober, options: SweepOptions, on_point: Callable[[Point, int], None] | None) -> list[Curve]:
-    e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    has_one_call = prober.is_one_call(one_call_probe(1, e, link))
-    wrong = 0
+def _grid_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
+    # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But of the
+    # few sizes of a probe none may be missing, and inside a node they cost little.
+    largest = options.max_bytes if options.is_probe else int(options.max_bytes * probe.share)
+    sizes = sizes_between(options.min_bytes, max(options.min_bytes, largest), options.factor)
+    if _is_one_call(probe):
+        sizes = tuple(size for size in sizes if probe.plan(size).traffic.logical_bytes <= ONE_CALL_BYTES)
+    return _Sweep(probe, sizes, options.repeats)
 
-    def prepare(collective: str, make: Callable[[int], Plan], size: int) -> Callable[[], float]:
-        nonlocal wrong
-        plan = make(size)
-        wrong = prober.check(plan) if options.check else 0
-        if wrong:
-            raise ClusterError(
-                f"{collective} of {size} bytes delivered {wrong} wrong bytes, all ranks together: do not trust this "
-                "link. Look for a faulty card, cable or driver, then measure again"
-            )
-        return prober.runner(plan)
 
-    def report(point: Point) -> None:
-        if on_point is not None:
-            on_point(point, wrong)
+def _group_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
+    largest = max(options.min_bytes, options.group_max_bytes or options.max_bytes // _GROUP_SHARE)
+    sizes = sizes_between(options.min_bytes, largest, options.group_factor or options.factor**2)
+    return _Sweep(probe, sizes, options.group_repeats)
 
+
+def _is_one_call(probe: Probe) -> bool:
+    """Whether it is the flat exchange of the grid, which transports run as a call of the backend's own where they have one."""
+    return probe.is_on_grid and probe.unit.strategy is Strategy.FLAT
+
+
+def _curves(
+    prober: Prober,
+    sweeps: Iterable[_Sweep],
+    options: SweepOptions,
+    on_point: Callable[[Point], None] | None = None,
+) -> list[Curve]:
     return [
         sweep(
-            entry.collective,
-            entry.link,
-            entry.group_size,
-            entry.sizes,
-            partial(prepare, entry.collective, entry.make),
-            options.repeats,
-            report,
+            *probe.key,
+            sizes,
+            partial(prober.runner, probe, check=options.check),
+            repeats,
+            on_point,
             longest_us=options.longest_us,
         )
-        for entry in _entries(options, e, t, link, has_one_call=has_one_call)
+        for probe, sizes, repeats in sweeps
     ]
 
 
-def _group_sizes(options: SweepOptions) -> tuple[int, ...]:
-    largest = max(options.min_bytes, options.group_max_bytes or options.max_bytes // _GROUP_SHARE)
-    return sizes_between(options.min_bytes, largest, options.group_factor or options.factor**2)
+def _agreed(ranks: AllRanks, **fields: Any) -> Profile:
+    """Rank 0's profile, on every rank: hosts and dates differ between ranks, and a profile must not."""
+    profile = Profile.create(gather="remote", **fields)
+    return parse_profile(ranks.from_first(ProfileText(profile.to_json()), ProfileText).json, "rank 0's profile")
 
 
-def _group_curves(
-    prober: Prober, topology: Topology, options: SweepOptions, on_point: Callable[[Point, int], None] | None
-) -> list[Curve]:
-    groups = GroupProber(prober, topology, options.timeout_s)
-
-    def prepare(curve: GroupCurve, size: int) -> Callable[[], float]:
-        return groups.runner(curve, size, check=options.check)
-
-    def report(point: Point) -> None:
-        if on_point is not None:
-            on_point(point, 0)  # a wrong one has been raised
-
-    try:
-        return [
-            sweep(
-                curve.collective,
-                curve.link,
-                curve.group_size,
-                _group_sizes(options),
-                partial(prepare, curve),
-                options.group_repeats,
-                report,
-                longest_us=options.longest_us,
-            )
-            for curve in group_curves(topology, is_probe=options.is_probe)
-        ]
-    finally:
-        groups.close()
+def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
+    """Find how ranks lie on nodes, which is the same for every one of ``groups``. Raises UsageError where it is not."""
+    if sorted(rank for group in groups for rank in group) != list(range(topology.world_size)):
+        raise UsageError(
+            f"groups: expected each of {topology.world_size} ranks in one group, got {[list(group) for group in groups]}"
+        )
+    shapes = [tuple(len(part) for part in topology.parts_of(group)) for group in groups]
+    if len(groups[0]) < 2 or len({tuple(sorted(shape)) for shape in shapes}) > 1:
+        raise UsageError(
+            f"groups: expected groups of two ranks or more that lie alike on the nodes, got {', '.join(map(str, shapes))} ranks "
+            "on their nodes: measure each shape by itself"
+        )
+    uniform = len(set(shapes[0])) == 1
+    return Topology.parse(f"{len(shapes[0])}x{shapes[0][0]}" if uniform else "+".join(map(str, shapes[0])))
 
 
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
     """Pairs of resources, together against alone, each kept busy for about the same time."""
     e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    if (
-        t == 1 or not rounds or prober.device == "cuda"
-    ):  # a device's steps are not seen by the host: see SweepOptions and docs
+    if t == 1 or not rounds or prober.device == "cuda":  # a device's steps are not seen by the host
         return []
     unit = side_by_side(_INTERFERENCE_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
     by_key = {(curve.collective, curve.link): curve for curve in curves}
@@ -270,7 +301,7 @@ def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:
     return Peaks(*(rates[link] or fallback for link in (Resource.INTER, Resource.INTRA, Resource.DEVICE)))
 
 
-def environment(backend: str | None = None) -> dict[str, str]:
+def run_environment(backend: str | None = None) -> dict[str, str]:
     """Versions, backend, host and date, for a profile or a result: where the numbers come from.
 
     ``backend`` None is the default process group's.
@@ -285,7 +316,3 @@ def environment(backend: str | None = None) -> dict[str, str]:
         "backend": backend or str(dist.get_backend()),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
-
-
-def _environment(more: dict[str, str] | None, backend: str) -> dict[str, str]:
-    return environment(backend) | (more or {})

@@ -20,7 +20,7 @@ from commlayer.backend import world
 from commlayer.integrations.groups import planned_group
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.measure.all_ranks import AllRanks, ProfileText
-from commlayer.measure.bench import world_groups
+from commlayer.measure.benchmark import world_groups
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 

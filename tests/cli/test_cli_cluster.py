@@ -54,8 +54,8 @@ def shell(*arguments: object, status: int = 0, **environment: str) -> subprocess
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few rounds as are asked for: ranks are forks of this process."""
-    monkeypatch.setattr("commlayer.measure.bench._SIZE_BUDGET_US", 0.0)
-    monkeypatch.setattr("commlayer.measure.bench._PAIR_BUDGET_US", 0.0)
+    monkeypatch.setattr("commlayer.measure.benchmark._SIZE_BUDGET_US", 0.0)
+    monkeypatch.setattr("commlayer.measure.benchmark._PAIR_BUDGET_US", 0.0)
 
 
 def here(*arguments: object) -> str:
@@ -115,7 +115,7 @@ def test_bench_compares_every_way_with_torch(tmp_path: Path, monkeypatch: pytest
     synthetic_profile(nodes=2, ranks_per_node=2).save(tmp_path / "p.json")
     outputs = ("-o", tmp_path / "r.json", "--report", tmp_path / "r.html")
     common = ("bench", "--emulate", "2x2", "--inter", "4gbit", "--profile", tmp_path / "p.json", "-n", "1")
-    monkeypatch.setattr("commlayer.measure.bench.environment", lambda: {"date": "the run's"})
+    monkeypatch.setattr("commlayer.measure.benchmark.run_environment", lambda: {"date": "the run's"})
     result = json.loads(here(*common, *SMALL, "--all-forms", *outputs, "--json"))
     assert result == json.loads((tmp_path / "r.json").read_text())
     assert (result["topology"], result["is_emulated"], result["inter"]) == ("2x2", True, "4gbit")
@@ -286,27 +286,27 @@ class _Clock:
 
 
 def test_only_the_ratio_rests_on_the_rounds_of_the_pair_alone() -> None:
-    from commlayer.measure import bench
+    from commlayer.measure import benchmark
     from commlayer.scheduler import Traffic, choose
 
     profile = synthetic_profile(nodes=2, ranks_per_node=4)
     decision = choose(Traffic(1 << 20, 2, 4), profile)
     name = decision.plan.name
     clock = _Clock()
-    ways = {name: clock.takes(1e3), bench._TORCH: clock.takes(1e4)}
-    more = bench._alternate_pair(name, ways, cast(Any, clock), rounds=3, about_us=1e4)
+    ways = {name: clock.takes(1e3), benchmark._TORCH: clock.takes(1e4)}
+    more = benchmark._alternate_pair(name, ways, cast(Any, clock), rounds=3, about_us=1e4)
     assert more == pytest.approx([0.1] * len(more))
-    in_a_row = min(bench._MAX_BATCH, int(bench._BATCH_US / 1e4))
+    in_a_row = min(benchmark._MAX_BATCH, int(benchmark._BATCH_US / 1e4))
     assert in_a_row > 1
     assert clock.batches == 2 * len(more)
     assert clock.now_us == pytest.approx(1.1e4 * in_a_row * len(more))
-    assert len(more) == min(bench._MAX_PAIR_ROUNDS - 3, math.ceil(bench._PAIR_BUDGET_US / (1.1e4 * in_a_row)))
-    common = {name: [4e3, 6e3, 5e3], bench._TORCH: [1e4, 1e4, 1e4]}
-    row = bench._row(name, common, more, 0, decision.plan, decision, profile)
+    assert len(more) == min(benchmark._MAX_PAIR_ROUNDS - 3, math.ceil(benchmark._PAIR_BUDGET_US / (1.1e4 * in_a_row)))
+    common = {name: [4e3, 6e3, 5e3], benchmark._TORCH: [1e4, 1e4, 1e4]}
+    row = benchmark._row(name, common, more, 0, decision.plan, decision, profile)
     assert (row.p50_us, row.min_us, row.max_us, row.rounds) == (5e3, 4e3, 6e3, 3)
     assert row.ratio == pytest.approx(0.1)
     assert row.ratio_rounds == 3 + len(more)
-    torch_row = bench._row(bench._TORCH, common, [], 0, None, decision, profile)
+    torch_row = benchmark._row(benchmark._TORCH, common, [], 0, None, decision, profile)
     assert (torch_row.ratio, torch_row.rounds, torch_row.ratio_rounds) == (1.0, 3, 3)
 
 
@@ -350,7 +350,7 @@ def test_a_cluster_command_without_a_cluster_says_how_to_get_one() -> None:
 
 
 def test_the_library_refuses_sizes_that_do_not_divide() -> None:
-    from commlayer.measure.bench import check_sizes
+    from commlayer.measure.benchmark import check_sizes
 
     check_sizes([4, 100_000], 2)
     with pytest.raises(UsageError, match="multiples of 4 bytes; the nearest is 100000"):
@@ -359,7 +359,7 @@ def test_the_library_refuses_sizes_that_do_not_divide() -> None:
 
 @pytest.mark.parametrize(("size", "near"), [(1, 4), (3, 4), (5, 4), (100_002, 100_004), (4, 4)])
 def test_the_nearest_size_that_divides(size: int, near: int) -> None:
-    from commlayer.measure.bench import nearest_size
+    from commlayer.measure.benchmark import nearest_size
 
     assert nearest_size(size, 2) == near
 

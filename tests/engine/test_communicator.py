@@ -17,7 +17,7 @@ from ranks import HALF_AN_HOUR, be_absent, tell
 
 from commlayer import Communicator, discover_topology
 from commlayer.emulation import EmulatedCluster, RanksFailedError
-from commlayer.measure.bench import world_groups
+from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.errors import (
     ClusterError,
     CollectiveTimeoutError,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer import Communicator, communicator, discover_topology
-from commlayer.measure.bench import world_groups
+from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.errors import TensorError
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from commlayer.communicator import Communicator
-from commlayer.measure.bench import world_groups
+from commlayer.measure.benchmark import world_groups
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build
 from commlayer.testing.synthetic import synthetic_profile

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
-from commlayer.measure.group_profiler import measure_groups
-from commlayer.measure.profiler import SweepOptions
+from commlayer.measure.profiler import SweepOptions, measure_groups
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.measure import Repeats

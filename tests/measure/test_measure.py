@@ -15,6 +15,7 @@ from ranks import HALF_AN_HOUR
 from commlayer.agree.topology import discover_topology
 from commlayer.engine.runner import GridRunner
 from commlayer.measure import profiler
+from commlayer.measure.calls import CodedCall, GridCall
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
@@ -33,8 +34,9 @@ from commlayer.profiles.measure import (
 from commlayer.profiles.nccl_table import COLUMNS, NcclRow
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.broadcast import Scatter
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.probes import exchange_probe, one_call_probe
+from commlayer.scheduler.probes import probes, probes_of_calls, probes_of_grid
 from commlayer.testing.plugin import ClusterFactory
 
 UNHURRIED = settings(deadline=None)  # a busy machine is no failure
@@ -261,13 +263,13 @@ def join() -> Topology:
     return discover_topology()
 
 
-def profiled() -> tuple[Profile, int, list[tuple[str, int, int]]]:
+def profiled() -> tuple[Profile, int, list[tuple[str, int]]]:
     profiler._INTERFERENCE_BYTES = 1 << 16  # what comes of it is not looked at
     topology = join()
-    seen: list[tuple[str, int, int]] = []
+    seen: list[tuple[str, int]] = []
 
-    def on_point(point: Point, wrong: int) -> None:
-        seen.append((point.collective, point.nbytes, wrong))
+    def on_point(point: Point) -> None:
+        seen.append((point.collective, point.nbytes))
 
     profile = measure_cluster(
         options(), name="p", kind="emulated", source="a test", topology=topology, on_point=on_point
@@ -295,7 +297,7 @@ def test_messages_and_the_one_call_have_curves_of_their_own(emulated_cluster: Cl
             (Resource.INTER, 2),  # a rail
         }
         assert announced == len(seen) == sum(map(len, [*sizes.values(), *own.values()]))
-        assert all(wrong == 0 for _, _, wrong in seen)
+        assert seen == [(curve.collective, size) for curve in profile.curves for size in curve.bytes]
 
 
 def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
@@ -344,11 +346,11 @@ def test_the_number_of_points_is_known_before(shape: str, changes: dict[str, int
 def moved_by_hand(size: int) -> tuple[list[bool], int, int]:
     """Which probe is one call; the wrong bytes of a sound exchange of messages, and of one that moves nothing."""
     with Prober(join(), 20.0) as prober:
-        plans = [make(size, 2, Resource.INTER) for make in (exchange_probe, one_call_probe)]
+        plans = [probe.plan(size) for probe in probes_of_grid(2, 2, Resource.INTER)[:2]]
         calls = [prober.is_one_call(plan) for plan in plans]
-        sound = prober.check(plans[0])
+        sound = prober.on_grid(plans[0]).num_wrong()
         prober.grid_runner.run = lambda *_: None  # type: ignore[method-assign]
-        return calls, sound, prober.check(plans[0])
+        return calls, sound, prober.on_grid(plans[0]).num_wrong()
 
 
 @pytest.mark.cluster
@@ -358,6 +360,36 @@ def test_small_exchanges_by_messages_are_checked(emulated_cluster: ClusterFactor
         assert calls == [False, True]
         assert sound == 0
         assert broken > 0
+
+
+def each_probed_once() -> list[tuple[str, bool, int, int]]:
+    """Each probe, also that of a new leg: whether it took time; how many values are wrong, and are where nothing runs."""
+    Scatter.curve_keys = lambda *_: (("scatter", Resource.INTRA, 2),)  # type: ignore[method-assign]
+    topology = join()
+    found = []
+    with Prober(topology, 20.0) as prober:
+        for probe in [*probes(topology), *probes_of_calls("node", (2,))[-1:]]:
+            took = prober.runner(probe, 4096, check=True)() > 0
+            call: Any = prober.call(probe, 4096)
+            sound = call.num_wrong()
+            nothing: Any = SimpleNamespace(run=lambda *_: None)
+            if isinstance(call, CodedCall):
+                call.message.zero_()
+            elif isinstance(call, GridCall):
+                call.runner = nothing
+            else:
+                call.run = call.run_whole = nothing.run
+            found.append((probe.key[0], took, sound, prober.ranks.total(call.num_wrong())))
+    return found
+
+
+@pytest.mark.cluster
+def test_every_probe_runs_and_is_checked(emulated_cluster: ClusterFactory) -> None:
+    for found in emulated_cluster(2, 2).run(each_probed_once):
+        names = {name for name, *_ in found}
+        assert names == {*_STEPS, *_OWN_CALLS, "reduce", *_CODED, "scatter", "send_recv"}
+        assert [(name, took, wrong) for name, took, wrong, _ in found] == [(name, True, 0) for name, *_ in found]
+        assert all(broken for *_, broken in found), found
 
 
 def measured_on_a_broken_link() -> str:
@@ -385,15 +417,15 @@ def failing_probe() -> tuple[str, set[str]]:
         Prober(topology, HALF_AN_HOUR) for _ in range(2)
     ]  # kept: to drop one would tear what its peers still connect
     keys = {prober.grid_runner.transport.board.key for prober in probers}  # type: ignore[attr-defined]
-    plan = exchange_probe(4096, 2, Resource.INTER)
+    plan = probes_of_grid(2, 1, Resource.INTER)[0].plan(4096)
     try:
         with Prober(topology, HALF_AN_HOUR) as prober:
-            buffers = prober._buffers(plan)
-            prober.grid_runner.run(plan, *buffers)
+            call = prober.on_grid(plan)
+            call.run()
             dist.barrier()
             if dist.get_rank() == 0:
                 raise ZeroDivisionError("mine")
-            prober.grid_runner.run(plan, *buffers)
+            call.run()
     except (ZeroDivisionError, CommlayerError) as error:
         return f"{type(error).__name__}: {error}", keys
     return "no error", keys

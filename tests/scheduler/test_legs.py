@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,7 +18,9 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build, price
+from commlayer.scheduler.broadcast import Scatter
 from commlayer.scheduler.conflicts import Issue, PlannedCall, simulate
 from commlayer.scheduler.group_legs import OVER_NODES, Share
 from commlayer.scheduler.group_moves import Group, group_moves
@@ -23,8 +28,9 @@ from commlayer.scheduler.group_strategies import schedule_of
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.legs import LegOrder
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Region
-from commlayer.scheduler.plan import Cut, Leg, Op, Span
+from commlayer.scheduler.plan import CurveKey, Cut, Leg, Op, Span
 from commlayer.scheduler.price import curves_of
+from commlayer.scheduler.probes import probes
 from commlayer.scheduler.replicated import FLAT, IN_PLACE, PIPELINED, PIPELINED_COPY, replicated_moves
 from commlayer.scheduler.step_model import loads_of
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
@@ -96,6 +102,84 @@ def test_a_plan_is_its_list_of_legs(plan: Plan, schedule: LegOrder) -> None:
 def test_a_plan_is_the_same_after_it_was_sent_to_another_process() -> None:
     for plan, _ in PLANS:
         assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+# What is measured of a cluster: the curves that legs are timed by
+
+
+class Notes:
+    """A profile that has every curve, each of one small size, and notes which it was asked for."""
+
+    def __init__(self) -> None:
+        self.keys: set[CurveKey] = set()
+
+    def find(self, collective: str, link: Resource, group_size: int) -> Curve:
+        self.keys.add((collective, link, group_size))
+        return Curve(collective, link, group_size, (1,), (1.0,))
+
+    curve = find
+
+
+def asked(topology: Topology) -> set[CurveKey]:
+    """The curves that any plan is priced by: of replicated tokens, of the world, of a node, and of one rank of every node."""
+    m, width = topology.num_nodes, topology.ranks_per_node
+    link = Resource.INTER if m > 1 else Resource.INTRA
+    grid = (m, width) if m > 1 else (width, 1)
+    traffics = [Traffic(SIZE * grid[0], *grid, link)]
+    for nodes in {(width,) * m, (width,), (1,) * m} if m > 1 else {(width,)}:
+        on = Resource.INTER if len(nodes) > 1 else Resource.INTRA
+        for collective, wire in product(GROUP_COLLECTIVES, WireFormat) if sum(nodes) > 1 else ():
+            wires = (Wire(wire, 64),)
+            traffics.append(
+                Traffic(SIZE * sum(nodes), sum(nodes), 1, on, collective, nodes, wires=wires, element_bytes=4)
+            )
+    notes = Notes()
+    for traffic, strategy, gather in product(traffics, Strategy, Gather):
+        for chunks, pieces in ((1, 1), (2, 1), (2, 2)):
+            with contextlib.suppress(PlanError):
+                curves_of(build(traffic, strategy, chunks, gather, traffic.wires[0], pieces), cast("Profile", notes))
+    return notes.keys
+
+
+@pytest.mark.parametrize("shape", ["2x4", "4x2", "2x2", "3x1", "1x4", "1x2"])
+def test_just_the_curves_that_plans_are_priced_by_are_measured(shape: str) -> None:
+    topology = Topology.parse(shape)
+    measured = [probe.key for probe in probes(topology)]
+    assert len(set(measured)) == len(measured)
+    assert set(measured) == asked(topology)
+    empty = synthetic_profile().replace(topology=shape, curves=[])
+    for key in measured:
+        with pytest.raises(PlanError, match="Measure it on that cluster with `commlayer profile`"):
+            empty.curve(*key)
+
+
+@pytest.mark.parametrize("shape", ["2x4", "3x1", "1x4"])
+def test_a_probe_has_a_step_of_its_size_timed_by_its_curve(shape: str) -> None:
+    for probe in probes(Topology.parse(shape)):
+        for size in (1, 4096, 100_003):
+            plan = probe.plan(size)
+            (step,) = plan.steps
+            assert size <= step.bytes < size + 4 * plan.traffic.group_size
+            assert probe.key in step.leg.curve_keys(plan)
+            assert (step.leg, plan.name) == (probe.leg, probe.unit.name)
+
+
+def test_a_leg_with_a_curve_of_its_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = Topology.parse("2x4")
+    before = probes(topology)
+    new = ("scatter", Resource.INTRA, 4)
+    monkeypatch.setattr(Scatter, "curve_keys", lambda *_: (new,))
+    (added,) = (probe for probe in probes(topology) if probe not in before)
+    assert (added.key, added.where) == (new, "world")  # there is no scatter but in a broadcast over nodes
+    assert asked(topology) == {probe.key for probe in probes(topology)}
+
+
+def test_a_job_s_own_probe_leaves_out_what_few_plan_by() -> None:
+    topology = Topology.parse("2x4")
+    whole, brief = ({probe.key for probe in probes(topology, is_brief=is_brief)} for is_brief in (False, True))
+    own = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
+    assert whole - brief == {(name, Resource.INTER, 2) for name in own} | {("broadcast", Resource.INTRA, 4)}
+    assert all(probe.is_on_grid for probe in probes(topology, with_groups=False))
 
 
 class Odd(Share):

@@ -27,7 +27,7 @@ from commlayer.scheduler import (
     price,
 )
 from commlayer.scheduler.plan import Cut
-from commlayer.scheduler.probes import exchange_probe, one_call_probe
+from commlayer.scheduler.probes import probes_of_grid
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK, replicated_moves
 from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.testing.synthetic import synthetic_profile
@@ -223,7 +223,7 @@ def test_a_cheaper_one_call_can_turn_the_choice() -> None:
 
 @pytest.mark.parametrize("group_size", [2, 3, 8])
 def test_probes_of_an_exchange_move_the_same_bytes_in_two_ways(group_size: int) -> None:
-    messages, single = (make(1000, group_size, Resource.INTER) for make in (exchange_probe, one_call_probe))
+    messages, single = (probe.plan(1000) for probe in probes_of_grid(group_size, 3, Resource.INTER)[:2])
     assert messages.traffic == single.traffic
     assert 1000 <= messages.traffic.logical_bytes < 1000 + group_size
     assert single.strategy is Strategy.FLAT

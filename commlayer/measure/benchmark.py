@@ -21,7 +21,7 @@ from commlayer.agree.messages import Message, Peers, from_first
 from commlayer.communicator import Communicator
 from commlayer.measure.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.measure.prober import Prober
-from commlayer.measure.profiler import environment
+from commlayer.measure.profiler import run_environment
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
@@ -111,8 +111,8 @@ def run_bench(
     """
     check_sizes(options.sizes, topology.num_nodes)
     mine = _Environment(
-        environment() | dict(links or {})
-    )  # hosts and dates differ between ranks, and a result must not
+        run_environment() | dict(links or {})
+    )  # hosts and dates differ between ranks, a result must not
     agreed = from_first(mine, _Environment, Peers.of(None), options.timeout_s, "to run the benchmark")
     result = BenchResult(
         topology=topology.shape,
@@ -124,13 +124,13 @@ def run_bench(
         environment=agreed.values,
         points=(),
     )
-    ep_group, tp_group = world_groups(topology)
+    groups = world_groups(topology)
     with (
         Prober(topology, options.timeout_s) as prober,
-        Communicator(ep_group, tp_group, profile=profile, timeout_s=options.timeout_s) as communicator,
+        Communicator(*groups, profile=profile, timeout_s=options.timeout_s) as communicator,
     ):
         for size in options.sizes:
-            point = _measure_size(size, communicator, prober, ep_group, tp_group, options, inter_gbps)
+            point = _measure_size(size, communicator, prober, groups, options, inter_gbps)
             result = structs.replace(result, points=(*result.points, point))
             if on_point is not None:
                 on_point(result)
@@ -143,29 +143,27 @@ def _measure_size(
     size: int,
     communicator: Communicator,
     prober: Prober,
-    ep_group: dist.ProcessGroup,
-    tp_group: dist.ProcessGroup,
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
     options: BenchOptions,
     inter_gbps: float | None,
 ) -> BenchPoint:
     x = _tokens(size, communicator)
     decision = communicator.decide(size)
     plans = _plans(decision, communicator, options)
-    ways: dict[str, Callable[[], torch.Tensor]] = {_TORCH: lambda: torch_flat(x, ep_group)}
+    ways: dict[str, Callable[[], torch.Tensor]] = {_TORCH: partial(torch_flat, x, groups[0])}
     for name, plan in plans.items():
         # The chosen plan as users run it; another one has to be checked against the tensor at each call.
         ways[name] = partial(communicator.all_to_all, x, plan=None if plan == decision.plan else plan)
     if options.with_baselines and x.shape[1] % (4 * len(communicator.grid.tp_ranks)) == 0:
-        ways["DeepSpeed drop/gather"] = lambda: deepspeed_drop_gather(x, ep_group, tp_group)
-        ways["MoNTA released, 4 chunks"] = lambda: monta_fixed_chunks(x, ep_group, tp_group)
+        ways["DeepSpeed drop/gather"] = partial(deepspeed_drop_gather, x, *groups)
+        ways["MoNTA released, 4 chunks"] = partial(monta_fixed_chunks, x, *groups)
     expected = ways[_TORCH]()
     wrong = {name: int(prober.agree(_wrong_bytes(way(), expected))) for name, way in ways.items()}
     times = _alternate(ways, prober, options.rounds, seed=size)
-    more = {
-        decision.plan.name: _alternate_pair(decision.plan.name, ways, prober, len(times[_TORCH]), median(times[_TORCH]))
-    }
+    chosen = decision.plan.name
+    pair = _alternate_pair(chosen, ways, prober, len(times[_TORCH]), median(times[_TORCH]))
     rows = [
-        _row(name, times, more.get(name, []), wrong[name], plans.get(name), decision, communicator.profile)
+        _row(name, times, pair if name == chosen else [], wrong[name], plans.get(name), decision, communicator.profile)
         for name in ways
     ]
     return BenchPoint(

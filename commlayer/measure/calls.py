@@ -1,0 +1,189 @@
+"""Calls that are timed: each runs once what a probe stands for, and knows whether the right bytes arrive."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from commlayer.engine.planned import PlannedGroup
+from commlayer.engine.runner import GridRunner
+from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.plan import Buffer, Op, Plan
+from commlayer.scheduler.replicated import replicated_moves
+from commlayer.scheduler.strategies import build
+from commlayer.scheduler.wire import Wire
+from commlayer.wire.codecs import Codec
+
+__all__ = ["CodedCall", "GridCall", "MessageCall", "OwnCall", "StepCall", "TimedCall"]
+
+
+class TimedCall(Protocol):
+    """A call to be timed. Its buffers are made before, and touched, so that page faults are not timed."""
+
+    def run(self) -> None:
+        """Run once."""
+
+    def num_wrong(self) -> int:
+        """Run on known values; how many arrived wrong here."""
+
+
+class GridCall:
+    """A plan on the grid of replicated tokens."""
+
+    def __init__(self, runner: GridRunner, plan: Plan, ep_index: int, tp_index: int, device: torch.device) -> None:
+        self.runner, self.plan, self.place = runner, plan, (ep_index, tp_index)
+        self.source = torch.zeros(plan.traffic.logical_bytes, dtype=torch.uint8, device=device)
+        self.target = torch.zeros_like(self.source)
+
+    def run(self) -> None:
+        self.runner.run(self.plan, self.source, self.target)
+
+    def num_wrong(self) -> int:
+        (ep, _), traffic, target = self.place, self.plan.traffic, self.target
+        size, block = traffic.logical_bytes, traffic.block_bytes
+        blocks = [_pattern(size, k)[ep * block : (ep + 1) * block] for k in range(traffic.group_size)]
+        expected = torch.cat(blocks).to(target.device)
+        self.source.copy_(_pattern(size, ep))
+        target.zero_()
+        steps = replicated_moves(self.plan, *self.place)
+        for move in steps:  # an all_gather sends from the output what an earlier all_to_all would have brought
+            for message in move.sends:
+                if message.region.buffer is Buffer.OUTPUT:
+                    here = slice(message.region.start, message.region.stop)
+                    target[here] = expected[here]
+        self.run()
+        wrong = 0
+        for move in steps:
+            for region in [m.region for m in move.receives] + [copy.target for copy in move.copies]:
+                here = slice(region.start, region.stop)
+                wrong += int((target[here] != expected[here]).sum())
+        return wrong
+
+
+def _pattern(size: int, row: int) -> torch.Tensor:
+    """Bytes that differ by place and by sender: a misplaced or foreign byte shows. The period is a prime."""
+    place = torch.arange(65_521, dtype=torch.int64)
+    tile = ((place * 7 + (place >> 8) * 31 + row * 101) & 255).to(torch.uint8)
+    return tile.repeat(-(-size // tile.numel()))[:size]
+
+
+class _GroupCall(ABC):
+    """A collective of a group on FP32; ``source`` is ``target`` where it works in place."""
+
+    def __init__(self, planned: PlannedGroup, plan: Plan) -> None:
+        self.planned, self.plan, self.collective = planned, plan, plan.traffic.collective
+        self.count = plan.traffic.block_bytes // torch.float32.itemsize
+        whole, block = torch.zeros(self.count * plan.traffic.group_size), torch.zeros(self.count)
+        self.source = block if self.collective == "all_gather" else whole
+        self.target = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(whole)}.get(self.collective, whole)
+
+    @abstractmethod
+    def run(self) -> None:
+        """Run once."""
+
+    def run_whole(self) -> None:
+        """Run all of the collective, where a call is only a part of it."""
+        self.run()
+
+    def num_wrong(self) -> int:
+        """Wrong elements of the whole collective, on small integers: rank r has k + r for rank k."""
+        rank, n = self.planned.rank, self.plan.traffic.group_size
+        ramp, total = torch.arange(0.0, n).repeat_interleave(self.count), n * (n - 1) / 2
+        block = torch.ones(self.count)
+        self.target.fill_(-1.0)
+        self.source.copy_(block * rank if self.collective == "all_gather" else ramp + rank)
+        self.run_whole()
+        expected = {
+            "all_gather": ramp,
+            "reduce_scatter": block * (n * rank + total),
+            "all_to_all_v": ramp + rank,
+            "all_reduce": ramp * n + total,
+            "broadcast": ramp,
+        }[self.collective]
+        return int((self.target != expected).sum())
+
+
+class StepCall(_GroupCall):
+    """One step of a plan of a group."""
+
+    def run(self) -> None:
+        self.planned.run(self.plan, self.source, self.target)
+
+    def run_whole(self) -> None:
+        self.planned.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
+
+
+class OwnCall(_GroupCall):
+    """A collective as a call of Gloo's own."""
+
+    def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, plan: Plan) -> None:
+        super().__init__(planned, plan)
+        self._own, self._timeout = own, timedelta(seconds=planned.timeout_s)
+
+    def run(self) -> None:
+        self._work().wait(self._timeout)
+
+    def _work(self) -> dist.Work:
+        if self.collective == "all_gather":
+            return self._own._allgather_base(self.target, self.source)
+        if self.collective == "reduce_scatter":
+            return self._own._reduce_scatter_base(self.target, self.source, dist.ReduceScatterOptions())
+        if self.collective == "all_to_all_v":
+            return self._own.alltoall_base(self.target, self.source, [], [])
+        verb = self._own.allreduce if self.collective == "all_reduce" else self._own.broadcast
+        return verb([self.target])
+
+
+class CodedCall:
+    """Encoding, or decoding, of ``size`` bytes: FP32 into BF16, and back into the sum that gradients need; BF16 into FP8, with a
+    scale for each row, and back."""
+
+    def __init__(self, op: Op, wire: Wire, size: int) -> None:
+        dtype = torch.bfloat16 if wire.format.is_scaled else torch.float32
+        self.codec, width = Codec(wire, dtype), wire.row_elements
+        rows = max(1, size // (width * dtype.itemsize))
+        self.rows = torch.arange(rows * width).remainder_(15).view(rows, width).to(dtype)
+        self.decoded = torch.zeros_like(self.rows)
+        self.message = torch.zeros(self.codec.wire_bytes(rows), dtype=torch.uint8)
+        self.codec.encode(self.rows, self.message)
+        self._is_encoding = op is Op.ENCODE
+
+    def run(self) -> None:
+        if self._is_encoding:
+            self.codec.encode(self.rows, self.message)
+        elif self.codec.wire.format.is_scaled:
+            self.codec.decode(self.message, self.decoded)
+        else:
+            self.codec.add(self.message, self.decoded)
+
+    def num_wrong(self) -> int:
+        """Values beyond the format's rounding."""
+        self.codec.decode(self.message, self.decoded)
+        allowed = self.codec.wire.format.unit_roundoff * 15
+        wrong = int(((self.decoded.float() - self.rows.float()).abs() > allowed).sum())
+        self.decoded.zero_()
+        return wrong
+
+
+class MessageCall:
+    """A message from the first rank of two to the second."""
+
+    def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, size: int) -> None:
+        if len(planned.global_ranks) != 2:
+            raise UsageError(f"send_recv is measured on groups of two ranks, got {list(planned.global_ranks)}")
+        self._own, self._rank = own, planned.rank
+        self.message = torch.zeros(size, dtype=torch.uint8)
+        self._timeout = timedelta(seconds=planned.timeout_s)
+
+    def run(self) -> None:
+        work = self._own.send([self.message], 1, 0) if self._rank == 0 else self._own.recv([self.message], 0, 0)
+        work.wait(self._timeout)
+
+    def num_wrong(self) -> int:
+        self.message.fill_(7 if self._rank == 0 else 0)
+        self.run()
+        return int((self.message != 7).sum())
