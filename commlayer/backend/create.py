@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,13 +21,13 @@ from commlayer.backend.recording import begin
 from commlayer.backend.signature import SignatureCheck
 from commlayer.engine.lanes import lanes
 from commlayer.engine.planned import PlannedGroup
-from commlayer.failures.board import Connecting, Failure, FailureBoard
+from commlayer.failures.board import FailureBoard
 from commlayer.failures.descriptors import of_gloo, require
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.waits import Watched, bounded
-from commlayer.profiles.errors import BLAMING, CommlayerError, PeerError
+from commlayer.profiles.errors import BLAMING
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.nccl import is_usable, make_nccl
@@ -106,7 +105,7 @@ def _make(
     gloo = connect.gloo("gloo")
     job = None if is_default else world.current()
     if job is None:
-        with connect.explaining("what all ranks must agree on"):
+        with connect.connecting("what all ranks must agree on"):
             job = world.agree(Watched(gloo, board), store, rank, global_ranks, timeout, board.detector)
     settings = job.settings
     lanes().policy = LanePolicy(share=settings.lane_share)
@@ -186,20 +185,9 @@ class _Connector:
             gloo._set_sequence_number_for_group()
             return gloo
 
-        with self.explaining(f"for {tag}"):
+        with self.connecting(f"for {tag}"):
             return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
 
-    @contextlib.contextmanager
-    def explaining(self, purpose: str) -> Iterator[None]:
-        """What breaks here is told to the other ranks, and raised with the name of the rank that failed first."""
-        began = time.monotonic()
-        try:
-            yield
-        except (CommlayerError, RuntimeError, TimeoutError) as error:
-            if isinstance(error, CommlayerError) and not isinstance(error, PeerError):
-                raise
-            me = self.global_ranks[self.rank]
-            wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
-            failure = Failure(error, time.monotonic() - began, self.timeout.total_seconds())
-            self.board.report(wait, failure)
-            raise self.board.explain(wait, failure) from error
+    def connecting(self, purpose: str) -> AbstractContextManager[None]:
+        """What breaks inside is told to the other ranks, and raised with the name of the rank that failed first."""
+        return self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds())
