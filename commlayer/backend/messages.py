@@ -14,7 +14,6 @@ from typing import NoReturn
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.failing import message_error
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import flat, land, landing, reals
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
@@ -142,7 +141,14 @@ class Messages:
 
     def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""
-        return message_error(self._members, self._inner, error, what)
+        who, text = self._members.who, str(error)
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CollectiveTimeoutError(
+                f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
+                f"message: {text}"
+            )
+        culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
+        return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")
 
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         found = reals(tensors)
