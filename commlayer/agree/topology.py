@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather_grid, gather_messages
+from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike, gather_grid, gather_messages
 from commlayer.profiles.errors import ClusterError, DisagreementError, GroupError, TopologyError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
@@ -28,13 +28,13 @@ from commlayer.version import __version__
 __all__ = ["Grid", "Identity", "Member", "describe_self", "discover_topology", "form_grid", "grid_key"]
 
 
-class Identity(Message, frozen=True):
+class Identity(ControlMessage, frozen=True):
     """Where a rank runs: what :func:`node_identity` says."""
 
     text: str
 
 
-class Member(Message, frozen=True):
+class Member(ControlMessage, frozen=True):
     """A rank as it describes itself when a Communicator is made."""
 
     rank: int

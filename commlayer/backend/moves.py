@@ -18,7 +18,7 @@ import torch
 
 from commlayer.backend.calls import Calls
 from commlayer.backend.members import Members, Tensors
-from commlayer.backend.tensors import MOVABLE, flat, is_plain, land, landing, require_room, spread
+from commlayer.backend.tensors import MOVABLE, is_plain, land, landing, plain_row, require_room, spread
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
@@ -52,7 +52,7 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
         return
     with torch.inference_mode():
         target = landing(output)
-        _gather_row(calls, plan, num_bytes, flat(input), target, opts)
+        _gather_row(calls, plan, num_bytes, plain_row(input), target, opts)
         land(output, target)
 
 
@@ -92,7 +92,7 @@ def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: A
         return
     with torch.inference_mode():
         gathered = torch.empty(sum(sizes), dtype=input.dtype)
-        _gather_row(calls, plan, num_bytes, flat(input), gathered, opts)
+        _gather_row(calls, plan, num_bytes, plain_row(input), gathered, opts)
         spread(gathered, outputs)
 
 
@@ -135,7 +135,7 @@ def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
         return
     require_room(tensor)
     with torch.inference_mode():
-        moved = flat(tensor)
+        moved = plain_row(tensor)
         if plan is not None:
             calls.run_plan(plan, "broadcast", num_bytes, moved, moved, opts, root=opts.rootRank)
         else:
@@ -150,7 +150,7 @@ def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any)
         sink = [landing(x) for x in wanted]
         into = [[_carried(x) for x in sink]] if sink else []
         num_bytes = source.nbytes * calls.members.size
-        calls.flat("gather", num_bytes, calls.inner.gloo.gather, into, [_carried(flat(source))], opts)
+        calls.flat("gather", num_bytes, calls.inner.gloo.gather, into, [_carried(plain_row(source))], opts)
         for output, arrived in zip(wanted, sink, strict=True):
             land(output, arrived)
 
@@ -160,7 +160,7 @@ def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any
     output, given = _rooted(calls, "scatter", "output", "from", outputs, inputs, opts)
     with torch.inference_mode():
         sink = landing(output)
-        parts = [[_carried(flat(x)) for x in given]] if given else []
+        parts = [[_carried(plain_row(x)) for x in given]] if given else []
         num_bytes = output.nbytes * calls.members.size
         calls.flat("scatter", num_bytes, calls.inner.gloo.scatter, [_carried(sink)], parts, opts)
         land(output, sink)

@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from commlayer.backend.arithmetic import AVG, NATIVE, PLAN_NAMES, carrier, reduce_rows
+from commlayer.backend.arithmetic import AVG, GLOO_REDUCES, PLAN_NAMES, carrier, reduce_rows
 from commlayer.backend.calls import Calls
 from commlayer.backend.members import Tensors
 from commlayer.backend.options import like, with_op
-from commlayer.backend.tensors import flat, join, land, require_room, spread
+from commlayer.backend.tensors import join, land, plain_row, require_room, spread
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
@@ -44,7 +44,7 @@ _STRIDED = torch.strided
 
 def is_native(tensor: torch.Tensor, opts: Any) -> bool:
     """Whether Gloo reduces ``tensor`` by itself."""
-    return tensor.dtype in NATIVE[opts.reduceOp.op]
+    return tensor.dtype in GLOO_REDUCES[opts.reduceOp.op]
 
 
 def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
@@ -55,7 +55,7 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     ):  # sparse, or a tensor for each of a rank's devices: Gloo's own
         _all_reduce_unusual(calls, tensors, op, opts)
         return
-    if tensor.dtype not in NATIVE[op] or not tensor.is_contiguous():
+    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous():
         with torch.inference_mode():
             _all_reduce_carried(calls, tensor, opts)
         return
@@ -64,7 +64,7 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if plan is None:
         calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
-        _reduce_by_plan(calls, plan, "all_reduce", num_bytes, flat(tensor), flat(tensor), op, opts)
+        _reduce_by_plan(calls, plan, "all_reduce", num_bytes, plain_row(tensor), plain_row(tensor), op, opts)
 
 
 def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:
@@ -77,7 +77,7 @@ def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, 
 def _all_reduce_carried(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
     how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
     require_room(tensor)
-    moved = how.load(flat(tensor))
+    moved = how.load(plain_row(tensor))
     all_reduce(calls, [moved.view(-1)], with_op(AllreduceOptions, opts, how.op))
     land(tensor, how.store(moved).view(-1))
 
@@ -108,10 +108,10 @@ def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if len(tensors) != 1:
         raise TensorError(f"{calls.members.who}: reduce takes one tensor, got {len(tensors)}")
     calls.members.require_root("reduce to", opts.rootRank)
-    if tensor.dtype not in NATIVE[op] or not tensor.is_contiguous():
+    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous():
         with torch.inference_mode():
             how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
-            moved = how.load(flat(tensor))
+            moved = how.load(plain_row(tensor))
             reduce(calls, [moved.view(-1)], with_op(ReduceOptions, opts, how.op))
             if opts.rootRank == calls.members.rank:
                 land(tensor, how.store(moved).view(-1))
@@ -130,7 +130,7 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
             f"{size} times the elements of the output, which has {output.numel()} of {output.dtype}"
         )
     op = opts.reduceOp.op
-    if input.dtype not in NATIVE[op] or not (input.is_contiguous() and output.is_contiguous()):
+    if input.dtype not in GLOO_REDUCES[op] or not (input.is_contiguous() and output.is_contiguous()):
         with torch.inference_mode():
             _reduce_scatter_carried(calls, output, input, opts)
         return
@@ -145,7 +145,7 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
 
 def _reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
     how = carrier(opts.reduceOp, input.dtype, calls.members.size)
-    moved = how.load(flat(input))
+    moved = how.load(plain_row(input))
     part = torch.empty_like(moved.view(calls.members.size, -1)[0]) if moved.numel() else moved
     reduce_scatter(calls, part.view(-1), moved.view(-1), with_op(ReduceScatterOptions, opts, how.op))
     shape = (-1, *moved.shape[1:])  # complex numbers are pairs

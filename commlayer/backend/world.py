@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
-from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather_messages
+from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike, gather_messages
 from commlayer.agree.topology import node_identity, versions
 from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
@@ -32,7 +32,7 @@ _AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra", "wire",
 """Settings of which ranks must not hold different ones: their calls would not meet."""
 
 
-class _Card(Message, frozen=True):
+class _Card(ControlMessage, frozen=True):
     """What a rank says of itself when a group is made. ``must_agree``: names and values that all ranks must have alike."""
 
     identity: str
