@@ -32,7 +32,6 @@ FOR_TYPES = named(
     "integrations.moe.dispatcher integrations.moe.stage",
     "profiles.compare profiles.profile",
     "traces.events traces.files traces.recorder",
-    "transport.shared_memory.group transport.shared_memory.work",
 )
 """Circles where imports under ``TYPE_CHECKING`` count too."""
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.messages import Messages
 from commlayer.backend.order import Order
+from commlayer.backend.point_to_point import Messages
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
 from commlayer.engine.lanes import Issued, lanes

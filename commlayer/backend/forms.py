@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.calls import Calls, Refused
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
+from commlayer.backend.running import Calls, Refused
 from commlayer.backend.tensors import real, reals
 
 __all__ = [

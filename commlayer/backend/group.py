@@ -21,15 +21,15 @@ from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
-from commlayer.backend.calls import Calls
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
 from commlayer.backend.forms import add_methods
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
-from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
+from commlayer.backend.point_to_point import Messages
+from commlayer.backend.running import Calls
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
 from commlayer.engine.planned import PlannedGroup

@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import (
 )
 
 from commlayer.backend.arithmetic import AVG, GLOO_REDUCES, PLAN_NAMES, carrier, reduce_rows
-from commlayer.backend.calls import Calls
 from commlayer.backend.members import Tensors
 from commlayer.backend.options import like, with_op
+from commlayer.backend.running import Calls
 from commlayer.backend.tensors import join, land, plain_row, require_room, spread
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError

@@ -41,7 +41,7 @@ from commlayer.traces.recorder import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.shared_memory.group import SharedMemoryGroup
+from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
 

@@ -33,7 +33,7 @@ from commlayer.transport.contract import (
     Whole,
     break_connections,
 )
-from commlayer.transport.shared_memory.group import SharedMemoryGroup
+from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 from commlayer.transport.shared_memory.work import SENT, Receive, Waitable
 
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooTransport"]

@@ -8,7 +8,7 @@ import torch
 
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.wire import Wire
-from commlayer.wire.codecs.checks import (
+from commlayer.wire.codecs.arguments import (
     check_codec,
     check_index,
     check_message,

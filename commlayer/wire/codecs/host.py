@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from commlayer.scheduler.wire import Wire, WireFormat
-from commlayer.wire.codecs.checks import non_finite_error
+from commlayer.wire.codecs.arguments import non_finite_error
 from commlayer.wire.codecs.fp8 import grid_shape
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS, pieces, scratch
 from commlayer.wire.codecs.tiles import decode_tiles, find_scales, tile_rows, write_payload

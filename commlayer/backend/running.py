@@ -1,6 +1,6 @@
 """Running a call of a group: compare its signature, find its plan, move its bytes, wait, count.
 
-The bodies of the verbs (moves.py, reductions.py, exchanges.py) say what a call is; they are given a :class:`Calls` to run it.
+The bodies of the verbs (gathers.py, reductions.py, exchanges.py) say what a call is; they are given a :class:`Calls` to run it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
+from commlayer.backend.comparison import described
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.recording import fill_flat, fill_plan
-from commlayer.backend.signature import described
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.progress import DONE
 from commlayer.failures.waits import SLICE, bounded, wait

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from commlayer.backend.calls import Calls
 from commlayer.backend.members import Members, Tensors
+from commlayer.backend.running import Calls
 from commlayer.backend.tensors import MOVABLE, is_plain, land, landing, plain_row, require_room, spread
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
