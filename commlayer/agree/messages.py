@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer.failures.waits import Board, wait
+from commlayer.failures.waits import Board, is_timeout, wait
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
@@ -292,7 +292,7 @@ def _blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[No
     except RuntimeError as error:
         who = f"rank {peers.rank}: ranks {list(peers.ranks)} did not all come {purpose}"
         is_over = timeout_s is not None and time.monotonic() - started >= timeout_s
-        if is_over or "timed out" in str(error).lower():
+        if is_over or is_timeout(error):
             limit = "the group's timeout" if timeout_s is None else f"{timeout_s:g} s"
             raise CollectiveTimeoutError(
                 f"{who} within {limit}: every one of them must call this, at the same time; look at the log of the one that "

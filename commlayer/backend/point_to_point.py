@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import land, landing, plain_row, reals
+from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
 
@@ -142,7 +143,7 @@ class Messages:
     def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""
         who, text = self._members.who, str(error)
-        if "timed out" in text.lower() or "timeout" in text.lower():
+        if is_timeout(error) or "timeout" in text.lower():
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
                 f"message: {text}"

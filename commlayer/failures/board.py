@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import FailureDetector, Gone, Left, Record, Report, job_detector, told
+from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Failure:
 
     @property
     def is_timeout(self) -> bool:
-        return self.waited_s >= self.timeout_s or "timed out" in str(self.cause).lower()
+        return self.waited_s >= self.timeout_s or is_timeout(self.cause)
 
     @property
     def what(self) -> str:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from commlayer.failures.waits import is_timeout
 from commlayer.transport.shared_memory.line import Line
 from commlayer.transport.shared_memory.segment import Block
 
@@ -135,6 +136,6 @@ class OtherWork:
         try:
             return self.inner.wait(timeout) if timeout else self.inner.wait()
         except RuntimeError as error:
-            has_passed = timeout is None or "timed out" in str(error).lower()
+            has_passed = timeout is None or is_timeout(error)
             self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())
             raise
