@@ -96,7 +96,9 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     gloo = connect.gloo("gloo")
     job = connect.agreed(gloo, is_default=is_default)
     lanes().policy = LanePolicy(share=job.settings.lane_share)
-    begin(job.settings, gloo, global_ranks, rank, len(global_ranks) if is_default else dist.get_world_size())
+    world_size = len(global_ranks) if is_default else dist.get_world_size()
+    with connect.connecting("to record calls"):
+        begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
     if job.settings.stats == "1":
         print_at_exit()
     planned = connect.planned(gloo, job)
