@@ -16,7 +16,7 @@ from moe_baseline import Clock, PlainMoE, deepspeed_layer, instrument, why_no_de
 from moe_tables import PHASES, Breakdown, LayerRow, breakdown, ratios, spread, width_of_balance
 from torch import nn
 
-from commlayer.agree.messages import Message, Peers, gather_messages
+from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.experts import GroupedExperts
@@ -33,7 +33,7 @@ _TIMEOUT_S = 300.0
 Way = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Spent(Message, frozen=True):
+class _Spent(ControlMessage, frozen=True):
     """Where a rank's time went: µs by phase."""
 
     us: dict[str, float]

@@ -25,7 +25,7 @@ from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
-from commlayer.failures.board import Failure, FailureBoard, Wait, own_client
+from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, inherited
@@ -278,11 +278,9 @@ class Communicator:
         try:
             check_signatures(mine, ep_group, tp_group, replicated=replicated, timeout_s=self._timeout_s, board=board)
         except (PeerError, CollectiveTimeoutError) as error:
-            others = tuple(rank for rank in self._board.ranks if rank != self._board.rank)
-            wait = Wait(self._board.rank, others, "ep", "all_to_all", mine.plan, "comparison", 0, self._calls)
-            failure = Failure(error, time.monotonic() - began, self._timeout_s)
-            self._board.report(wait, failure)
-            explained = self._board.explain(wait, failure)
+            others = self._board.others(self._board.ranks)
+            wait = FailedStep(self._board.rank, others, "ep", "all_to_all", mine.plan, "comparison", 0, self._calls)
+            explained = self._board.blame(wait, Failure(error, time.monotonic() - began, self._timeout_s))
             self._break(explained)
             raise explained from error
 

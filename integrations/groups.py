@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from commlayer.agree.messages import Message, Peers, gather_messages
+from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.settings import Settings
 
 __all__ = ["check_same_ranks", "planned_gradient_group", "planned_group"]
 
 
-class _Ranks(Message, frozen=True):
+class _Ranks(ControlMessage, frozen=True):
     """The global ranks of the group that a rank has passed."""
 
     ranks: tuple[int, ...]

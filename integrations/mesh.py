@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from commlayer.agree.messages import Message, Peers, gather_messages
+from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.agree.topology import discover_topology
 from commlayer.integrations.parameter_marks import is_expert
 from commlayer.profiles.errors import DisagreementError, GroupError
@@ -25,7 +25,7 @@ __all__ = ["FoldedMesh"]
 _DEGREES = ("tp", "cp", "pp", "ep", "etp")
 
 
-class _Arguments(Message, frozen=True):
+class _Arguments(ControlMessage, frozen=True):
     """The mesh that a rank asks for."""
 
     text: str

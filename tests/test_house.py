@@ -30,7 +30,6 @@ AT_RUN_TIME = named(
 FOR_TYPES = named(
     "profiles.compare profiles.profile",
     "traces.events traces.files traces.recorder",
-    "transport.shared_memory.group transport.shared_memory.work",
 )
 """Circles where imports under ``TYPE_CHECKING`` count too."""
 

@@ -1,6 +1,6 @@
 """Messages between ranks when groups are made, as typed data: nothing that arrives is ever run.
 
-A message is a frozen :class:`Message`, declared beside the code that owns it, and travels as msgpack in an envelope that
+A message is a frozen :class:`ControlMessage`, declared beside the code that owns it, and travels as msgpack in an envelope that
 names its type and its sender's version. It is read strictly: an unknown, a missing or a wrong field is an error on all
 ranks alike, which names the rank whose words could not be read. Rejected: pickle, as in torch's ``all_gather_object``;
 whoever reaches the job's store would run commands on every rank.
@@ -22,14 +22,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer.failures.waits import Board, wait
+from commlayer.failures.waits import Board, is_timeout, wait
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
 
 __all__ = [
     "LIMIT_BYTES",
-    "Message",
+    "ControlMessage",
     "Peers",
     "Reason",
     "check_alike",
@@ -50,11 +50,11 @@ _SHOWN = 40
 """Characters of a peer's words that an error message repeats."""
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ControlMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of everything that a rank may tell another. Its name is the message's kind on the wire."""
 
 
-class Reason(Message, frozen=True):
+class Reason(ControlMessage, frozen=True):
     """Why a rank cannot take part, as data: an exception itself does not travel."""
 
     kind: str
@@ -75,7 +75,7 @@ class _Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     content: msgspec.Raw
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=ControlMessage)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Peers:
         return self.ranks[self.place]
 
 
-def encode(value: Message) -> bytes:
+def encode(value: ControlMessage) -> bytes:
     """``value`` as it travels."""
     content = msgspec.Raw(msgspec.msgpack.encode(value))
     return msgspec.msgpack.encode(_Envelope(_own_version(), type(value).__name__, content))
@@ -178,7 +178,7 @@ def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | N
     ]
 
 
-class _Row(Message, frozen=True):
+class _Row(ControlMessage, frozen=True):
     """A row's messages, as each of its ranks passes them on; or why one of them could not be read."""
 
     ranks: tuple[int, ...]
@@ -292,7 +292,7 @@ def _blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[No
     except RuntimeError as error:
         who = f"rank {peers.rank}: ranks {list(peers.ranks)} did not all come {purpose}"
         is_over = timeout_s is not None and time.monotonic() - started >= timeout_s
-        if is_over or "timed out" in str(error).lower():
+        if is_over or is_timeout(error):
             limit = "the group's timeout" if timeout_s is None else f"{timeout_s:g} s"
             raise CollectiveTimeoutError(
                 f"{who} within {limit}: every one of them must call this, at the same time; look at the log of the one that "

@@ -11,14 +11,14 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.messages import Message, Peers, gather_grid
+from commlayer.agree.messages import ControlMessage, Peers, gather_grid
 from commlayer.failures.board import FailureBoard
 from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["Signature", "check_signatures", "signature"]
 
 
-class Signature(Message, frozen=True):
+class Signature(ControlMessage, frozen=True):
     """A call that a rank is about to make."""
 
     sequence: int

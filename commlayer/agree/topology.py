@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather_grid, gather_messages
+from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike, gather_grid, gather_messages
 from commlayer.profiles.errors import ClusterError, DisagreementError, GroupError, TopologyError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
@@ -28,13 +28,13 @@ from commlayer.version import __version__
 __all__ = ["Grid", "Identity", "Member", "describe_self", "discover_topology", "form_grid", "grid_key"]
 
 
-class Identity(Message, frozen=True):
+class Identity(ControlMessage, frozen=True):
     """Where a rank runs: what :func:`node_identity` says."""
 
     text: str
 
 
-class Member(Message, frozen=True):
+class Member(ControlMessage, frozen=True):
     """A rank as it describes itself when a Communicator is made."""
 
     rank: int
@@ -83,13 +83,18 @@ def discover_topology(timeout_s: float | None = None) -> Topology:
     mine, purpose = Identity(node_identity()), "to discover the topology"
     everyones = gather_messages(mine, Identity, Peers.of(None), timeout_s or settings.timeout_s, purpose)
     identities = [theirs.text for theirs in everyones]
+    return declared_topology(settings, len(identities)) or Topology.from_identities(identities)
+
+
+def declared_topology(settings: Settings, world_size: int) -> Topology | None:
+    """The topology that ``COMMLAYER_TOPOLOGY`` declares, if it does. Raises TopologyError for one of another size."""
     if settings.topology is None:
-        return Topology.from_identities(identities)
+        return None
     declared = Topology.parse(settings.topology)
-    if declared.world_size != len(identities):
+    if declared.world_size != world_size:
         raise TopologyError(
-            f"COMMLAYER_TOPOLOGY declares {declared.shape}, {declared.world_size} ranks, but the job has "
-            f"{len(identities)}: correct it, or unset it to discover the topology"
+            f"COMMLAYER_TOPOLOGY declares {declared.shape}, {declared.world_size} ranks, but the job has {world_size}: correct "
+            "it, or unset it to discover the topology"
         )
     return declared
 

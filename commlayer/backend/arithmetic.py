@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ReduceOp
 
 from commlayer.profiles.errors import InternalError, TensorError
 
-__all__ = ["FLOATS", "NATIVE", "PLAN_NAMES", "Carrier", "carrier", "reduce_rows"]
+__all__ = ["FLOATS", "GLOO_REDUCES", "PLAN_NAMES", "Carrier", "carrier", "reduce_rows"]
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,7 +36,7 @@ _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
 _NUMBERS = FLOATS | _INTEGERS
 _BITWISE = (BAND, BOR, BXOR)
 
-NATIVE: dict[ReduceOp.RedOpType, frozenset[torch.dtype]] = {
+GLOO_REDUCES: dict[ReduceOp.RedOpType, frozenset[torch.dtype]] = {
     SUM: _NUMBERS,
     PRODUCT: _NUMBERS,
     MIN: _NUMBERS,
@@ -84,7 +84,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 def carrier(op: Any, dtype: torch.dtype, group_size: int) -> Carrier:
     """How to reduce ``dtype`` with ``op`` (a ReduceOp) over ``group_size`` ranks. Raises TensorError for what cannot be."""
     kind = op.op
-    if dtype in NATIVE[kind]:
+    if dtype in GLOO_REDUCES[kind]:
         return Carrier(kind, _same, _same)
     if dtype.is_complex:
         return _complex(op, dtype, group_size)

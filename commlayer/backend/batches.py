@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.messages import Messages
 from commlayer.backend.order import Order
+from commlayer.backend.point_to_point import Messages
 from commlayer.backend.recording import new_record, waiting
-from commlayer.backend.tensors import flat, land, landing, real
+from commlayer.backend.tensors import land, landing, plain_row, real
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.profiles.curve import Curve
@@ -159,7 +159,7 @@ class Batches:
                 self._post(batch, "recv", piece, peer, nth)
             self._counters.flat["recv"].add(x.nbytes, 0)
         if sends:
-            self._send(batch, [(flat(x), peer) for x, peer in sends])
+            self._send(batch, [(plain_row(x), peer) for x, peer in sends])
         else:
             batch.posted()
         return batch

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,21 +13,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
 
 from commlayer.backend import world
+from commlayer.backend.comparison import SignatureCheck
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
-from commlayer.backend.signature import SignatureCheck
 from commlayer.engine.lanes import lanes
 from commlayer.engine.planned import PlannedGroup
-from commlayer.failures.board import Connecting, Failure, FailureBoard
+from commlayer.failures.board import FailureBoard
 from commlayer.failures.descriptors import of_gloo, require
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.waits import Watched, bounded
-from commlayer.profiles.errors import BLAMING, CommlayerError, PeerError
+from commlayer.profiles.errors import BLAMING
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.nccl import is_usable, make_nccl
@@ -75,7 +74,8 @@ def make_group(
     detector = shared or FailureDetector(PrefixStore("detector/", store), me, global_ranks, timeout.total_seconds())
     board = FailureBoard(detector, f"{name}#{generation}", me, global_ranks)
     try:
-        group = _make(name, rank, global_ranks, store, timeout, board, is_default=is_default, nccl_options=nccl_options)
+        connect = _Connector(name, rank, global_ranks, store, timeout, board)
+        group = _make(connect, is_default=is_default, nccl_options=nccl_options)
     except BaseException as error:
         why = f"left with {type(error).__name__}: {error}"
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
@@ -91,61 +91,34 @@ def make_group(
     return group
 
 
-def _make(
-    name: str,
-    rank: int,
-    global_ranks: Sequence[int],
-    store: Store,
-    timeout: timedelta,
-    board: FailureBoard,
-    *,
-    is_default: bool,
-    nccl_options: Any,
-) -> CommlayerGroup:
-    connect = _Connector(name, rank, global_ranks, store, timeout, board)
+def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> CommlayerGroup:
+    name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
     gloo = connect.gloo("gloo")
-    job = None if is_default else world.current()
-    if job is None:
-        with connect.explaining("what all ranks must agree on"):
-            job = world.agree(Watched(gloo, board), store, rank, global_ranks, timeout, board.detector)
-    settings = job.settings
-    lanes().policy = LanePolicy(share=settings.lane_share)
-    begin(settings, gloo, global_ranks, rank, len(global_ranks) if is_default else dist.get_world_size())
-    if settings.stats == "1":
+    job = connect.agreed(gloo, is_default=is_default)
+    lanes().policy = LanePolicy(share=job.settings.lane_share)
+    world_size = len(global_ranks) if is_default else dist.get_world_size()
+    with connect.connecting("to record calls"):
+        begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
+    if job.settings.stats == "1":
         print_at_exit()
-    planned = PlannedGroup(
-        name=name,
-        rank=rank,
-        nodes=job.nodes_of(global_ranks),
-        global_ranks=global_ranks,
-        store=PrefixStore("planned/", store),
-        planner=job.planner if len(global_ranks) > 1 else None,
-        settings=settings,
-        timeout_s=timeout.total_seconds(),
-        board=board,
-    )
-    planned.own_calls = gloo
-    is_compared = settings.debug == "detail" or get_debug_level() == DebugLevel.DETAIL
-    control = connect.gloo("control") if is_compared else None
-    check = None
-    if control is not None:
-        check = SignatureCheck(control, store, rank, global_ranks, name, board, planned.explain)
+    planned = connect.planned(gloo, job)
+    signatures = connect.signatures(planned)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
     # collectives come from two threads (theirs, and the progress thread) mixes them up.
     direct = connect.gloo("direct") if len(global_ranks) > 1 else gloo
-    inner = InnerGroups(gloo, direct, planned, store, check)
+    inner = InnerGroups(gloo, direct, planned, store, signatures)
     group = CommlayerGroup(
         name=name,
         rank=rank,
         global_ranks=global_ranks,
         inner=inner,
-        is_planning=job.planner is not None or settings.plan is not None or settings.reduction == "ordered",
+        is_planning=job.planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
         make=make_group,
     )
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
-        inner.nccl = make_nccl(store, rank, global_ranks, timeout, name, nccl_options, is_default=is_default)
+        inner.nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, nccl_options, is_default=is_default)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, inner.nccl.backend)
     if is_default:
         world.remember(job, group)
@@ -164,7 +137,7 @@ def _own_keys(store: Store, size: int) -> tuple[Store, int]:
 
 @dataclass(frozen=True)
 class _Connector:
-    """Makes the inner groups of one group: within the timeout, and not longer than all of its ranks live."""
+    """Makes the inner groups of one group, with all its ranks: within the timeout, and not longer than they live."""
 
     name: str
     rank: int
@@ -175,31 +148,51 @@ class _Connector:
 
     def gloo(self, tag: str) -> Any:
         """An inner Gloo group. Raises PeerError, CollectiveTimeoutError where a rank does not come."""
-
         size = len(self.global_ranks)
         require(of_gloo(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
         def make() -> Any:
             store = PrefixStore(f"{tag}/", self.store)
-            gloo: Any = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), self.timeout)
+            gloo: Any = dist.ProcessGroupGloo(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
             gloo._set_sequence_number_for_group()
             return gloo
 
-        with self.explaining(f"for {tag}"):
+        with self.connecting(f"for {tag}"):
             return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
 
-    @contextlib.contextmanager
-    def explaining(self, purpose: str) -> Iterator[None]:
-        """What breaks here is told to the other ranks, and raised with the name of the rank that failed first."""
-        began = time.monotonic()
-        try:
-            yield
-        except (CommlayerError, RuntimeError, TimeoutError) as error:
-            if isinstance(error, CommlayerError) and not isinstance(error, PeerError):
-                raise
-            me = self.global_ranks[self.rank]
-            wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
-            failure = Failure(error, time.monotonic() - began, self.timeout.total_seconds())
-            self.board.report(wait, failure)
-            raise self.board.explain(wait, failure) from error
+    def connecting(self, purpose: str) -> AbstractContextManager[None]:
+        """What breaks inside is told to the other ranks, and raised with the name of the rank that failed first."""
+        return self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds())
+
+    def agreed(self, gloo: Any, *, is_default: bool) -> world.World:
+        """What all ranks of the job have agreed on, or those of this group do now."""
+        job = None if is_default else world.current()
+        if job is None:
+            with self.connecting("what all ranks must agree on"):
+                watched, detector = Watched(gloo, self.board), self.board.detector
+                job = world.agree(watched, self.store, self.rank, self.global_ranks, self.timeout, detector)
+        return job
+
+    def planned(self, gloo: Any, job: world.World) -> PlannedGroup:
+        """The engine's group, which runs plans, and wakes whoever waits in ``gloo``."""
+        planned = PlannedGroup(
+            name=self.name,
+            rank=self.rank,
+            nodes=job.nodes_of(self.global_ranks),
+            global_ranks=self.global_ranks,
+            store=PrefixStore("planned/", self.store),
+            planner=job.planner if len(self.global_ranks) > 1 else None,
+            settings=job.settings,
+            timeout_s=self.timeout.total_seconds(),
+            board=self.board,
+        )
+        planned.own_calls = gloo
+        return planned
+
+    def signatures(self, planned: PlannedGroup) -> SignatureCheck | None:
+        """What compares calls, where that is asked for."""
+        if planned.settings.debug != "detail" and get_debug_level() != DebugLevel.DETAIL:
+            return None
+        control = self.gloo("control")
+        return SignatureCheck(control, self.store, self.rank, self.global_ranks, self.name, self.board, planned.explain)

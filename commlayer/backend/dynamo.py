@@ -6,37 +6,15 @@ It would try, because they are Python. Each code object is marked as skipped, wi
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 __all__ = ["skip_methods"]
 
-_MODULES = (
-    "commlayer.backend.arithmetic",
-    "commlayer.backend.barriers",
-    "commlayer.backend.batches",
-    "commlayer.backend.calls",
-    "commlayer.backend.encodings",
-    "commlayer.backend.ending",
-    "commlayer.backend.exchanges",
-    "commlayer.backend.failing",
-    "commlayer.backend.forms",
-    "commlayer.backend.group",
-    "commlayer.backend.inner",
-    "commlayer.backend.issued",
-    "commlayer.backend.members",
-    "commlayer.backend.messages",
-    "commlayer.backend.moves",
-    "commlayer.backend.options",
-    "commlayer.backend.order",
-    "commlayer.backend.reductions",
-    "commlayer.backend.signature",
-    "commlayer.backend.tensors",
-    "commlayer.backend.together",
-    "commlayer.engine.progress",
-)
 _is_done = False
 
 
@@ -56,7 +34,8 @@ def skip_methods() -> None:
 
 
 def _all_code() -> Iterator[types.CodeType]:
-    for name in _MODULES:
+    own = [f"commlayer.backend.{found.name}" for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    for name in (*own, "commlayer.engine.progress"):
         module = importlib.import_module(name)
         for value in vars(module).values():
             if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from commlayer.backend.calls import Calls
-from commlayer.backend.failing import timeout_of
 from commlayer.backend.members import Members, Tensors
+from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
+from commlayer.backend.running import Calls
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError

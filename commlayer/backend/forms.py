@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.calls import Calls
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
-from commlayer.backend.failing import Refused
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
+from commlayer.backend.running import Calls, Refused
 from commlayer.backend.tensors import real, reals
 
 __all__ = [
@@ -158,9 +157,27 @@ def in_place(row: Verb) -> Method:
     return verb
 
 
+def _issued_pair(row: Verb) -> Method:
+    """Makes what takes one tensor that goes and one that comes into the group's order, or to NCCL; ``splits`` of an exchange."""
+    name, collective, body = row.name, row.collective, row.body
+
+    def issue(
+        self: _Parts, output: torch.Tensor, input: torch.Tensor, opts: Any, splits: tuple[list[int], ...] = ()
+    ) -> Work:
+        order = self._order
+        input, output = real(input), real(output)
+        if not input.is_cpu:
+            return getattr(order.on_device(input), name)(output, input, *splits, opts)  # type: ignore[no-any-return]
+        if splits:
+            order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
+        return order.issue(opts, collective, [output], body, self._calls, output, input, *splits, opts)
+
+    return issue
+
+
 def pair(row: Verb) -> Method:
     """``input`` goes, ``output`` comes: one tensor each."""
-    name, options, collective, body = row.name, row.options, row.collective, row.body
+    options, collective, issue = row.options, row.collective, _issued_pair(row)
     direct = row.direct or _NEVER
     inner, dtypes, scatters, refuses = direct.inner, direct.dtypes, direct.scatters, direct.refuses
 
@@ -210,10 +227,7 @@ def pair(row: Verb) -> Method:
                     pass
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
-        input, output = real(input), real(output)
-        if not input.is_cpu:
-            return getattr(order.on_device(input), name)(output, input, opts)  # type: ignore[no-any-return]
-        return order.issue(opts, collective, [output], body, self._calls, output, input, opts)
+        return issue(self, output, input, opts)
 
     return verb
 
@@ -280,7 +294,7 @@ def exchange(row: Verb) -> Method:
 
     Also direct where no call of this kind is ever planned; then only while the caller waits, and the queue keeps the order.
     """
-    name, options, collective, body = row.name, row.options, row.collective, row.body
+    options, collective, issue = row.options, row.collective, _issued_pair(row)
     direct = row.direct or _NEVER
     inner, dtypes = direct.inner, direct.dtypes
 
@@ -332,11 +346,6 @@ def exchange(row: Verb) -> Method:
             return calls.wait(collective, num_bytes, started, work, opts, sent)
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
-        input, output = real(input), real(output)
-        splits = output_split_sizes, input_split_sizes
-        if not input.is_cpu:
-            return getattr(order.on_device(input), name)(output, input, *splits, opts)  # type: ignore[no-any-return]
-        order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
-        return order.issue(opts, collective, [output], body, calls, output, input, *splits, opts)
+        return issue(self, output, input, opts, (output_split_sizes, input_split_sizes))
 
     return verb

@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
-from commlayer.backend import barriers, world
+from commlayer.backend import world
 from commlayer.backend.batches import Batches
-from commlayer.backend.calls import Calls
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
 from commlayer.backend.forms import add_methods
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
-from commlayer.backend.messages import Messages
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
-from commlayer.backend.together import Together
+from commlayer.backend.point_to_point import Messages
+from commlayer.backend.running import Calls
 from commlayer.backend.verbs import VERBS
+from commlayer.backend.works import Together
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.statistics import GroupCounters
@@ -96,14 +96,13 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         nccl = self._inner.nccl
         if opts.device is not None and opts.device.type == "cuda" and nccl is not None:
             return nccl.backend.barrier(opts)
-        return self._order.issue(opts, "barrier", [], barriers.barrier, self._calls, opts)
+        return self._order.issue(opts, "barrier", [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else self._inner.timeout
-        arguments = self._calls, limit, wait_all_ranks
-        self._order.progress.run("monitored_barrier", barriers.monitored_barrier, arguments)
+        self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""

@@ -81,6 +81,11 @@ class Members:
                 f"{[len(each) for each in lists]} and {len(singles)} tensors"
             )
 
+    def require_as_many(self, verb: str, outputs: Tensors, inputs: Tensors) -> None:
+        """Raises TensorError unless there is an output for each input."""
+        if len(outputs) != len(inputs):
+            raise TensorError(f"{self.who}: {verb} of {len(inputs)} tensors into {len(outputs)}: expected as many")
+
     def require_same_size(self, verb: str, one: torch.Tensor, many: Tensors) -> None:
         """Raises TensorError unless ``many`` hold as many elements as ``one``, of its dtype."""
         if any(x.numel() != one.numel() or x.dtype != one.dtype for x in many):

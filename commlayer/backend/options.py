@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import ReduceOp
 
-__all__ = ["like", "make", "with_op"]
+__all__ = ["like", "make", "timeout_of", "with_op"]
 
 Options = TypeVar("Options")
 
@@ -47,6 +47,12 @@ def _put(given: Any, made: Any) -> None:
         made.rootRank = index(given)
     else:
         raise TypeError(f"expected {type(made).__name__}, got {type(given).__name__}")
+
+
+def timeout_of(opts: Any) -> float | None:
+    """The timeout that a call asks for, seconds; None: the group's."""
+    seconds: float = opts.timeout.total_seconds()
+    return seconds if seconds >= 0 else None
 
 
 def like(kind: type[Options], opts: Any) -> Options:

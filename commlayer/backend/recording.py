@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.tracing import Recorded
+from commlayer.failures.waits import Board, Watched
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.traces.recorder import CallRecord, Recorder, StepRecord, close_recorder, open_recorder, recorder
@@ -111,10 +112,18 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def begin(settings: Settings, gloo: Any, global_ranks: Sequence[int], rank: int, world_size: int) -> bool:
+def begin(
+    settings: Settings,
+    gloo: Any,
+    global_ranks: Sequence[int],
+    rank: int,
+    world_size: int,
+    board: Board | None = None,
+) -> bool:
     """Open the recorder that ``COMMLAYER_TRACE`` asks for, at a group of all ranks. Collective over it, whether or not this rank
     records already: the others may have been replaced since. It goes on where all record one job, and otherwise all begin anew.
 
+    ``board``: where failures of the ranks are known; then nobody waits for a dead one. Raises RuntimeError where a rank is gone.
     Returns whether this group has opened it: then its :func:`end` writes the file.
     """
     global _opener
@@ -129,7 +138,7 @@ def begin(settings: Settings, gloo: Any, global_ranks: Sequence[int], rank: int,
             )
         return False
     places = sorted(range(world_size), key=global_ranks.__getitem__)
-    gather = partial(_gather, gloo, places, None)
+    gather = partial(_gather, gloo if board is None else Watched(gloo, board), places, None)
     jobs = gather(_open_job(world_size))
     if jobs[0] and len(set(jobs)) == 1:
         return False

@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from commlayer.backend.arithmetic import AVG, NATIVE, PLAN_NAMES, carrier, reduce_rows
-from commlayer.backend.calls import Calls
+from commlayer.backend.arithmetic import AVG, GLOO_REDUCES, PLAN_NAMES, carrier, reduce_rows
 from commlayer.backend.members import Tensors
 from commlayer.backend.options import like, with_op
-from commlayer.backend.tensors import flat, join, land, require_room, spread
+from commlayer.backend.running import Calls
+from commlayer.backend.tensors import join, land, plain_row, require_room, spread
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
@@ -44,7 +44,7 @@ _STRIDED = torch.strided
 
 def is_native(tensor: torch.Tensor, opts: Any) -> bool:
     """Whether Gloo reduces ``tensor`` by itself."""
-    return tensor.dtype in NATIVE[opts.reduceOp.op]
+    return tensor.dtype in GLOO_REDUCES[opts.reduceOp.op]
 
 
 def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
@@ -53,31 +53,31 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if (
         len(tensors) > 1 or tensor.layout is not _STRIDED
     ):  # sparse, or a tensor for each of a rank's devices: Gloo's own
-        all_reduce_unusual(calls, tensors, op, opts)
+        _all_reduce_unusual(calls, tensors, op, opts)
         return
-    if tensor.dtype not in NATIVE[op] or not tensor.is_contiguous():
+    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous():
         with torch.inference_mode():
-            all_reduce_carried(calls, tensor, opts)
+            _all_reduce_carried(calls, tensor, opts)
         return
     num_bytes = tensor.nbytes
     plan = calls.look("all_reduce", tensor, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     if plan is None:
         calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
-        reduce_by_plan(calls, plan, "all_reduce", num_bytes, flat(tensor), flat(tensor), op, opts)
+        _reduce_by_plan(calls, plan, "all_reduce", num_bytes, plain_row(tensor), plain_row(tensor), op, opts)
 
 
-def all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:
+def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:
     num_bytes = sum(x._nnz() * x.element_size() if x.is_sparse else x.nbytes for x in tensors)
     if calls.needs_look:  # the number of non-zero elements differs between ranks
         calls.look("all_reduce", None, 0, op=op, timeout=opts.timeout, plannable=False)
     calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
 
 
-def all_reduce_carried(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
+def _all_reduce_carried(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
     how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
     require_room(tensor)
-    moved = how.load(flat(tensor))
+    moved = how.load(plain_row(tensor))
     all_reduce(calls, [moved.view(-1)], with_op(AllreduceOptions, opts, how.op))
     land(tensor, how.store(moved).view(-1))
 
@@ -108,10 +108,10 @@ def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if len(tensors) != 1:
         raise TensorError(f"{calls.members.who}: reduce takes one tensor, got {len(tensors)}")
     calls.members.require_root("reduce to", opts.rootRank)
-    if tensor.dtype not in NATIVE[op] or not tensor.is_contiguous():
+    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous():
         with torch.inference_mode():
             how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
-            moved = how.load(flat(tensor))
+            moved = how.load(plain_row(tensor))
             reduce(calls, [moved.view(-1)], with_op(ReduceOptions, opts, how.op))
             if opts.rootRank == calls.members.rank:
                 land(tensor, how.store(moved).view(-1))
@@ -130,9 +130,9 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
             f"{size} times the elements of the output, which has {output.numel()} of {output.dtype}"
         )
     op = opts.reduceOp.op
-    if input.dtype not in NATIVE[op] or not (input.is_contiguous() and output.is_contiguous()):
+    if input.dtype not in GLOO_REDUCES[op] or not (input.is_contiguous() and output.is_contiguous()):
         with torch.inference_mode():
-            reduce_scatter_carried(calls, output, input, opts)
+            _reduce_scatter_carried(calls, output, input, opts)
         return
     num_bytes = input.nbytes
     plan = calls.look("reduce_scatter", input, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
@@ -140,12 +140,12 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
     if plan is None:
         calls.flat("reduce_scatter", num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
     else:
-        reduce_by_plan(calls, plan, "reduce_scatter", num_bytes, input, output, op, opts)
+        _reduce_by_plan(calls, plan, "reduce_scatter", num_bytes, input, output, op, opts)
 
 
-def reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
+def _reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: Any) -> None:
     how = carrier(opts.reduceOp, input.dtype, calls.members.size)
-    moved = how.load(flat(input))
+    moved = how.load(plain_row(input))
     part = torch.empty_like(moved.view(calls.members.size, -1)[0]) if moved.numel() else moved
     reduce_scatter(calls, part.view(-1), moved.view(-1), with_op(ReduceScatterOptions, opts, how.op))
     shape = (-1, *moved.shape[1:])  # complex numbers are pairs
@@ -154,10 +154,7 @@ def reduce_scatter_carried(calls: Calls, output: torch.Tensor, input: torch.Tens
 
 def reduce_scatter_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
     """:meth:`reduce_scatter_single` of each pair, as one call."""
-    if len(outputs) != len(inputs):
-        raise TensorError(
-            f"{calls.members.who}: reduce_scatter of {len(inputs)} tensors into {len(outputs)}: expected as many"
-        )
+    calls.members.require_as_many("reduce_scatter", outputs, inputs)
     for output, part in zip(outputs, inputs, strict=True):
         reduce_scatter(calls, output, part, opts)
 
@@ -175,10 +172,10 @@ def reduce_scatter_list(calls: Calls, output: torch.Tensor, inputs: Tensors, opt
         if len(set(sizes)) == 1:
             reduce_scatter(calls, output, join(inputs), opts)
         else:
-            reduce_scatter_uneven(calls, output, inputs, sizes, opts)
+            _reduce_scatter_uneven(calls, output, inputs, sizes, opts)
 
 
-def reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, sizes: list[int], opts: Any) -> None:
+def _reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, sizes: list[int], opts: Any) -> None:
     """Every block straight to the rank that wants it, which reduces them in rank order."""
     op = opts.reduceOp.op
     num_bytes = sum(sizes) * output.element_size()
@@ -197,7 +194,7 @@ def reduce_scatter_uneven(calls: Calls, output: torch.Tensor, inputs: Tensors, s
     land(output, how.store(reduce_rows(arrived, how.op)).view(-1))
 
 
-def reduce_by_plan(
+def _reduce_by_plan(
     calls: Calls,
     plan: Plan,
     collective: str,

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from commlayer.engine.plain import as_row, plain
 from commlayer.profiles.errors import TensorError
 
-__all__ = ["MOVABLE", "flat", "is_plain", "join", "land", "landing", "real", "reals", "require_room", "spread"]
+__all__ = ["MOVABLE", "is_plain", "join", "land", "landing", "plain_row", "real", "reals", "require_room", "spread"]
 
 MOVABLE = frozenset(
     {
@@ -65,7 +65,7 @@ def is_plain(x: torch.Tensor) -> bool:
     return x.dtype in MOVABLE and x.layout is _STRIDED and x.is_contiguous()
 
 
-def flat(x: torch.Tensor) -> torch.Tensor:
+def plain_row(x: torch.Tensor) -> torch.Tensor:
     """:func:`plain` ``x`` as 1-D."""
     return as_row(plain(x))
 
@@ -95,7 +95,7 @@ def land(x: torch.Tensor, arrived: torch.Tensor) -> None:
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of all ``parts`` in a row, 1-D."""
-    return flat(parts[0]) if len(parts) == 1 else torch.cat([flat(part) for part in parts])
+    return plain_row(parts[0]) if len(parts) == 1 else torch.cat([plain_row(part) for part in parts])
 
 
 def spread(row: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """The collectives of the backend, as a table: a row for each form in which c10d has one.
 
-To add a verb: write its body (moves.py, reductions.py, exchanges.py) and a row here. :class:`commlayer.backend.forms.Verb` says
+To add a verb: write its body (gathers.py, reductions.py, exchanges.py) and a row here. :class:`commlayer.backend.forms.Verb` says
 what the columns mean; the form of a row makes the method of the group that torch calls. Barriers, which have no tensors, and
 messages, which have no place in the order of calls, are no rows.
 """
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from commlayer.backend import exchanges, moves, reductions
+from commlayer.backend import exchanges, gathers, reductions
 from commlayer.backend.arithmetic import FLOATS
 from commlayer.backend.forms import Direct, Verb, exchange, in_place, lists_in, lists_out, pair, pairs, rows_out
 from commlayer.backend.tensors import MOVABLE
@@ -39,26 +39,26 @@ _REDUCE_SCATTER = Direct(partial(partial, bounded_reduce_scatter), FLOATS, scatt
 _ALL_TO_ALL = Direct(attrgetter("alltoall_base"), MOVABLE)
 
 VERBS = (
-    Verb("all_gather_single _allgather_base", "all_gather", pair, AllgatherOptions, moves.all_gather, _ALL_GATHER),
+    Verb("all_gather_single _allgather_base", "all_gather", pair, AllgatherOptions, gathers.all_gather, _ALL_GATHER),
     Verb(
         "all_gather_single_coalesced allgather_into_tensor_coalesced",
         "all_gather",
         pairs,
         AllgatherOptions,
-        moves.all_gather_each,
+        gathers.all_gather_each,
     ),
-    Verb("allgather", "all_gather", lists_out, AllgatherOptions, moves.all_gather_list),
+    Verb("allgather", "all_gather", lists_out, AllgatherOptions, gathers.all_gather_list),
     Verb(
         "allgather_coalesced",
         "all_gather",
         rows_out,
         AllgatherOptions,
-        moves.all_gather_rows,
-        check=moves.check_lists_of_rows,
+        gathers.all_gather_rows,
+        check=gathers.check_lists_of_rows,
     ),
-    Verb("broadcast", "broadcast", in_place, BroadcastOptions, moves.broadcast, _BROADCAST),
-    Verb("gather", "gather", lists_out, GatherOptions, moves.gather, is_rooted=True),
-    Verb("scatter", "scatter", lists_in, ScatterOptions, moves.scatter, is_rooted=True),
+    Verb("broadcast", "broadcast", in_place, BroadcastOptions, gathers.broadcast, _BROADCAST),
+    Verb("gather", "gather", lists_out, GatherOptions, gathers.gather, is_rooted=True),
+    Verb("scatter", "scatter", lists_in, ScatterOptions, gathers.scatter, is_rooted=True),
     Verb("allreduce", "all_reduce", in_place, AllreduceOptions, reductions.all_reduce, _ALL_REDUCE, may_be_sparse=True),
     Verb(
         "allreduce_coalesced",

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
-from commlayer.agree.messages import Message, Peers, Reason, check_alike, gather_messages
-from commlayer.agree.topology import node_identity, versions
+from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike, gather_messages
+from commlayer.agree.topology import declared_topology, node_identity, versions
 from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.profiles.errors import CommlayerError, DisagreementError, TopologyError
+from commlayer.profiles.errors import CommlayerError, DisagreementError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Planner
 from commlayer.settings import Settings
@@ -32,7 +32,7 @@ _AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra", "wire",
 """Settings of which ranks must not hold different ones: their calls would not meet."""
 
 
-class _Card(Message, frozen=True):
+class _Card(ControlMessage, frozen=True):
     """What a rank says of itself when a group is made. ``must_agree``: names and values that all ranks must have alike."""
 
     identity: str
@@ -135,13 +135,7 @@ def _check(everyone: Sequence[_Card], global_ranks: Sequence[int]) -> None:
 
 
 def _topology(settings: Settings, identities: Sequence[str], global_ranks: Sequence[int]) -> Topology:
-    if settings.topology is None:
-        return Topology.from_identities(identities)
-    declared = Topology.parse(settings.topology)
-    world_size = dist.get_world_size() if dist.is_initialized() else len(global_ranks)
-    if declared.world_size != world_size:
-        raise TopologyError(
-            f"COMMLAYER_TOPOLOGY declares {declared.shape}, {declared.world_size} ranks, but the job has {world_size}: correct "
-            "it, or unset it to discover the topology"
-        )
-    return Topology.from_identities([f"node {declared.node_of(rank)}" for rank in global_ranks])
+    declared = declared_topology(settings, dist.get_world_size() if dist.is_initialized() else len(global_ranks))
+    if declared is not None:
+        identities = [f"node {declared.node_of(rank)}" for rank in global_ranks]
+    return Topology.from_identities(identities)

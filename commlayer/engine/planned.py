@@ -8,9 +8,9 @@ together: most groups of a trainer never need them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from commlayer.engine.plain import as_bytes
 from commlayer.engine.reductions import reducer
 from commlayer.engine.runner import Prepared, Runner, Sent, drive, require_tags
 from commlayer.engine.tracing import Recorded, recorded
-from commlayer.failures.board import Connecting, Failure, FailureBoard, Wait, own_client
+from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
@@ -41,7 +41,7 @@ from commlayer.traces.recorder import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.shared_memory.group import SharedMemoryGroup
+from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
 
@@ -52,9 +52,6 @@ _LATENCY_US = 100.0
 _BYTES_PER_US = 100.0
 """Without a profile an exchange is taken for so long, and as long as its bytes take at so slow a link: what is held for too long
 goes on all the same when the higher lane has ended."""
-
-
-_Result = TypeVar("_Result")
 
 
 class PlannedGroup:
@@ -280,32 +277,10 @@ class PlannedGroup:
     ) -> ClusterError:
         """The error to raise where the backend's own (flat) call failed: names this rank, group, collective and sequence,
         and the rank that failed first where it can be found. Tells the other ranks, and wakes them."""
-        me = self.global_ranks[self.rank]
-        others = tuple(rank for rank in self.global_ranks if rank != me)
-        wait = Wait(me, others, self.name, collective, "flat", collective, 0, sequence)
-        return self._explained(wait, Failure(error, waited_s, timeout_s))
-
-    def _explained(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
-        """Tell the others, wake them, and say who is to blame."""
-        self.board.report(wait, failure)
-        self.abort()
-        return self.board.explain(wait, failure)
-
-    def bounded(self, task: Callable[[], _Result], purpose: str, timeout_s: float) -> _Result:
-        """``task()``, which makes connections with the members and may wait in C++ for ever.
-
-        Raises PeerError, CollectiveTimeoutError where a member does not come.
-        """
-        began = time.monotonic()
-        try:
-            return bounded(task, self.board, timeout_s, purpose)
-        except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, ClusterError):  # of this rank alone
-                self.abort(f"left with {type(error).__name__}: {error}")
-                raise
-            me = self.global_ranks[self.rank]
-            wait = Connecting(me, tuple(rank for rank in self.global_ranks if rank != me), self.name, purpose)
-            raise self._explained(wait, Failure(error, time.monotonic() - began, timeout_s)) from error
+        board = self.board
+        others = board.others(self.global_ranks)
+        wait = FailedStep(board.rank, others, self.name, collective, "flat", collective, 0, sequence)
+        return board.blame(wait, Failure(error, waited_s, timeout_s), self.abort)
 
     def abort(self, why: str | None = None) -> None:
         """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
@@ -372,7 +347,7 @@ class PlannedGroup:
         if self._transport is None:
             group = self.connect("messages", self.timeout_s, is_sharing=True)
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
-            self._transport = GlooTransport(dict.fromkeys(Op, channel), self.board, self.global_ranks[self.rank])
+            self._transport = GlooTransport(dict.fromkeys(Op, channel), self.board)
         return self._transport
 
     def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
@@ -394,4 +369,5 @@ class PlannedGroup:
             group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
             return sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings) if is_sharing else group
 
-        return self.bounded(make, purpose, timeout_s)
+        with self.board.connecting(self.global_ranks, self.name, purpose, timeout_s, self.abort):
+            return bounded(make, self.board, timeout_s, purpose)

@@ -10,22 +10,24 @@ innocent rank.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import FailureDetector, Gone, Left, Record, Report, job_detector, told
-from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
+from commlayer.failures.waits import is_timeout
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-__all__ = ["Connecting", "Failure", "FailureBoard", "Wait", "own_client"]
+__all__ = ["FailedConnection", "FailedStep", "FailedWait", "Failure", "FailureBoard", "own_client"]
 
 _SETTLE_BROKEN_S = 2.0
 """Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
@@ -41,12 +43,18 @@ _LATE = "did not answer"
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """The wait in which a rank failed; all of it goes into the message."""
+class FailedWait:
+    """The wait in which a rank failed, and the ranks (global) of its group that it waited for."""
 
     rank: int
     peers: tuple[int, ...]
     group: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStep(FailedWait):
+    """A wait for a step of a call; all of it goes into the message."""
+
     collective: str
     plan: str
     step: str
@@ -61,12 +69,9 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Connecting:
-    """A rank that makes connections with others when it fails. ``purpose``: what they are for."""
+class FailedConnection(FailedWait):
+    """A wait for connections with others. ``purpose``: what they are for."""
 
-    rank: int
-    peers: tuple[int, ...]
-    group: str
     purpose: str
 
     def __str__(self) -> str:
@@ -86,7 +91,7 @@ class Failure:
 
     @property
     def is_timeout(self) -> bool:
-        return self.waited_s >= self.timeout_s or "timed out" in str(self.cause).lower()
+        return self.waited_s >= self.timeout_s or is_timeout(self.cause)
 
     @property
     def what(self) -> str:
@@ -175,7 +180,39 @@ class FailureBoard:
         """The error of a wait that is given up because the board is broken."""
         return RuntimeError("Connection closed: another rank of the group has failed")
 
-    def report(self, wait: Wait | Connecting, failure: Failure) -> None:
+    def others(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Those of ``ranks`` that are not this one."""
+        return tuple(rank for rank in ranks if rank != self.rank)
+
+    @contextlib.contextmanager
+    def connecting(
+        self,
+        ranks: Iterable[int],
+        group: str,
+        purpose: str,
+        timeout_s: float,
+        wake: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Inside, this rank connects with ``ranks``, for ``timeout_s`` at most. What breaks is told to the other ranks, ``wake``
+        is called, and what is raised names the rank that failed first; an error of this rank's own is raised as it is."""
+        began = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, (ClusterError, InternalError)) and not isinstance(error, PeerError):
+                self.leave(f"left with {type(error).__name__}: {error}")
+                wake()
+                raise
+            wait = FailedConnection(self.rank, self.others(ranks), group, purpose)
+            raise self.blame(wait, Failure(error, time.monotonic() - began, timeout_s), wake) from error
+
+    def blame(self, wait: FailedWait, failure: Failure, wake: Callable[[], None] = lambda: None) -> ClusterError:
+        """The error to raise for a broken wait, of which the others are told, and woken by ``wake``, before it is explained."""
+        self.report(wait, failure)
+        wake()
+        return self.explain(wait, failure)
+
+    def report(self, wait: FailedWait, failure: Failure) -> None:
         """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
         first = self._first
         is_woken = self.is_broken and not failure.is_timeout
@@ -192,7 +229,7 @@ class FailureBoard:
         self.detector.tell(Report(self.key, self.rank, (), told(why)))
         self._break()
 
-    def explain(self, wait: Wait | Connecting, failure: Failure) -> ClusterError:
+    def explain(self, wait: FailedWait, failure: Failure) -> ClusterError:
         """The error to raise for a broken wait. Never raises itself, and takes five seconds at most."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
         verdict = self._verdict(wait, failure, settle_s)
@@ -207,10 +244,10 @@ class FailureBoard:
     def culprit(self) -> str:
         """The rank that failed first and what became of it, for messages; empty where none is known."""
         failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
-        verdict = self._verdict(Wait(self.rank, (), "", "", "", "", 0, 0), failure, _SETTLE_BROKEN_S)
+        verdict = self._verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
         return f"{_named(verdict.ranks)} {verdict.what}" if verdict.ranks else ""
 
-    def _verdict(self, wait: Wait | Connecting, failure: Failure, settle_s: float) -> _Verdict:
+    def _verdict(self, wait: FailedWait, failure: Failure, settle_s: float) -> _Verdict:
         """Who is to blame, when it is certain, or as far as is known after ``settle_s`` seconds."""
         until = time.monotonic() + settle_s
         unheard_until = until - settle_s + min(settle_s, _SETTLE_UNHEARD_S)
@@ -222,7 +259,7 @@ class FailureBoard:
                     return verdict
                 self.detector.changed.wait(left_s)
 
-    def _follow(self, wait: Wait | Connecting, failure: Failure) -> tuple[_Verdict, bool]:
+    def _follow(self, wait: FailedWait, failure: Failure) -> tuple[_Verdict, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change it."""
         dead = self._dead()
         if dead is not None:

@@ -32,7 +32,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-__all__ = ["SLICE", "Board", "Watched", "bounded", "bounded_reduce_scatter", "end_wait", "keep", "wait", "within"]
+__all__ = [
+    "SLICE",
+    "Board",
+    "Watched",
+    "bounded",
+    "bounded_reduce_scatter",
+    "end_wait",
+    "is_timeout",
+    "keep",
+    "wait",
+    "within",
+]
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -65,6 +76,11 @@ class Board(Protocol):
 
     def woken(self) -> RuntimeError:
         """The error of a wait that was given up for it."""
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a wait that raised ``error``, Gloo's or ours, had lasted too long."""
+    return "timed out" in str(error).lower()
 
 
 def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:

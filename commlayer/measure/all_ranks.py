@@ -12,23 +12,23 @@ from torch._C._distributed_c10d import Store  # torch.distributed has it too, bu
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree import messages
-from commlayer.agree.messages import Message, Peers
+from commlayer.agree.messages import ControlMessage, Peers
 from commlayer.failures.detector import FailureDetector
 from commlayer.transport.connect import device_type
 
 __all__ = ["AllRanks", "ProfileText"]
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=ControlMessage)
 _PURPOSE = "to agree on a profile"
 
 
-class ProfileText(Message, frozen=True):
+class ProfileText(ControlMessage, frozen=True):
     """A profile on its way to another rank: the text of its file, which the ordinary loader checks where it arrives."""
 
     json: str
 
 
-class _Name(Message, frozen=True):
+class _Name(ControlMessage, frozen=True):
     text: str
 
 

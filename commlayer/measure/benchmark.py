@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 
-from commlayer.agree.messages import Message, Peers, from_first
+from commlayer.agree.messages import ControlMessage, Peers, from_first
 from commlayer.communicator import Communicator
 from commlayer.measure.baselines import deepspeed_drop_gather, monta_fixed_chunks, torch_flat
 from commlayer.measure.prober import Prober
@@ -44,7 +44,7 @@ _HIDDEN = 512  # of bf16: rows of 1 KiB
 _ELEMENT_BYTES = 2
 
 
-class _Environment(Message, frozen=True):
+class _Environment(ControlMessage, frozen=True):
     """The machine of a result, as rank 0 sees it."""
 
     values: dict[str, str]

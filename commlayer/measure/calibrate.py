@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.agree.messages import Message, Reason
+from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.agree.topology import Identity, node_identity, versions
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.profiler import SweepOptions, measure_cluster
@@ -60,7 +60,7 @@ _PROBE_VERSION = 3
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 
-class _Held(Message, frozen=True):
+class _Held(ControlMessage, frozen=True):
     """The answer of a rank that has looked under the profile's name: its fingerprint, or why there is none."""
 
     fingerprint: str = ""
@@ -70,7 +70,7 @@ class _Held(Message, frozen=True):
         return f"fingerprint {self.fingerprint}" if self.reason is None else str(self.reason)
 
 
-class _Cached(Message, frozen=True):
+class _Cached(ControlMessage, frozen=True):
     """The text of the profile that rank 0 has in its cache; None where it has none."""
 
     json: str | None

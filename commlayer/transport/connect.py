@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
@@ -13,17 +12,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.topology import Grid
-from commlayer.failures.board import Connecting, Failure, FailureBoard, own_client
+from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import bounded
-from commlayer.profiles.errors import ClusterError, GroupError
+from commlayer.profiles.errors import GroupError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.shared_memory.group import SharedMemoryGroup
+from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
 
@@ -45,25 +44,13 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
     for op, (name, ranks, is_inside) in wanted.items():
         if len(ranks) < 2:
             continue
-        began = time.monotonic()
-        try:
+        with board.connecting(ranks, name, "messages", timeout_s):
             channels[op] = make(name, ranks, board, store, timedelta(seconds=timeout_s), is_inside=is_inside)
-        except ClusterError as error:
-            board.leave(f"left with {type(error).__name__}: {error}")
-            raise
-        except (RuntimeError, TimeoutError) as error:
-            others = tuple(rank for rank in ranks if rank != board.rank)
-            wait, failure = (
-                Connecting(board.rank, others, name, "messages"),
-                Failure(error, time.monotonic() - began, timeout_s),
-            )
-            board.report(wait, failure)
-            raise board.explain(wait, failure) from error
     if device == "cuda":
         from commlayer.transport.cuda import NcclTransport
 
         return NcclTransport(channels, torch.device("cuda", torch.cuda.current_device()))
-    return GlooTransport(channels, board, board.rank)
+    return GlooTransport(channels, board)
 
 
 def _gloo_channel(

@@ -16,9 +16,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from commlayer.failures.board import Failure, FailureBoard, Wait
+from commlayer.failures.board import FailedStep, Failure, FailureBoard
 from commlayer.failures.waits import end_wait, keep
 from commlayer.failures.waits import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError
@@ -34,7 +33,7 @@ from commlayer.transport.contract import (
     Whole,
     break_connections,
 )
-from commlayer.transport.shared_memory.group import SharedMemoryGroup
+from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 from commlayer.transport.shared_memory.work import SENT, Receive, Waitable
 
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooTransport"]
@@ -49,10 +48,10 @@ _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer",
 class GlooTransport:
     """CPU tensors over Gloo. Not thread-safe: one issuing thread at a time (Gloo gives wrong results otherwise)."""
 
-    def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard, rank: int | None = None) -> None:
+    def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard) -> None:
         self.channels = channels
         self.board = board
-        self.rank = dist.get_rank() if rank is None else rank
+        self.rank = board.rank
         self.sequence = 0
         self.waited_for: set[Waitable] = set()
         """The messages that calls of ours wait for: where the board breaks, these waits are ended from another thread."""
@@ -86,7 +85,7 @@ class GlooTransport:
     def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
         """The error for a wait of step ``index`` that broke; reports it to the other ranks and wakes them first."""
         step = plan.steps[index]
-        wait = Wait(
+        wait = FailedStep(
             rank=self.rank,
             peers=peers,
             group=self.channels[step.op].name,
@@ -98,11 +97,9 @@ class GlooTransport:
         )
         if isinstance(failure.cause, SizeMismatch):
             return self._disagreement(wait, failure.cause)
-        self.board.report(wait, failure)
-        self.abort()
-        return self.board.explain(wait, failure)
+        return self.board.blame(wait, failure, self.abort)
 
-    def _disagreement(self, wait: Wait, mismatch: SizeMismatch) -> DisagreementError:
+    def _disagreement(self, wait: FailedStep, mismatch: SizeMismatch) -> DisagreementError:
         """Nobody is dead, and nobody must be blamed for it: the others are told what was found here."""
         expected, got = mismatch.expected_bytes, mismatch.got_bytes
         self.abort(f"expected {expected} bytes from rank {wait.peers[0]} and got {got}, so it left the group")
@@ -346,6 +343,6 @@ class _GlooOneCall:
             wait_for_collective(self._group.alltoall_base(target, source, [], []), self._transport.board)
         except RuntimeError as error:
             transport = self._transport
-            ranks = tuple(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers if rank != transport.rank)
+            ranks = transport.board.others(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers)
             failure = Failure(error, time.monotonic() - started, self._timeout_s)
             raise transport.explain(self._plan, 0, transport.sequence, ranks, failure) from error

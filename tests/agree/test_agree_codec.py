@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from commlayer import __version__
 from commlayer.agree import messages as agree_codec
 from commlayer.agree import signature, topology
-from commlayer.agree.messages import LIMIT_BYTES, Message, Peers, Reason, check_alike, decode, encode, gather_messages
+from commlayer.agree.messages import (
+    LIMIT_BYTES,
+    ControlMessage,
+    Peers,
+    Reason,
+    check_alike,
+    decode,
+    encode,
+    gather_messages,
+)
 from commlayer.agree.topology import Member
 from commlayer.backend import world
 from commlayer.measure import calibrate
@@ -32,7 +41,7 @@ small = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 ranks = st.lists(small, max_size=4).map(tuple)
 reasons = st.none() | st.builds(Reason, st.text(), st.text())
 values = st.dictionaries(st.text(), st.text(), max_size=3)
-MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
+MESSAGES: dict[type[ControlMessage], st.SearchStrategy[Any]] = {
     Member: st.builds(Member, small, st.text(), ranks, ranks, values, small, reasons),
     Reason: st.builds(Reason, st.text(), st.text()),
     ProfileText: st.builds(ProfileText, st.text()),
@@ -52,7 +61,7 @@ def test_what_is_told_is_what_is_read(data: st.DataObject) -> None:
     assert decode(encode(value), type_, "rank 0") == value
 
 
-def read(words: bytes, type_: type[Message]) -> None:
+def read(words: bytes, type_: type[ControlMessage]) -> None:
     """Either a message of the type, or the one error that says who and why."""
     try:
         assert type(decode(words, type_, "rank 7")) is type_
@@ -62,12 +71,12 @@ def read(words: bytes, type_: type[Message]) -> None:
 
 
 @given(st.binary(max_size=300), st.sampled_from(list(MESSAGES)))
-def test_any_bytes_are_read_or_refused(words: bytes, type_: type[Message]) -> None:
+def test_any_bytes_are_read_or_refused(words: bytes, type_: type[ControlMessage]) -> None:
     read(words, type_)
 
 
 @given(st.binary(max_size=300), st.sampled_from(list(MESSAGES)))
-def test_any_content_in_a_sound_envelope_is_read_or_refused(content: bytes, type_: type[Message]) -> None:
+def test_any_content_in_a_sound_envelope_is_read_or_refused(content: bytes, type_: type[ControlMessage]) -> None:
     head = msgspec.msgpack.encode([__version__, type_.__name__])
     read(b"\x93" + head[1:] + content, type_)
 
@@ -82,13 +91,13 @@ def test_a_damaged_message_is_read_or_refused(data: st.DataObject) -> None:
     read(bytes(words) + data.draw(st.binary(max_size=4)), type_)
 
 
-def refused(words: bytes, type_: type[Message] = Member) -> str:
+def refused(words: bytes, type_: type[ControlMessage] = Member) -> str:
     with pytest.raises(DisagreementError) as caught:
         decode(words, type_, "rank 3")
     return str(caught.value)
 
 
-def enveloped(type_: type[Message], content: Any, version: str = __version__) -> bytes:
+def enveloped(type_: type[ControlMessage], content: Any, version: str = __version__) -> bytes:
     return msgspec.msgpack.encode([version, type_.__name__, content])
 
 
@@ -312,7 +321,7 @@ def messages(type_: type[Any]) -> Iterator[type[Any]]:
 
 
 def test_every_message_is_frozen_and_strict() -> None:
-    found = list(messages(Message))
+    found = list(messages(ControlMessage))
     assert set(MESSAGES) <= set(found)
     for each in found:
         config = each.__struct_config__

@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -206,6 +207,18 @@ def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFa
             return until_an_error(lambda: group._planned.connect("agreement", HALF_AN_HOUR))
         if purpose == "messages":
             return until_an_error(lambda: dist.all_reduce(torch.ones(COUNT)))
+        return until_an_error(lambda: dist.new_group([0, 1, 2, 3]))
+
+    check_named(emulated_cluster(2, 2).run(job, check=False, grace_s=40.0), VICTIM)
+
+
+def test_a_death_while_a_trace_is_opened_is_named(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """Ranks compare their clocks then."""
+
+    def job() -> tuple[str, str]:
+        rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_TRACE=str(tmp_path))
+        if rank == VICTIM:
+            create.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, attr-defined]
         return until_an_error(lambda: dist.new_group([0, 1, 2, 3]))
 
     check_named(emulated_cluster(2, 2).run(job, check=False, grace_s=40.0), VICTIM)

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import drive
-from commlayer.failures.board import Failure, FailureBoard, Wait
+from commlayer.failures.board import FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.group_moves import Group, group_moves
@@ -67,7 +67,7 @@ def test_a_message_of_another_size_is_told_to_the_others() -> None:
     """Whoever waits for the rank that found it must hear of it, and not take that rank for dead."""
     detector, group = FailureDetector.alone(), cast("Any", OtherSizes())
     channel = Channel("world", group, ((10, 0), (11, 1)))
-    transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(detector, "failure", 10, (10, 11)), rank=10)
+    transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(detector, "failure", 10, (10, 11)))
     planned = rank_of([[0, 1]], 0, plan="flat_direct")
     plan = planned.plan("all_gather", 512)
     assert plan is not None
@@ -77,7 +77,7 @@ def test_a_message_of_another_size_is_told_to_the_others() -> None:
     drive(plan, call)
     with pytest.raises(DisagreementError, match=r"rank 11, got 512: .*COMMLAYER_DEBUG=detail"):
         call.finish()
-    wait = Wait(11, (10,), "world", "all_gather", plan.name, "all_gather", 0, 1)
+    wait = FailedStep(11, (10,), "world", "all_gather", plan.name, "all_gather", 0, 1)
     theirs = FailureBoard(detector, "failure", 11, (10, 11)).explain(
         wait, Failure(RuntimeError("Connection closed"), 0.1, 1.0)
     )

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
-from commlayer.failures.board import Connecting, Failure, FailureBoard, Wait
+from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import FailureDetector, Gone, Left, Report, _framed, _frames
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 from commlayer.testing.plugin import ClusterFactory
@@ -36,8 +36,8 @@ def board(detector: FailureDetector, rank: int = 0) -> FailureBoard:
     return FailureBoard(detector, KEY, rank, RANKS)
 
 
-def wait(rank: int = 0, *peers: int) -> Wait:
-    return Wait(rank, peers, "world", "all_reduce", "flat", "all_reduce", 0, 7)
+def wait(rank: int = 0, *peers: int) -> FailedStep:
+    return FailedStep(rank, peers, "world", "all_reduce", "flat", "all_reduce", 0, 7)
 
 
 # Blame, without processes
@@ -123,7 +123,7 @@ def test_a_group_is_broken_by_its_own_members_only() -> None:
 def test_a_rank_that_connects_says_so() -> None:
     detector = FailureDetector(None, 0, RANKS, 0.0)
     detector.tell(Gone(1, 2))
-    text = str(board(detector).explain(Connecting(0, (1, 2, 3), "world", "messages"), CLOSED))
+    text = str(board(detector).explain(FailedConnection(0, (1, 2, 3), "world", "messages"), CLOSED))
     assert "rank 1 died" in text
     assert "rank 0 could not connect to ranks 1, 2, 3 (group world, messages)" in text
 

@@ -31,8 +31,8 @@ from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.contract import break_connections
-from commlayer.transport.shared_memory import connect
-from commlayer.transport.shared_memory.group import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
+from commlayer.transport.shared_memory import meeting
+from commlayer.transport.shared_memory.node_group import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
 from commlayer.transport.shared_memory.segment import FirstFit, Segment
 
 pytestmark = pytest.mark.cluster
@@ -613,19 +613,19 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
     """A stranger that connects in between, silently or with a guess, is sent away and disturbs nobody."""
 
     def job() -> tuple[bool, ...]:
-        original = connect._connected
+        original, guess = meeting._connected, meeting._HELLO.pack(1, b"?" * 32)
 
         def with_strangers(meeting: Any, cards: Any, stack: Any) -> Any:
             if meeting.me == 1:
                 time.sleep(0.3)  # whom the strangers say they are
             if meeting.me == 2:
-                for word in (b"", b"x", connect._HELLO.pack(1, b"?" * 32)):
+                for word in (b"", b"x", guess):
                     stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                     stranger.connect(cards[0].name)
                     stranger.send(word)
             return original(meeting, cards, stack)
 
-        connect._connected = with_strangers
+        meeting._connected = with_strangers
         group = start([range(3)])
         exchange(group, 3, 1, SIZES)
         return group.shares
@@ -636,8 +636,8 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
 def test_a_rank_that_accepts_nobody_keeps_nobody_waiting(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[bool, ...]:
         if int(os.environ["RANK"]) == 0:
-            accept = connect._accept
-            connect._accept = lambda *arguments: not accept(*arguments)  # as if one had not come
+            accept = meeting._accept
+            meeting._accept = lambda *arguments: not accept(*arguments)  # as if one had not come
         return start([range(3)], HALF_AN_HOUR).shares
 
     assert emulated_cluster(nodes=1, ranks_per_node=3).run(job) == [(False,)] * 3

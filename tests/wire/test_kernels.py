@@ -25,6 +25,7 @@ import torch
 
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
 from commlayer.wire.codecs import reference
+from commlayer.wire.codecs.encoded_rows import EncodedRows
 
 FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -86,11 +87,11 @@ def check_encoding() -> None:
     for wire, dtype in cases():
         x, count = with_specials(draw(6, dtype, wire.row_elements)), num_rows(wire)
         message = torch.empty(wire.wire_bytes(6), dtype=torch.uint8)
-        RowKernels.encode(x, wire, message, None)
+        RowKernels.encode(x, EncodedRows(message, wire, x.dtype))
         assert torch.equal(message, reference.reference_encode(x, wire)), (wire, dtype)
         index = torch.arange(count) * 5 % 6
         message = torch.empty(wire.wire_bytes(count), dtype=torch.uint8)
-        RowKernels.encode(x, wire, message, index)
+        RowKernels.encode(x, EncodedRows(message, wire, x.dtype, index))
         assert torch.equal(message, reference.reference_encode(x[index], wire)), (wire, dtype, "by a map")
 
 
@@ -103,7 +104,7 @@ def check_rounding() -> None:
         row = torch.cat([every[every.abs() <= largest], torch.tensor([largest]).half()]).unsqueeze(0)
         wire = Wire(wire_format, row.shape[1])
         message = torch.empty(wire.wire_bytes(1), dtype=torch.uint8)
-        RowKernels.encode(row, wire, message, None)
+        RowKernels.encode(row, EncodedRows(message, wire, row.dtype))
         assert torch.equal(message, reference.reference_encode(row, wire)), wire
 
 
@@ -117,10 +118,10 @@ def check_decoding() -> None:
         )
         expected = reference.reference_decode(message, count, wire, dtype)
         out = torch.empty(count, wire.row_elements, dtype=dtype)
-        RowKernels.decode(message, wire, dtype, out, None)
+        RowKernels.decode(EncodedRows(message, wire, dtype), out)
         assert same(out, expected), (wire, dtype)
         out, places = torch.empty(count + 1, wire.row_elements, dtype=dtype), torch.arange(count, 0, -1)
-        RowKernels.decode(message, wire, dtype, out, places)
+        RowKernels.decode(EncodedRows(message, wire, dtype, places), out)
         assert same(out[places], expected), (wire, dtype, "by a map")
 
 
@@ -136,7 +137,7 @@ def check_every_code() -> None:
         wire = Wire(wire_format, len(codes))
         message = torch.cat([torch.tensor([scale]).view(torch.uint8), codes])
         out = torch.empty(1, len(codes))
-        RowKernels.decode(message, wire, torch.float32, out, None)
+        RowKernels.decode(EncodedRows(message, wire, torch.float32), out)
         expected = reference.reference_decode(message, 1, wire, torch.float32)
         if scale < 0 and wire_format is WireFormat.FP8_E5M2:  # 0x7D and 0x7E are not written, and mean nothing
             out, expected = (x[:, (codes & 0x7F <= 0x7C) | (codes & 0x7F == 0x7F)] for x in (out, expected))
@@ -153,10 +154,10 @@ def check_sums() -> None:
         for into_dtype in {torch.float32, dtype}:
             before = torch.randn(7, wire.row_elements, generator=torch.Generator().manual_seed(1)).to(into_dtype)
             into = before.clone()
-            RowKernels.add(message, wire, dtype, into, weights, index)
+            RowKernels.add(EncodedRows(message, wire, dtype, index), into, weights)
             assert same(into, reference.add(message, before, wire, dtype, weights, index)), (wire, dtype, into_dtype)
         into, plainly = torch.ones(6, wire.row_elements), torch.ones(6, wire.row_elements)
-        RowKernels.add(message, wire, dtype, into, None, None)
+        RowKernels.add(EncodedRows(message, wire, dtype), into, None)
         expected = reference.add(message, plainly, wire, dtype, torch.ones(6), torch.arange(6))
         assert same(into, expected), (wire, dtype, "row by row")
 
@@ -168,13 +169,13 @@ def check_bf16() -> None:
     x[2, :3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 3.4e38])  # two ties, and one that rounds to infinity
     index, rows = torch.tensor([5, 0, 0, 2, 1]), x.bfloat16()
     message = torch.empty(wire.wire_bytes(5), dtype=torch.uint8)
-    RowKernels.encode(x, wire, message, index)
+    RowKernels.encode(x, EncodedRows(message, wire, x.dtype, index))
     assert same(message.view(torch.bfloat16).view(5, WIDTH), rows[index])
     out = torch.empty(6, WIDTH)
-    RowKernels.decode(message, wire, torch.float32, out, torch.arange(5))
+    RowKernels.decode(EncodedRows(message, wire, torch.float32, torch.arange(5)), out)
     assert same(out[:5], rows[index].float())
     into, weights = torch.ones(6, WIDTH), torch.rand(5)
-    RowKernels.add(message, wire, torch.float32, into, weights, torch.tensor([2, 2, 0, 5, 2]))
+    RowKernels.add(EncodedRows(message, wire, torch.float32, torch.tensor([2, 2, 0, 5, 2])), into, weights)
     expected = torch.ones(WIDTH)
     for row in (0, 1, 4):
         expected = expected + weights[row] * rows[index[row]].float()

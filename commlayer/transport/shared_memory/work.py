@@ -1,22 +1,21 @@
-"""Messages under way between the ranks of one node: peers, their messages, and what a caller waits for (see group.py)."""
+"""Messages under way between the ranks of one node: peers, their messages, and what a caller waits for (see node_group.py)."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from commlayer.failures.waits import is_timeout
 from commlayer.transport.shared_memory.line import Line
 from commlayer.transport.shared_memory.segment import Block
 
-if TYPE_CHECKING:
-    from commlayer.transport.shared_memory.group import SharedMemoryGroup
-
-__all__ = ["AHEAD_BYTES", "SENT", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Waitable"]
+__all__ = ["AHEAD_BYTES", "SENT", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Server", "Waitable"]
 
 AHEAD_BYTES = 16 << 20
 """Bytes that a rank may have sent without any receiver having read it before its sends wait."""
@@ -50,12 +49,34 @@ class Peer:
     """Bytes that we have read of its slab without having told it."""
 
 
+class Server(Protocol):
+    """The group whose messages these are, as far as they use it: whoever waits for one serves all neighbours."""
+
+    timeout_s: float
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that this rank has sent through its slab and some receiver has not read yet."""
+
+    def wait_all(self, works: Sequence[Receive], timeout_s: float) -> None:
+        """Return when all ``works`` are completed. Raises as Waitable.wait does."""
+
+    def wait_for(self, work: Send, timeout: timedelta | None) -> None:
+        """Return when ``work`` is completed. Raises as Waitable.wait does."""
+
+    def serve(self) -> None:
+        """Take in what has arrived already, and answer it."""
+
+    def failed(self, timeout_s: float) -> None:
+        """A wait that was to last ``timeout_s`` has failed; 0: after all that time."""
+
+
 class Receive:
     """A message to come. ``error``: why it ended without one that fits."""
 
     __slots__ = ("_group", "error", "is_done", "peer", "tag", "tensor")
 
-    def __init__(self, group: SharedMemoryGroup, peer: Peer, tensor: torch.Tensor, tag: int) -> None:
+    def __init__(self, group: Server, peer: Peer, tensor: torch.Tensor, tag: int) -> None:
         self._group, self.peer, self.tensor, self.tag = group, peer, tensor, tag
         self.is_done = False
         self.error: RuntimeError | None = None
@@ -73,7 +94,7 @@ class Send:
 
     __slots__ = ("_block", "_group", "_mark", "peer")
 
-    def __init__(self, group: SharedMemoryGroup, peer: Peer, block: Block | None) -> None:
+    def __init__(self, group: Server, peer: Peer, block: Block | None) -> None:
         self._group, self.peer, self._block, self._mark = group, peer, block, peer.line.queued
 
     def is_completed(self) -> bool:
@@ -107,7 +128,7 @@ class OtherWork:
 
     __slots__ = ("_group", "inner")
 
-    def __init__(self, group: SharedMemoryGroup, work: dist.Work) -> None:
+    def __init__(self, group: Server, work: dist.Work) -> None:
         self._group, self.inner = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -115,6 +136,6 @@ class OtherWork:
         try:
             return self.inner.wait(timeout) if timeout else self.inner.wait()
         except RuntimeError as error:
-            has_passed = timeout is None or "timed out" in str(error).lower()
+            has_passed = timeout is None or is_timeout(error)
             self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())
             raise

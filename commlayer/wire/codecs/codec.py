@@ -8,7 +8,7 @@ import torch
 
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.wire import Wire
-from commlayer.wire.codecs.checks import (
+from commlayer.wire.codecs.arguments import (
     check_codec,
     check_index,
     check_message,
@@ -16,6 +16,7 @@ from commlayer.wire.codecs.checks import (
     check_weights,
     non_finite_error,
 )
+from commlayer.wire.codecs.encoded_rows import EncodedRows, RowPath
 from commlayer.wire.codecs.host import HostRows
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS
 
@@ -63,15 +64,16 @@ class Codec:
         check_rows(rows, self.wire, self.dtype, contiguous=False)
         if not self._accept(out, rows, index):
             return
+        encoded = EncodedRows(out, self.wire, self.dtype, index)
         rows, passes = rows.contiguous(), self.non_finite == "pass" or not self._is_scaled
         if not rows.is_cuda:
-            HostRows.encode(rows, self.wire, out, index, passes=passes)
+            HostRows.encode(rows, encoded, passes=passes)
             return
         if not passes:
             sent = rows if index is None else rows[index]
             if not bool(sent.isfinite().all()):
                 raise non_finite_error(sent, self.wire)
-        _kernels().encode(rows, self.wire, out, index)
+        _kernels().encode(rows, encoded)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, index: torch.Tensor | None = None) -> None:
         """Write the rows of a message to ``out`` [r, W] (``dtype``, contiguous); with ``index`` row i goes to out[index[i]].
@@ -82,7 +84,7 @@ class Codec:
         out = out.detach()
         check_rows(out, self.wire, self.dtype, contiguous=True)
         if self._accept(encoded, out, index):
-            _path(out).decode(encoded, self.wire, self.dtype, out, index)
+            _path(out).decode(EncodedRows(encoded, self.wire, self.dtype, index), out)
 
     def add(
         self,
@@ -108,7 +110,7 @@ class Codec:
                 raise TensorError(f"weights are of rows [n, W], got shape {list(into.shape)}")
             check_weights(weights, into.shape[0] if index is None else index.shape[0])
         if self._accept(encoded, into, index):
-            _path(into).add(encoded, self.wire, self.dtype, into, weights, index)
+            _path(into).add(EncodedRows(encoded, self.wire, self.dtype, index), into, weights)
 
     def error(self, rows: torch.Tensor) -> tuple[float, float]:
         """Return (sum of squares of what encoding and decoding changes, sum of squares of ``rows``), in FP64, of finite
@@ -153,5 +155,5 @@ def _kernels() -> type[RowKernels]:
     return row_kernels()
 
 
-def _path(rows: torch.Tensor) -> type[RowKernels] | type[HostRows]:
+def _path(rows: torch.Tensor) -> type[RowPath]:
     return _kernels() if rows.is_cuda else HostRows

@@ -6,12 +6,13 @@ Arguments are checked there. Each call uses one core: the caller's thread, or th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from commlayer.scheduler.wire import Wire, WireFormat
-from commlayer.wire.codecs.checks import non_finite_error
+from commlayer.scheduler.wire import WireFormat
+from commlayer.wire.codecs.arguments import non_finite_error
+from commlayer.wire.codecs.encoded_rows import EncodedRows
 from commlayer.wire.codecs.fp8 import grid_shape
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS, pieces, scratch
 from commlayer.wire.codecs.tiles import decode_tiles, find_scales, tile_rows, write_payload
@@ -24,35 +25,29 @@ copy is fresh memory at each call, which takes four times as long as the sum."""
 
 
 class HostRows:
-    """The counterpart of :class:`commlayer.wire.kernels.rows.RowKernels`, with the same arguments."""
+    """The rows of tensors in host memory (see :class:`commlayer.wire.codecs.encoded_rows.RowPath`)."""
 
     @staticmethod
-    def encode(
-        rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None, *, passes: bool
-    ) -> None:
-        """Write the encoded ``rows``, or rows[index], to ``message`` (uint8); NaN and infinity too where FP8 ``passes``
-        them.
-        """
+    def encode(rows: torch.Tensor, encoded: EncodedRows, *, passes: bool) -> None:
+        """Write the message of ``rows`` [r, W], or of those at the places; NaN and infinity too where FP8 ``passes`` them."""
+        message, wire, _, index = encoded
         if wire.format is WireFormat.BF16:
             _encode_bf16(rows, message.view(torch.bfloat16), index)
             return
         scales, has_marks = find_scales(rows, wire, index)
         if has_marks and not passes:
             raise non_finite_error(rows if index is None else rows[index], wire)
-        wire_scales, payload = _parts(message, wire, scales)
-        wire_scales.copy_(scales)
-        write_payload(rows, wire, scales, payload, index, has_marks)
+        wire_scales, payload = encoded.parts(encoded.num_rows(rows))
+        wire_scales.view(scales.shape).copy_(scales)
+        write_payload(rows, wire, scales, payload.view(-1, wire.row_elements), index, has_marks)
 
     @staticmethod
-    def decode(
-        message: torch.Tensor, wire: Wire, dtype: torch.dtype, out: torch.Tensor, index: torch.Tensor | None
-    ) -> None:
-        """Write the rows of ``message`` to ``out`` (or its rows ``index``), whose elements were of ``dtype``."""
+    def decode(encoded: EncodedRows, out: torch.Tensor) -> None:
+        message, wire, dtype, index = encoded
         if wire.format is WireFormat.BF16 and index is None:
             out.copy_(message.view(torch.bfloat16).view(out.shape))
             return
-        count = out.shape[0] if index is None else index.shape[0]
-        height, tiles = _tiles(message, wire, dtype, count)
+        height, tiles = _tiles(encoded, encoded.num_rows(out))
         if index is None:
             for target, wide in zip(pieces(out, height), tiles, strict=True):
                 target.copy_(wide)
@@ -61,25 +56,18 @@ class HostRows:
                 out.index_copy_(0, places, _narrow(wide, dtype))
 
     @staticmethod
-    def add(
-        message: torch.Tensor,
-        wire: Wire,
-        dtype: torch.dtype,
-        into: torch.Tensor,
-        weights: torch.Tensor | None,
-        index: torch.Tensor | None,
-    ) -> None:
-        """Add the rows of ``message``, weighted, to the rows of ``into`` that ``index`` names; in the message's order."""
-        if wire.format is WireFormat.BF16 and weights is None and index is None:
-            _add_bf16(message.view(torch.bfloat16), into.view(-1))
+    def add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
+        index = encoded.places
+        if encoded.wire.format is WireFormat.BF16 and weights is None and index is None:
+            _add_bf16(encoded.message.view(torch.bfloat16), into.view(-1))
         elif index is None:
-            _add(message, wire, dtype, into, weights)
+            _add(encoded, into, weights)
         elif into.dtype is torch.float32:
-            _add_to(message, wire, dtype, into, weights, index)
+            _add_to(encoded, into, weights, index)
         else:  # rounded once, at the end
             touched, places = index.unique(return_inverse=True)
             total = into[touched].float()
-            _add_to(message, wire, dtype, total, weights, places)
+            _add_to(encoded, total, weights, places)
             into[touched] = total.to(into.dtype)
 
 
@@ -92,57 +80,46 @@ def _add_bf16(halves: torch.Tensor, into: torch.Tensor) -> None:
         torch.add(target, part, out=target)
 
 
-def _add(
-    message: torch.Tensor, wire: Wire, dtype: torch.dtype, into: torch.Tensor, weights: torch.Tensor | None
-) -> None:
+def _add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
     """Row i to row i."""
-    height, tiles = _tiles(message, wire, dtype, into.shape[0])
-    of_weights = None if weights is None else pieces(weights.unsqueeze(1), height)
-    for turn, (target, wide) in enumerate(zip(pieces(into, height), tiles, strict=True)):
-        if of_weights is not None:
-            wide.mul_(of_weights[turn])
+    height, tiles = _weighted(encoded, into.shape[0], weights)
+    for target, wide in zip(pieces(into, height), tiles, strict=True):
         if target.dtype is torch.float32:
             target.add_(wide)
         else:
             target.copy_(wide.add_(target))
 
 
-def _add_to(
-    message: torch.Tensor,
-    wire: Wire,
-    dtype: torch.dtype,
-    into: torch.Tensor,
-    weights: torch.Tensor | None,
-    index: torch.Tensor,
-) -> None:
-    """Row i to row index[i] of ``into``, which is FP32."""
-    height, tiles = _tiles(message, wire, dtype, index.shape[0])
-    of_weights = None if weights is None else pieces(weights.unsqueeze(1), height)
-    for turn, (places, wide) in enumerate(zip(pieces(index, height), tiles, strict=True)):
-        if of_weights is not None:
-            wide.mul_(of_weights[turn])
-        into.index_add_(0, places, wide)
+def _add_to(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None, places: torch.Tensor) -> None:
+    """Row i to row places[i] of ``into``, which is FP32."""
+    height, tiles = _weighted(encoded, places.shape[0], weights)
+    for part, wide in zip(pieces(places, height), tiles, strict=True):
+        into.index_add_(0, part, wide)
+
+
+def _weighted(encoded: EncodedRows, rows: int, weights: torch.Tensor | None) -> tuple[int, Iterable[torch.Tensor]]:
+    """The :func:`_tiles` of a message, each row times its weight."""
+    height, tiles = _tiles(encoded, rows)
+    if weights is None:
+        return height, tiles
+    factors = pieces(weights.unsqueeze(1), height)
+    return height, (wide.mul_(factor) for wide, factor in zip(tiles, factors, strict=True))
 
 
 def _narrow(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return wide if dtype is torch.float32 else scratch("gathered", tuple(wide.shape), dtype).copy_(wide)
 
 
-def _tiles(message: torch.Tensor, wire: Wire, dtype: torch.dtype, rows: int) -> tuple[int, Iterator[torch.Tensor]]:
+def _tiles(encoded: EncodedRows, rows: int) -> tuple[int, Iterator[torch.Tensor]]:
     """How many rows at a time, and those rows in FP32, in memory that the next ones take over."""
+    message, wire, dtype, _ = encoded
     if wire.format.is_scaled:
-        scales = message[: 4 * wire.num_scales(rows)].view(torch.float32).view(grid_shape(wire, rows))
-        _, codes = _parts(message, wire, scales)
-        return tile_rows(wire, rows), decode_tiles(codes, scales, wire, dtype)
+        scales, codes = encoded.parts(rows)
+        codes = codes.view(-1, wire.row_elements)
+        return tile_rows(wire, rows), decode_tiles(codes, scales.view(grid_shape(wire, rows)), wire, dtype)
     halves = message.view(torch.bfloat16).view(rows, -1)
     height = max(1, TILE_ELEMENTS // max(1, halves.shape[1]))
     return height, (scratch("wide", tuple(part.shape), torch.float32).copy_(part) for part in pieces(halves, height))
-
-
-def _parts(message: torch.Tensor, wire: Wire, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a message: its scales in the shape of ``scales``, and its payload [r, W] (uint8)."""
-    end = 4 * scales.numel()
-    return message[:end].view(torch.float32).view(scales.shape), message[end:].view(-1, wire.row_elements)
 
 
 def _encode_bf16(rows: torch.Tensor, target: torch.Tensor, index: torch.Tensor | None) -> None:

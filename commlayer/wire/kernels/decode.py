@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commlayer.wire.kernels.fp8 import narrow, to_value
+from commlayer.wire.kernels.elements import narrow, to_value
 
 __all__ = ["add_rows", "decode_rows"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from commlayer.wire.kernels.fp8 import magnitude, make_scale, round_bf16, to_code
+from commlayer.wire.kernels.elements import magnitude, make_scale, round_bf16, to_code
 
 __all__ = ["encode_bf16", "encode_tiles", "encode_tokens"]
 

@@ -6,6 +6,7 @@ import torch
 import triton
 
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
+from commlayer.wire.codecs.encoded_rows import EncodedRows
 from commlayer.wire.codecs.fp8 import finite_limit
 from commlayer.wire.kernels.decode import add_rows, decode_rows
 from commlayer.wire.kernels.encode import encode_bf16, encode_tiles, encode_tokens
@@ -21,14 +22,13 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 class RowKernels:
-    """The kernels behind :class:`commlayer.wire.codecs.Codec`, for tensors on a GPU; arguments are checked there.
-    Nothing waits on the host.
-    """
+    """The rows of tensors on a GPU (see :class:`commlayer.wire.codecs.encoded_rows.RowPath`). Nothing waits on the host."""
 
     @staticmethod
-    def encode(rows: torch.Tensor, wire: Wire, message: torch.Tensor, index: torch.Tensor | None) -> None:
-        """Write the encoded ``rows`` [r, W], or rows[index], to ``message`` (uint8); NaN and infinity are passed on."""
-        count, width = len(rows if index is None else index), rows.shape[1]
+    def encode(rows: torch.Tensor, encoded: EncodedRows) -> None:
+        """Write the message of ``rows`` [r, W], or of those at the places; NaN and infinity are passed on."""
+        message, wire, _, index = encoded
+        count, width = encoded.num_rows(rows), rows.shape[1]
         if wire.format is WireFormat.BF16:
             if index is None:
                 message.view(torch.bfloat16).view(rows.shape).copy_(rows)
@@ -36,7 +36,7 @@ class RowKernels:
                 grid = (count, triton.cdiv(width, _TILE))
                 encode_bf16[grid](rows, index, message.view(torch.int16), width, tile=_TILE)
             return
-        scales, payload = _parts(message, wire, count)
+        scales, payload = encoded.parts(count)
         options = {"has_index": index is not None, "kind": _KINDS[wire.format], "power_of_two": wire.power_of_two}
         index = rows if index is None else index  # a pointer is needed, and not followed
         if wire.scaling is Scaling.TOKEN:
@@ -50,40 +50,28 @@ class RowKernels:
         )
 
     @staticmethod
-    def decode(
-        message: torch.Tensor, wire: Wire, dtype: torch.dtype, out: torch.Tensor, index: torch.Tensor | None
-    ) -> None:
-        """Write the rows of ``message`` to ``out`` [r, W] (or its rows ``index``), whose elements were of ``dtype``."""
-        count, width = len(out if index is None else index), out.shape[1]
-        scales, payload = _parts(message, wire, count)
+    def decode(encoded: EncodedRows, out: torch.Tensor) -> None:
+        index, width = encoded.places, out.shape[1]
+        count = encoded.num_rows(out)
+        scales, payload = _parts(encoded, count)
         decode_rows[(count, triton.cdiv(width, _TILE))](
             payload,
             scales,
             payload if index is None else index,
             out,
             width,
-            finite_limit(dtype),
+            finite_limit(encoded.dtype),
             has_index=index is not None,
-            **_decoding(wire),
+            **_decoding(encoded.wire),
         )
 
     @staticmethod
-    def add(
-        message: torch.Tensor,
-        wire: Wire,
-        dtype: torch.dtype,
-        into: torch.Tensor,
-        weights: torch.Tensor | None,
-        index: torch.Tensor | None,
-    ) -> None:
-        """Add the rows of ``message``, weighted, to the rows of ``into`` [n, W] that ``index`` names; in the message's
-        order.
-        """
-        width, order, starts = into.shape[1], None, None
+    def add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
+        index, width, order, starts = encoded.places, into.shape[1], None, None
         if index is not None:
             by_target, order = index.sort(stable=True)
             starts = torch.searchsorted(by_target, torch.arange(len(into) + 1, device=into.device))
-        scales, payload = _parts(message, wire, len(into if index is None else index))
+        scales, payload = _parts(encoded, encoded.num_rows(into))
         add_rows[(len(into), triton.cdiv(width, _TILE))](
             payload,
             scales,
@@ -92,19 +80,18 @@ class RowKernels:
             payload if weights is None else weights,
             into,
             width,
-            finite_limit(dtype),
+            finite_limit(encoded.dtype),
             has_index=index is not None,
             has_weights=weights is not None,
-            **_decoding(wire),
+            **_decoding(encoded.wire),
         )
 
 
-def _parts(message: torch.Tensor, wire: Wire, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(encoded: EncodedRows, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and payload of a message; BF16 has no scales, and its payload is given as int16."""
-    if wire.format is WireFormat.BF16:
-        return message, message.view(torch.int16)
-    end = 4 * wire.num_scales(rows)
-    return message[:end].view(torch.float32), message[end:]
+    if encoded.wire.format is WireFormat.BF16:
+        return encoded.message, encoded.message.view(torch.int16)
+    return encoded.parts(count)
 
 
 def _decoding(wire: Wire) -> dict[str, object]:

@@ -1,35 +1,44 @@
 """Running a call of a group: compare its signature, find its plan, move its bytes, wait, count.
 
-The bodies of the verbs (moves.py, reductions.py, exchanges.py) say what a call is; they are given a :class:`Calls` to run it.
+The bodies of the verbs (gathers.py, reductions.py, exchanges.py) say what a call is; they are given a :class:`Calls` to run it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from time import perf_counter_ns as now
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
-from commlayer.backend.failing import fail, timeout_of
+from commlayer.backend.comparison import described
 from commlayer.backend.inner import InnerGroups
-from commlayer.backend.issued import IssuedWork
 from commlayer.backend.members import Members
+from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.recording import fill_flat, fill_plan
-from commlayer.backend.signature import described
+from commlayer.backend.works import IssuedWork
 from commlayer.engine.progress import DONE
-from commlayer.failures.waits import SLICE, wait
+from commlayer.failures.waits import SLICE, bounded, wait
+from commlayer.profiles.errors import ClusterError
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "Refused"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
 _EVEN, _UNKNOWN = Row.EVEN, (Row.UNKNOWN, 0)
+_REFUSAL = "Cannot use ReduceOp"
+"""How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
+
+
+class Refused(Exception):
+    """The inner backend has not this operation. The verb then goes the long way, which has, or says why not."""
 
 
 class Calls:
@@ -125,7 +134,21 @@ class Calls:
         try:
             wait(work, self.inner.planned.board)
         except RuntimeError as error:
-            fail(self.members, self.inner, error, collective, sequence, started, timeout_of(opts))
+            self._fail(error, collective, sequence, started, opts)
+
+    def _fail(self, error: RuntimeError, collective: str, sequence: int, started: int, opts: Any) -> NoReturn:
+        """A wait for a collective broke: tell the other ranks, and raise what it means.
+
+        Raises Refused, PeerError, CollectiveTimeoutError, ClusterError.
+        """
+        if _REFUSAL in str(error):
+            raise Refused(str(error)) from error
+        waited_s, timeout_s = (now() - started) / 1e9, timeout_of(opts)
+        limit_s = self.inner.timeout.total_seconds() if timeout_s is None else timeout_s
+        explained = self.inner.planned.explain(error, collective, sequence, waited_s, limit_s)
+        # What the inner backend said stays in the text: programs look for "Timed out" or "Connection closed".
+        kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
+        raise kind(f"{self.members.who}, {collective} #{sequence}: {explained}. Gloo's own message: {error}") from error
 
     def under_way(
         self, collective: str, num_bytes: int, work: Work, opts: Any, outputs: Any, sent: tuple[int, int] = _UNKNOWN
@@ -137,7 +160,7 @@ class Calls:
 
         def end(error: RuntimeError | None) -> None:
             if error is not None:
-                fail(self.members, self.inner, error, collective, sequence, started, timeout_of(opts))
+                self._fail(error, collective, sequence, started, opts)
             self.counters.flat[collective].time_ns += now() - started
             if order.latest is issued:  # it holds the call's tensors
                 order.latest = None
@@ -148,6 +171,30 @@ class Calls:
         if order.coalescing is not None:
             order.coalescing.append(issued)
         return issued
+
+    # Barriers, which have no tensors
+
+    def barrier(self, opts: Any) -> None:
+        """Return when all ranks have come."""
+        if self.needs_look:
+            self.look("barrier", None, 0, timeout=opts.timeout, plannable=False)
+        self.flat("barrier", 0, self.inner.gloo.barrier, opts)
+
+    def monitored_barrier(self, limit: timedelta, wait_all_ranks: bool) -> None:
+        """A barrier that names the ranks that do not come within ``limit``."""
+        # Gloo's own text names ranks of the group; it is what programs look for, so it is left as it is.
+        task = partial(self.inner.gloo.monitored_barrier, limit, wait_all_ranks)
+        if self.members.size == 1:
+            task()
+            return
+        began, limit_s, planned = time.monotonic(), limit.total_seconds(), self.inner.planned
+        try:
+            bounded(task, planned.board, 2 * limit_s + 5.0, "monitored_barrier")  # it names ranks itself at its limit
+        except RuntimeError as error:
+            if not planned.board.is_broken:
+                raise
+            waited_s = time.monotonic() - began
+            raise planned.explain(error, "monitored_barrier", self.order.sequence, waited_s, limit_s) from error
 
     # Plans
 

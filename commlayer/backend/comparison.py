@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
 from commlayer.failures.board import FailureBoard, own_client
-from commlayer.failures.waits import wait, within
+from commlayer.failures.waits import is_timeout, wait, within
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.scheduler.plan import Plan
 
@@ -106,7 +106,7 @@ class SignatureCheck:
 
     def _blame(self, error: RuntimeError, sequence: int, call: str, timeout_s: float) -> NoReturn:
         me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
-        if "timed out" not in str(error).lower():
+        if not is_timeout(error):
             explained = self._explain(error, f"comparison of {call}", sequence, 0.0, timeout_s)
             raise PeerError(f"{explained}. Before {me}. Gloo's own message: {error}") from error
         late: list[str] = []

@@ -14,18 +14,18 @@ from typing import NoReturn
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.backend.failing import message_error
 from commlayer.backend.order import Order
-from commlayer.backend.tensors import flat, land, landing, reals
+from commlayer.backend.tensors import land, landing, plain_row, reals
+from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
 
-__all__ = ["Message", "Messages"]
+__all__ = ["MessageWork", "Messages"]
 
 _NO_TIMEOUT = timedelta(0)
 
 
-class Message(Work):
+class MessageWork(Work):
     """A send or recv under way. Gloo's own says nothing before it was waited for: so does this."""
 
     def __init__(self, messages: Messages, work: Work, what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Messages:
         if not tensor.is_cpu:
             return self._order.on_device(tensor).send(tensors, member, tag)
         self._members.require_other("destination", member)
-        moved, what = flat(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
+        moved, what = plain_row(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
         return self._start("send", what, moved, moved, member, tag)
 
     def recv(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
@@ -119,7 +119,7 @@ class Messages:
         except RuntimeError as error:  # a connection that is known to be broken is found here
             raise self.error(error, what) from error
         self._counters.flat[verb].add(tensor.nbytes, 0)
-        message = Message(self, work, what, tensor, moved)
+        message = MessageWork(self, work, what, tensor, moved)
         if self._order.coalescing is None:
             return message
         self._order.coalescing.append(message)
@@ -142,7 +142,14 @@ class Messages:
 
     def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""
-        return message_error(self._members, self._inner, error, what)
+        who, text = self._members.who, str(error)
+        if is_timeout(error) or "timeout" in text.lower():
+            return CollectiveTimeoutError(
+                f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
+                f"message: {text}"
+            )
+        culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
+        return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")
 
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         found = reals(tensors)

@@ -43,8 +43,8 @@ from commlayer.failures.descriptors import explained
 from commlayer.failures.forks import disown_in_child
 from commlayer.profiles.errors import TensorError
 from commlayer.transport.contract import SizeMismatch, break_connections
-from commlayer.transport.shared_memory.connect import Neighbourhood, meet
 from commlayer.transport.shared_memory.line import Kind, Line
+from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
 from commlayer.transport.shared_memory.segment import Slab
 from commlayer.transport.shared_memory.work import (
     AHEAD_BYTES,

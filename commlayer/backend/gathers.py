@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from commlayer.backend.calls import Calls
 from commlayer.backend.members import Members, Tensors
-from commlayer.backend.tensors import MOVABLE, flat, is_plain, land, landing, require_room, spread
+from commlayer.backend.running import Calls
+from commlayer.backend.tensors import MOVABLE, is_plain, land, landing, plain_row, require_room, spread
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
+from commlayer.scheduler.plan import Plan
 
 __all__ = [
     "all_gather",
@@ -50,21 +51,25 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
         calls.flat("all_gather", num_bytes, calls.inner.gloo._allgather_base, output, input, opts)
         return
     with torch.inference_mode():
-        source, target = flat(input), landing(output)
-        if plan is not None:
-            calls.run_plan(plan, "all_gather", num_bytes, source, target, opts)
-        else:
-            into, part = _carried(target), _carried(source)
-            calls.flat("all_gather", num_bytes, calls.inner.gloo._allgather_base, into, part, opts)
+        target = landing(output)
+        _gather_row(calls, plan, num_bytes, plain_row(input), target, opts)
         land(output, target)
+
+
+def _gather_row(
+    calls: Calls, plan: Plan | None, num_bytes: int, source: torch.Tensor, target: torch.Tensor, opts: Any
+) -> None:
+    """All_gather of flat tensors of any dtype, by ``plan`` where there is one."""
+    if plan is not None:
+        calls.run_plan(plan, "all_gather", num_bytes, source, target, opts)
+    else:
+        call = calls.inner.gloo._allgather_base
+        calls.flat("all_gather", num_bytes, call, _carried(target), _carried(source), opts)
 
 
 def all_gather_each(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
     """:meth:`all_gather_single` of each pair, as one call."""
-    if len(outputs) != len(inputs):
-        raise TensorError(
-            f"{calls.members.who}: all_gather of {len(inputs)} tensors into {len(outputs)}: expected as many"
-        )
+    calls.members.require_as_many("all_gather", outputs, inputs)
     for output, part in zip(outputs, inputs, strict=True):
         all_gather(calls, output, part, opts)
 
@@ -79,25 +84,19 @@ def all_gather_list(calls: Calls, outputs: Tensors, input: torch.Tensor, opts: A
         )
     num_bytes = sum(sizes) * input.element_size()
     if len(set(sizes)) > 1:
-        all_gather_uneven(calls, outputs, input, sizes, num_bytes, opts)
+        _all_gather_uneven(calls, outputs, input, sizes, num_bytes, opts)
         return
     plan = calls.look("all_gather", input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
-    is_fitting = plan is None and is_plain(input) and all(o.shape == input.shape and is_plain(o) for o in outputs)
-    if is_fitting:
+    if plan is None and is_plain(input) and all(o.shape == input.shape and is_plain(o) for o in outputs):
         calls.flat("all_gather", num_bytes, calls.inner.gloo.allgather, [outputs], [input], opts)
         return
     with torch.inference_mode():
-        source = flat(input)
         gathered = torch.empty(sum(sizes), dtype=input.dtype)
-        if plan is not None:
-            calls.run_plan(plan, "all_gather", num_bytes, source, gathered, opts)
-        else:
-            into, part = _carried(gathered), _carried(source)
-            calls.flat("all_gather", num_bytes, calls.inner.gloo._allgather_base, into, part, opts)
+        _gather_row(calls, plan, num_bytes, plain_row(input), gathered, opts)
         spread(gathered, outputs)
 
 
-def all_gather_uneven(
+def _all_gather_uneven(
     calls: Calls, outputs: Tensors, input: torch.Tensor, sizes: list[int], num_bytes: int, opts: Any
 ) -> None:
     """Padded to the largest: one call. All ranks know all sizes, from their outputs."""
@@ -123,10 +122,10 @@ def all_gather_rows(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, o
 def broadcast(calls: Calls, tensors: Tensors, opts: Any) -> None:
     """The tensors of rank ``opts.rootRank`` become those of all."""
     for tensor in tensors:
-        broadcast_one(calls, tensor, opts)
+        _broadcast_one(calls, tensor, opts)
 
 
-def broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
+def _broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
     plan, num_bytes = None, tensor.nbytes
     calls.members.require_root("broadcast from", opts.rootRank)
     if calls.needs_look:
@@ -136,7 +135,7 @@ def broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
         return
     require_room(tensor)
     with torch.inference_mode():
-        moved = flat(tensor)
+        moved = plain_row(tensor)
         if plan is not None:
             calls.run_plan(plan, "broadcast", num_bytes, moved, moved, opts, root=opts.rootRank)
         else:
@@ -146,42 +145,42 @@ def broadcast_one(calls: Calls, tensor: torch.Tensor, opts: Any) -> None:
 
 def gather(calls: Calls, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> None:
     """The inputs of all ranks, on rank ``opts.rootRank``; elsewhere ``outputs`` is empty."""
-    if len(inputs) != 1:
-        raise TensorError(f"{calls.members.who}: gather takes one input, got {len(inputs)}")
-    calls.members.require_root("gather to", opts.rootRank)
-    source, is_root = inputs[0], opts.rootRank == calls.members.rank
-    if is_root:
-        calls.members.require_one_list("gather", outputs, inputs)
-        calls.members.require_same_size("gather", source, outputs[0])
-    if calls.needs_look:
-        calls.look("gather", source, source.nbytes, root=opts.rootRank, timeout=opts.timeout, plannable=False)
-    num_bytes = source.nbytes * calls.members.size
+    source, wanted = _rooted(calls, "gather", "input", "to", inputs, outputs, opts)
     with torch.inference_mode():
-        sink = [landing(x) for x in outputs[0]] if is_root else []
-        into = [[_carried(x) for x in sink]] if is_root else []
-        calls.flat("gather", num_bytes, calls.inner.gloo.gather, into, [_carried(flat(source))], opts)
-        for output, arrived in zip(outputs[0] if is_root else (), sink, strict=True):
+        sink = [landing(x) for x in wanted]
+        into = [[_carried(x) for x in sink]] if sink else []
+        num_bytes = source.nbytes * calls.members.size
+        calls.flat("gather", num_bytes, calls.inner.gloo.gather, into, [_carried(plain_row(source))], opts)
+        for output, arrived in zip(wanted, sink, strict=True):
             land(output, arrived)
 
 
 def scatter(calls: Calls, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> None:
     """Input k of rank ``opts.rootRank`` goes to rank k; elsewhere ``inputs`` is empty."""
-    if len(outputs) != 1:
-        raise TensorError(f"{calls.members.who}: scatter takes one output, got {len(outputs)}")
-    calls.members.require_root("scatter from", opts.rootRank)
-    output, is_root = outputs[0], opts.rootRank == calls.members.rank
-    if is_root:
-        calls.members.require_one_list("scatter", inputs, outputs)
-        calls.members.require_same_size("scatter", output, inputs[0])
-    if calls.needs_look:
-        calls.look("scatter", output, output.nbytes, root=opts.rootRank, timeout=opts.timeout, plannable=False)
+    output, given = _rooted(calls, "scatter", "output", "from", outputs, inputs, opts)
     with torch.inference_mode():
         sink = landing(output)
-        parts = [[_carried(flat(x)) for x in inputs[0]]] if is_root else []
-        calls.flat(
-            "scatter", output.nbytes * calls.members.size, calls.inner.gloo.scatter, [_carried(sink)], parts, opts
-        )
+        parts = [[_carried(plain_row(x)) for x in given]] if given else []
+        num_bytes = output.nbytes * calls.members.size
+        calls.flat("scatter", num_bytes, calls.inner.gloo.scatter, [_carried(sink)], parts, opts)
         land(output, sink)
+
+
+def _rooted(
+    calls: Calls, verb: str, side: str, way: str, singles: Tensors, lists: Sequence[Tensors], opts: Any
+) -> tuple[torch.Tensor, Tensors]:
+    """Check and compare a call with a root: this rank's own tensor, and those of all ranks, which the root alone has."""
+    members, root = calls.members, opts.rootRank
+    if len(singles) != 1:
+        raise TensorError(f"{members.who}: {verb} takes one {side}, got {len(singles)}")
+    members.require_root(f"{verb} {way}", root)
+    own, is_root = singles[0], root == members.rank
+    if is_root:
+        members.require_one_list(verb, lists, singles)
+        members.require_same_size(verb, own, lists[0])
+    if calls.needs_look:
+        calls.look(verb, own, own.nbytes, root=root, timeout=opts.timeout, plannable=False)
+    return own, lists[0] if is_root else []
 
 
 def check_lists_of_rows(members: Members, outputs: Sequence[Tensors], inputs: Tensors) -> None:

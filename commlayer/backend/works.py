@@ -1,8 +1,8 @@
-"""An asynchronous call that the inner backend has under way already: a flat one, made while nothing else was.
+"""Handles of flat calls: one that the inner backend has under way already, and those of a coalesced block, waited for as one.
 
-No thread of ours waits for it, as none does on Gloo itself, until somebody wants a future. Then the progress thread does,
-and what the program issues from then on is queued behind the future's callbacks. Where that is, the program's text says,
-so it is the same place on every rank.
+A call is under way at once where nothing else of its group was when it was made. No thread of ours waits for it, as none does
+on Gloo itself, until somebody wants a future. Then the progress thread does, and what the program issues from then on is queued
+behind the future's callbacks. Where that is, the program's text says, so it is the same place on every rank.
 
 There is one such call in a group at most: Gloo, which has two threads, would start a second before the first has ended,
 and two calls on one tensor would race. (One thread would keep them apart, but makes every call 10 to 20 % slower.)
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +25,7 @@ from commlayer.failures.forks import inherited
 from commlayer.failures.waits import wait
 from commlayer.profiles.errors import GroupError, UsageError
 
-__all__ = ["IssuedWork"]
+__all__ = ["IssuedWork", "Together"]
 
 _NO_TIMEOUT = timedelta(0)
 End = Callable[[RuntimeError | None], None]
@@ -129,3 +129,34 @@ class IssuedWork(Work):
                 else:
                     self._queued = self._queue.submit(self._label, self._outputs, self._wait_queued, ())
         return self._queued.get_future()
+
+
+class Together(Work):
+    """All works of one coalesced block."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Any:
+        return next((found for work in self._works if (found := work.exception()) is not None), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])

@@ -1,0 +1,45 @@
+"""A message of encoded rows: what its bytes are, and which rows of a tensor they hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from commlayer.scheduler.wire import Wire
+
+__all__ = ["EncodedRows", "RowPath"]
+
+
+class EncodedRows(NamedTuple):
+    """Rows as they travel: the scales (FP32), then the payload, row after row.
+
+    ``message``: uint8; ``dtype``: of the rows when they are not encoded, which sets the largest finite value. Row i of the
+    message comes from, or goes to, row ``places`` [i] of a tensor, or row i where there are no places.
+    """
+
+    message: torch.Tensor
+    wire: Wire
+    dtype: torch.dtype
+    places: torch.Tensor | None = None
+
+    def num_rows(self, rows: torch.Tensor) -> int:
+        """How many rows the message holds, of a tensor ``rows`` [r, W]."""
+        return rows.shape[0] if self.places is None else self.places.shape[0]
+
+    def parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the scales (FP32) and the payload (uint8) of ``count`` rows, both 1-D."""
+        end = 4 * self.wire.num_scales(count)
+        return self.message[:end].view(torch.float32), self.message[end:]
+
+
+class RowPath(Protocol):
+    """The path of a :class:`commlayer.wire.codecs.Codec` on one kind of device; it has checked the arguments."""
+
+    @staticmethod
+    def decode(encoded: EncodedRows, out: torch.Tensor) -> None:
+        """Write the rows of a message to ``out`` [r, W], or to those of its rows at the places."""
+
+    @staticmethod
+    def add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """Add the rows of a message, weighted, to the rows of ``into`` [n, W] at the places; in the message's order."""
