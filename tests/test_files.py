@@ -21,7 +21,8 @@ from commlayer.profiles.files import read_file, replacing, write_file
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.readers import clusters, models
 from commlayer.testing.synthetic import synthetic_profile
-from commlayer.traces.files import rank_name, read_folder, write_trace
+from commlayer.traces.files import read_folder, write_trace
+from commlayer.traces.records import rank_name
 
 _LONG = "x" * 5000
 

@@ -22,16 +22,13 @@ def named(*circles: str) -> Circles:
 
 # These lists only shrink: who resolves a circle takes it out here, and nobody adds one. The aim is none.
 
-AT_RUN_TIME = named(
-    "traces.events traces.files traces.recorder",
-)
+AT_RUN_TIME = named()
 """Circles of imports that run; the closing one is inside a function, or importing would fail."""
 
 FOR_TYPES = named(
     "integrations.moe.agreement integrations.moe.handle",
     "integrations.moe.dispatcher integrations.moe.stage",
     "profiles.compare profiles.profile",
-    "traces.events traces.files traces.recorder",
     "transport.shared_memory.group transport.shared_memory.work",
 )
 """Circles where imports under ``TYPE_CHECKING`` count too."""
