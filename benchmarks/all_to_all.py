@@ -18,7 +18,7 @@ from statistics import median
 import msgspec
 
 from commlayer.cli.bench import bench_job
-from commlayer.cli.launch import Place, place_of, run_job
+from commlayer.cli.place import Place, place_of, run_job
 from commlayer.measure.bench import BenchOptions
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.profile import Profile

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlayer.agree.topology import discover_topology
+from commlayer.agree.discovery import discover_topology
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.group_prober import OWN_CALLS, GroupCurve, GroupProber
 from commlayer.measure.prober import Prober

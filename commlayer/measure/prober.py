@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
-from commlayer.agree.topology import Grid
+from commlayer.agree.discovery import Grid
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
 from commlayer.failures.board import FailureBoard

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.topology import discover_topology
+from commlayer.agree.discovery import discover_topology
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.group_prober import GroupCurve, GroupProber, group_curves
 from commlayer.measure.prober import Prober

@@ -102,7 +102,7 @@ class Recorder:
                 return
             self.is_closed = True
         from commlayer.traces.events import rank_events
-        from commlayer.traces.files import RankTrace, installed_versions, write_trace
+        from commlayer.traces.rank_files import RankTrace, installed_versions, write_trace
 
         trace = RankTrace(
             job=self.job,
