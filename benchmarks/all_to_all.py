@@ -7,18 +7,16 @@ all_to_all, DeepSpeed's drop/gather and MoNTA's released fixed chunks, alternate
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 
 import msgspec
+from common import add_output, dated_stem, machine, today, versions
 
 from commlayer.cli.bench import bench_job
-from commlayer.cli.launch import Place, place_of, run_job
+from commlayer.cli.place import Place, place_of, run_job
 from commlayer.measure.benchmark import BenchOptions
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.profile import Profile
@@ -26,7 +24,6 @@ from commlayer.scheduler.plan import Gather
 from commlayer.units import format_bytes, format_us
 
 SIZES = tuple(2**k for k in range(16, 26))
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,11 @@ def main() -> None:
         "--cluster", action="append", choices=[c.key for c in CLUSTERS], help="only these (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds a size, at least (default 5)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder to write to (default benchmarks/results)")
+    add_output(parser)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
     wanted = [c for c in CLUSTERS if not options.cluster or c.key in options.cluster]
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    stem = options.output / f"{date}-all-to-all"
+    date = today()
+    stem = dated_stem(options.output, "all-to-all")
     found: list[tuple[Cluster, Profile, BenchResult]] = []
     for cluster in wanted:
         profile, result = measured(cluster, options.rounds)
@@ -98,9 +94,6 @@ def draw(result: BenchResult, path: Path) -> None:
 
 def document(date: str, found: Sequence[tuple[Cluster, Profile, BenchResult]]) -> str:
     """The write-up: set-up, targets, then a table for each cluster."""
-    import torch
-
-    environment = found[0][2].environment
     rounds = [min(row.rounds for row in point.rows) for _, _, result in found for point in result.points]
     least, most = min(rounds), max(rounds)
     ratio_most = max(row.ratio_rounds for _, _, result in found for point in result.points for row in point.rows)
@@ -110,8 +103,8 @@ def document(date: str, found: Sequence[tuple[Cluster, Profile, BenchResult]]) -
         "Made by `make bench`. Emulated clusters on one machine: real processes and bytes, wires slowed to 400 Mbit/s a node and",
         "direction. All ranks share the machine's cores, so quote the ratios, not the times.",
         "",
-        f"- machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
-        f"- versions: commlayer {environment['commlayer']}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
+        f"- machine: {machine()}",
+        f"- versions: {versions()}",
         "- tokens: bf16, replicated over the ranks of a node (TP = ranks per node, EP = nodes); sizes are bytes a rank",
         "- each way is first compared with torch.distributed's result, byte for byte; then all run alternately, in a new order",
         f"  each round; {least} to {most} rounds, more for small sizes; the ratio of the chosen plan rests on up to",

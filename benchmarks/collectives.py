@@ -8,32 +8,31 @@ and JSON. Gloo's own all_gather and reduce_scatter are slow: only what remains a
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import add_output, dated_stem, machine, measure_links, today, versions, write_results
+from moe_tables import ratios
 
 import commlayer
 import commlayer.backend
 import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions
 from commlayer.units import format_bytes, format_us
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = (1 << 10, 64 << 10, 1 << 20, 32 << 20)
 SMALL = 64 << 10
+_SHORT_SWEEP = SweepOptions(max_bytes=1 << 20, factor=4.0, group_max_bytes=1 << 20)
+"""Up to 1 MiB, where latency rules."""
 _BUDGET_S = 20.0
 _MAX_ROUNDS = 41
 _BATCH = 20  # calls a sample of a small size
@@ -81,18 +80,15 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cluster", action="append", choices=[c.key for c in CLUSTERS], help="only these")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder to write to (default benchmarks/results)")
+    add_output(parser)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    stem = dated_stem(options.output, "collectives")
     found = []
     for cluster in CLUSTERS:
         if not options.cluster or cluster.key in options.cluster:
             found.append((cluster, *measured(cluster)))
-            stem = options.output / f"{date}-collectives"
             content = {c.key: {"sweep_s": sweep_s, "rows": [asdict(row) for row in rows]} for c, sweep_s, rows in found}
-            stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-            stem.with_suffix(".md").write_text(document(date, found), encoding="utf-8")
+            write_results(stem, content, document(today(), found))
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 
@@ -106,26 +102,14 @@ def measured(cluster: Cluster) -> tuple[float, list[Row]]:
     ):
         path = f"{folder}/profile.json"
         print(f"{cluster.key}: measuring the links", flush=True)
-        sweep_s = emulated.run(sweep, path, cluster.delay_us > 0, timeout_s=600)[0]
+        sweep = _SHORT_SWEEP if cluster.delay_us else SweepOptions()
+        sweep_s = emulated.run(measure_links, path, "make bench-collectives", sweep, timeout_s=600)[0]
         print(f"{cluster.key}: running", flush=True)
         rows = emulated.run(compare, cluster, {"COMMLAYER_PROFILE": path}, "commlayer", timeout_s=1800)[0]
         if cluster.delay_us:
             forced = {"COMMLAYER_PLAN": "hierarchical"}
             rows += [r for r in emulated.run(compare, cluster, forced, "two-level, forced")[0] if r.way != "torch"]
     return sweep_s, rows
-
-
-def sweep(path: str, is_short: bool) -> float:
-    """Make the cluster's profile; how long that took, seconds. ``is_short``: only up to 1 MiB, where latency rules."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    begin = time.perf_counter()
-    options = SweepOptions(max_bytes=1 << 20, factor=4.0, group_max_bytes=1 << 20) if is_short else SweepOptions()
-    profile = measure_cluster(options, name="bench", kind="emulated", source="make bench-collectives")
-    took_s = time.perf_counter() - begin
-    if dist.get_rank() == 0:
-        profile.save(path)
-    return took_s
 
 
 def compare(cluster: Cluster, environment: Mapping[str, str], name: str) -> list[Row]:
@@ -259,9 +243,9 @@ class Comparison:
         return max(calls, key=lambda c: c["calls"])["plan"] if calls else "?"
 
     def row(self, way: str, times: Mapping[str, Sequence[float]], plan: str, wrong: int) -> Row:
-        ratios = [mine / theirs for mine, theirs in zip(times[way], times["torch"], strict=True)]
-        low, middle, high = quantiles(ratios, n=4, method="inclusive")
-        return Row(self.collective, self.size, way, plan, median(times[way]), middle, low, high, len(ratios), wrong)
+        ratio, rounds = ratios(times[way], times["torch"]), len(times[way])
+        p50_us = median(times[way])
+        return Row(self.collective, self.size, way, plan, p50_us, ratio.middle, ratio.low, ratio.high, rounds, wrong)
 
 
 def wire_limit_us(cluster: Cluster, collective: str, size: int) -> float:
@@ -284,8 +268,8 @@ def document(date: str, found: Sequence[tuple[Cluster, float, list[Row]]]) -> st
         "Made by `make bench-collectives`. Emulated clusters on one machine: real processes and bytes, wires slowed to",
         "400 Mbit/s a node and direction. All ranks share the machine's cores, so quote the ratios, not the times.",
         "",
-        f"- machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
-        f"- versions: commlayer {commlayer.__version__}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
+        f"- machine: {machine()}",
+        f"- versions: {versions()}",
         "- FP32; sizes are nccl-tests' S (all_gather: the gathered total); the all_to_all has uneven splits; every way runs",
         "  alternately with the others, in a new order each round, after its result was compared with torch's",
         "- torch: the same call on a Gloo group. direct: the best flat form on Gloo's own messages (all_gather by isend/irecv,",

@@ -18,10 +18,10 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from common import add_output, dated_stem, measure_links, today, write_results
 from compressed_document import document
 from compressed_parts import (
     CHOICE_SIZES,
@@ -31,7 +31,6 @@ from compressed_parts import (
     errors_of,
     gradients,
     peaks_of,
-    sweep,
     trained,
 )
 from compressed_pictures import choice_figure, error_figure, training_figure
@@ -39,7 +38,6 @@ from compressed_pictures import choice_figure, error_figure, training_figure
 from commlayer.drawing import save_figure
 from commlayer.emulation import EmulatedCluster
 
-RESULTS = Path(__file__).parent / "results"
 PARTS = ("error", "gradients", "dispatch", "choice", "memory", "training")
 INTER = "400mbit"
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -54,18 +52,15 @@ TRAINING = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", action="append", choices=PARTS, help="only these; others stay as the JSON has them")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder to write to (default benchmarks/results)")
+    add_output(parser)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    stem = options.output / f"{date}-compressed"
+    stem = dated_stem(options.output, "compressed")
     path = stem.with_suffix(".json")
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in options.part or PARTS:
         print(f"{part} …", flush=True)
         found[part] = _MEASURES[part]()
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(document(date, found), encoding="utf-8")
+        write_results(stem, found, document(today(), found))
     _draw(stem, found)
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
@@ -92,7 +87,7 @@ def on_profile(key: str, measure: Callable[..., list[Timed]], *given: Any) -> li
         EmulatedCluster(nodes, ranks, inter=inter, mode="netns") as cluster,
     ):
         profile = f"{folder}/profile.json"
-        cluster.run(sweep, profile, timeout_s=600)
+        cluster.run(measure_links, profile, "make bench-compressed", timeout_s=600)
         return [asdict(row) for row in cluster.run(measure, profile, *given, timeout_s=900)[0]]
 
 

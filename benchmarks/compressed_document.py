@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
+from common import machine, versions
 
-import commlayer
 from commlayer.units import format_bytes, format_us
 
 __all__ = ["document"]
@@ -24,8 +21,8 @@ def document(date: str, found: Mapping[str, Any]) -> str:
         "Made by `make bench-compressed`. Emulated clusters on one machine: real processes and bytes, wires slowed to 400",
         "Mbit/s a node and direction. All ranks share the machine's cores, so quote the ratios, not the times.",
         "",
-        f"- machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
-        f"- versions: commlayer {commlayer.__version__}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
+        f"- machine: {machine()}",
+        f"- versions: {versions()}",
         "- every way runs alternately with the others, in a new order each round; ratio: the median over rounds of its time over",
         "  the first way's of the same round, with quartiles; wrong: elements that differ from the first way's, small integers,",
         "  which are exact in every format here",

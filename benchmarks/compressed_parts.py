@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from moe_tables import ratios
 
 import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  # before the fork: ranks then start in milliseconds
@@ -24,10 +25,9 @@ from commlayer.integrations.examples.train import TrainOptions, train
 from commlayer.integrations.language_model import ModelConfig
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.scheduler.wire import Wire, WireFormat, WirePolicy
 
-__all__ = ["CHOICE_SIZES", "Timed", "choices", "dispatches", "errors_of", "gradients", "peaks_of", "sweep", "trained"]
+__all__ = ["CHOICE_SIZES", "Timed", "choices", "dispatches", "errors_of", "gradients", "peaks_of", "trained"]
 
 NATIVE, BF16, FP8 = WireFormat.NATIVE, WireFormat.BF16, WireFormat.FP8_E4M3
 CHOICE_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
@@ -55,15 +55,6 @@ class Timed:
     ratio_high: float
     rounds: int
     num_wrong: int
-
-
-def sweep(path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    options = SweepOptions()
-    profile = measure_cluster(options, name="bench", kind="emulated", source="make bench-compressed")
-    if dist.get_rank() == 0:
-        profile.save(path)
 
 
 def start(profile: str) -> dist.ProcessGroup:
@@ -113,9 +104,9 @@ def alternately(collective: str, size: int, ways: Ways, gloo: dist.ProcessGroup)
 def _row(
     collective: str, size: int, name: str, plan: str, times: Mapping[str, Sequence[float]], base: str, wrong: int
 ) -> Timed:
-    ratios = [mine / theirs for mine, theirs in zip(times[name], times[base], strict=True)]
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    return Timed(collective, size, name, plan, median(times[name]), middle, low, high, len(ratios), wrong)
+    ratio, rounds = ratios(times[name], times[base]), len(times[name])
+    p50_us = median(times[name])
+    return Timed(collective, size, name, plan, p50_us, ratio.middle, ratio.low, ratio.high, rounds, wrong)
 
 
 def _plan_of(

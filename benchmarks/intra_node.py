@@ -13,12 +13,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
+from common import today
+from moe_tables import table
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -157,7 +158,7 @@ def document(rows: list[Row], rounds: int, busy: float) -> str:
     lines = [
         "# Collectives inside one node",
         "",
-        f"{datetime.now(timezone.utc):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{today()}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} cores, {platform.system()} {platform.release().split('-')[0]}, all ranks on one machine, one "
         "thread each.",
         f"Load of the machine from other work when the run began: {busy:.1f}.",
@@ -165,13 +166,18 @@ def document(rows: list[Row], rounds: int, busy: float) -> str:
         "Size: of the gathered or unreduced whole. *Gloo*: torch.distributed's own call. *Direct*: the plan `flat_direct` over",
         "Gloo's messages. *Shared*: the same plan over shared memory.",
         "",
-        "| ranks | collective | size | Gloo | direct | shared | shared / direct | shared / Gloo |",
-        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        cells = [str(row.ranks), row.collective, format_bytes(row.num_bytes), *(row.spread(way) for way in WAYS)]
-        cells += [row.ratio("shared", "direct"), row.ratio("shared", "gloo")]
-        lines.append("| " + " | ".join(cells) + " |")
+    lines += table(
+        ["ranks", "collective", "size", "Gloo", "direct", "shared", "shared / direct", "shared / Gloo"],
+        [
+            [
+                *(str(row.ranks), row.collective, format_bytes(row.num_bytes)),
+                *(row.spread(way) for way in WAYS),
+                *(row.ratio("shared", other) for other in ("direct", "gloo")),
+            ]
+            for row in rows
+        ],
+    )
     return "\n".join(lines) + "\n"
 
 

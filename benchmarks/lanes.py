@@ -11,14 +11,11 @@ The step of a whole model is benchmarks/lanes_step.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -26,12 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import add_output, dated_stem, machine, measure_links, today, versions, write_results
 
-import commlayer
-import commlayer.backend
-import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import Compute, Forecast, Issue, PlannedCall, Wait, simulate
 from commlayer.scheduler.lanes import LanePolicy
@@ -39,7 +33,6 @@ from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
-RESULTS = Path(__file__).parent / "results"
 INTER, _RATE = "200mbit", 25e6
 """The wire, and its bytes a second."""
 CLUSTERS = {"2x4": (4, 10), "2x8": (8, 6)}
@@ -55,11 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cluster", action="append", choices=list(CLUSTERS), help="only these")
     parser.add_argument("--profile", help="a profile of the cluster instead of a sweep at the beginning")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder to write to (default benchmarks/results)")
+    add_output(parser)
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    stem = options.output / f"{date}-lanes"
+    stem = dated_stem(options.output, "lanes")
     found: dict[str, Any] = {}
     for key in options.cluster or CLUSTERS:
         ranks, rounds = CLUSTERS[key]
@@ -70,24 +61,15 @@ def main() -> None:
         ):
             profile = options.profile or f"{folder}/profile.json"
             if options.profile is None:
-                cluster.run(sweep, profile, timeout_s=900)
+                cluster.run(measure_links, profile, "make bench-lanes", timeout_s=900)
             by_rank = cluster.run(conflict, profile, rounds, timeout_s=1500)
             overhead = cluster.run(overheads, profile, timeout_s=600)
             found[key] = {"inter": INTER, **together(by_rank), "overhead": slowest(overhead)}
-        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(document(found), encoding="utf-8")
+        write_results(stem, found, document(found))
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 # On every rank
-
-
-def sweep(path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    profile = measure_cluster(SweepOptions(), name="bench", kind="emulated", source="make bench-lanes")
-    if dist.get_rank() == 0:
-        profile.save(path)
 
 
 def start(profile: str) -> None:
@@ -272,16 +254,15 @@ def spread(values: Sequence[float]) -> str:
 
 
 def document(found: Mapping[str, Any]) -> str:
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     lines = [
-        f"# Lanes, emulated, {date}",
+        f"# Lanes, emulated, {today()}",
         "",
         "Made by `make bench-lanes`. Emulated clusters on one machine: real processes and bytes, slowed wires. All ranks share",
         "the machine's cores, so quote the ratios, not the times. Medians over rounds with quartiles, the slowest rank's times;",
         "ratios are of one round.",
         "",
-        f"- machine: {os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
-        f"- versions: commlayer {commlayer.__version__}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
+        f"- machine: {machine()}",
+        f"- versions: {versions()}",
         f"- {EXPERTS >> 20} MiB a rank of an all_to_all, {NUM_CALLS} times {GAP_S:g} s apart, {LEAD_S:g} s after",
         f"  {GRADIENTS >> 20} MiB of gradients were issued",
         "- link use: bytes with headers that left a node, over its rate",

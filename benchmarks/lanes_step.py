@@ -17,27 +17,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
+from common import add_output, dated_stem, facts, measure_links, today, write_results
+from moe_tables import ratios
 
-import commlayer
-import commlayer.backend
-import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.lanes import lanes
@@ -46,11 +41,10 @@ from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.shares import even_rows
-from commlayer.measure.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import SweepOptions
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.statistics import reset_stats, stats
 
-RESULTS = Path(__file__).parent / "results"
 WAYS = ("plain", "after", "lanes off", "lanes on")
 RATIOS = (("lanes on", "plain"), ("lanes on", "lanes off"), ("lanes off", "after"), ("after", "plain"))
 _TOLERANCE = 1e-3
@@ -271,14 +265,6 @@ class _Bench:
         ]
 
 
-def sweep(path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    profile = measure_cluster(_SWEEP, name="lanes-step", kind="emulated", source="benchmarks/lanes_step.py")
-    if dist.get_rank() == 0:
-        profile.save(path)
-
-
 def on_rank(cluster: str, shape: Shape, profile: str, number: int, budget_s: float) -> Result:
     os.environ["COMMLAYER_PROFILE"] = profile
     if shape.plan:
@@ -298,29 +284,24 @@ def on_rank(cluster: str, shape: Shape, profile: str, number: int, budget_s: flo
 # The program
 
 
-def ratios(result: Result, way: str, base: str) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile, over rounds."""
-    found = [mine / theirs for mine, theirs in zip(result.times_s[way], result.times_s[base], strict=True)]
-    low, middle, high = quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
-    return low, middle, high
-
-
 def measure(cluster: str, shape: Shape, profile: Path | None, number: int, budget_s: float) -> Result:
     """``profile`` None, or a file that is not there yet: the links are measured first."""
     with tempfile.TemporaryDirectory() as folder:
         with EmulatedCluster(2, _CLUSTERS[cluster][0], inter=shape.inter, mode="netns") as emulated:
             profile = Path(folder) / "profile.json" if profile is None else profile.resolve()
             if not profile.exists():
-                emulated.run(sweep, str(profile), timeout_s=900)
+                emulated.run(
+                    measure_links, str(profile), "benchmarks/lanes_step.py", _SWEEP, "lanes-step", timeout_s=900
+                )
             found: Result = emulated.run(
                 on_rank, cluster, shape, str(profile), number, budget_s, timeout_s=4 * budget_s + 300
             )[0]
         return found
 
 
-def document(date: str, facts: dict[str, str], results: Sequence[Result]) -> str:
+def document(date: str, known: dict[str, str], results: Sequence[Result]) -> str:
     lines = [f"# A training step on lanes, {date}", "", "Emulated: ratios say something, times do not.", ""]
-    lines += [f"- {name}: {text}" for name, text in facts.items()]
+    lines += [f"- {name}: {text}" for name, text in known.items()]
     for result in results:
         rounds = len(result.times_s["plain"])
         lines += [
@@ -341,8 +322,8 @@ def document(date: str, facts: dict[str, str], results: Sequence[Result]) -> str
             "|---|---|---|---|",
         ]
         for way, base in RATIOS:
-            low, middle, high = ratios(result, way, base)
-            lines.append(f"| {way} / {base} | {low:.3f} | **{middle:.3f}** | {high:.3f} |")
+            ratio = ratios(result.times_s[way], result.times_s[base])
+            lines.append(f"| {way} / {base} | {ratio.low:.3f} | **{ratio.middle:.3f}** | {ratio.high:.3f} |")
         lines += [
             "",
             "What rank 0 calls in a step on lanes:",
@@ -366,23 +347,14 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=240.0, help="of the rounds on one cluster (240)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of Shape: --set ep=2")
     parser.add_argument("--quick", action="store_true", help="two rounds of a smaller model, at 400 Mbit/s")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS, metavar="DIR", help="folder to write to (benchmarks/results)"
-    )
+    add_output(parser, "--out")
     options = parser.parse_args()
     small: dict[str, Any] = {}
     if options.quick:
         small = {"inter": "400mbit", "shared_width": 512, "batch": 4, "sequence": 64}
     number = 2 if options.quick else options.rounds
-    options.out.mkdir(parents=True, exist_ok=True)
-    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    stem = options.out / f"{date}-lanes-step"
-    facts = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release().split('-')[0]}",
-        "load before": f"{os.getloadavg()[0]:.1f} processes on average over the last minute",
-        "versions": f"commlayer {commlayer.__version__}, torch {torch.__version__} (Gloo), Python {platform.python_version()}",
-        "command": " ".join(["python", "benchmarks/lanes_step.py", *sys.argv[1:]]),
-    }
+    stem = dated_stem(options.out, "lanes-step")
+    known = facts("lanes_step.py", os.getloadavg()[0])
     results = []
     for cluster in options.cluster or _CLUSTERS:
         shape = replace(Shape(), **small, **_CLUSTERS[cluster][1])
@@ -390,9 +362,8 @@ def main() -> None:
             name, _, value = entry.partition("=")
             shape = replace(shape, **{name: type(getattr(shape, name))(value)})
         results.append(measure(cluster, shape, options.profile, number, options.budget_s))
-        found = {"date": date, "facts": facts, "results": [asdict(each) for each in results]}
-        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(document(date, facts, results), encoding="utf-8")
+        found = {"date": today(), "facts": known, "results": [asdict(each) for each in results]}
+        write_results(stem, found, document(today(), known, results))
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 

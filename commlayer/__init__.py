@@ -11,15 +11,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from commlayer.agree.topology import discover_topology as discover_topology
+    from commlayer.agree.discovery import discover_topology as discover_topology
     from commlayer.collectives import GroupCommunicator as GroupCommunicator
     from commlayer.communicator import Communicator as Communicator
     from commlayer.compressed import CompressedGroup as CompressedGroup
     from commlayer.profiles.catalog import load_profile as load_profile
     from commlayer.profiles.errors import CommlayerError as CommlayerError
     from commlayer.profiles.profile import Profile as Profile
-    from commlayer.readers.clusters import resolve as load_cluster
-    from commlayer.readers.models import resolve as load_model
+    from commlayer.readers.cluster_files import resolve as load_cluster
+    from commlayer.readers.model_files import resolve as load_model
     from commlayer.scheduler.choose import Policy as Policy
     from commlayer.scheduler.wire import Scaling as Scaling
     from commlayer.scheduler.wire import WireFormat as WireFormat
@@ -45,9 +45,9 @@ _HOME = {
     "WireFormat": "commlayer.scheduler.wire:WireFormat",
     "WirePolicy": "commlayer.scheduler.wire:WirePolicy",
     "__version__": "commlayer.version:__version__",
-    "discover_topology": "commlayer.agree.topology:discover_topology",
-    "load_cluster": "commlayer.readers.clusters:resolve",
-    "load_model": "commlayer.readers.models:resolve",
+    "discover_topology": "commlayer.agree.discovery:discover_topology",
+    "load_cluster": "commlayer.readers.cluster_files:resolve",
+    "load_model": "commlayer.readers.model_files:resolve",
     "load_profile": "commlayer.profiles.catalog:load_profile",
     "recorder": "commlayer.traces.recorder:recorder",
     "reset_stats": "commlayer.statistics:reset_stats",

@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.dlpack import from_dlpack
 
+from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
 from commlayer.agree.signature import Signature, check_signatures, signature
-from commlayer.agree.topology import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from commlayer.agree.discovery import discover_topology
 from commlayer.agree.messages import ControlMessage, Peers, gather_messages
-from commlayer.agree.topology import discover_topology
 from commlayer.integrations.parameter_marks import is_expert
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology

@@ -22,14 +22,11 @@ def named(*circles: str) -> Circles:
 
 # These lists only shrink: who resolves a circle takes it out here, and nobody adds one. The aim is none.
 
-AT_RUN_TIME = named(
-    "traces.events traces.files traces.recorder",
-)
+AT_RUN_TIME = named()
 """Circles of imports that run; the closing one is inside a function, or importing would fail."""
 
 FOR_TYPES = named(
     "profiles.compare profiles.profile",
-    "traces.events traces.files traces.recorder",
 )
 """Circles where imports under ``TYPE_CHECKING`` count too."""
 

@@ -34,7 +34,8 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import longest_hold_us
 from commlayer.statistics import GroupCounters
-from commlayer.traces.recorder import CallRecord, recorder
+from commlayer.traces.recorder import recorder
+from commlayer.traces.records import CallRecord
 
 __all__ = ["Batch", "Batches", "Parcel"]
 

@@ -20,7 +20,8 @@ from commlayer.engine.tracing import Recorded
 from commlayer.failures.waits import Board, Watched
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
-from commlayer.traces.recorder import CallRecord, Recorder, StepRecord, close_recorder, open_recorder, recorder
+from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder
+from commlayer.traces.records import CallRecord, StepRecord
 
 __all__ = ["begin", "end", "fill_flat", "fill_plan", "new_record", "run_recorded", "waiting"]
 

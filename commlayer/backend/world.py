@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
+from commlayer.agree.discovery import declared_topology, node_identity, versions
 from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike, gather_messages
-from commlayer.agree.topology import declared_topology, node_identity, versions
 from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.launch import Place, check_place, emulation, place_of, place_options, run_job
-from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option
+from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option
+from commlayer.cli.place import Place, check_place, emulation, place_of, place_options, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
@@ -103,9 +103,9 @@ def bench_job(
     """Measure, on every rank, the cluster where no profile is given, then run everything."""
     from dataclasses import replace
 
-    from commlayer.agree.topology import discover_topology
+    from commlayer.agree.discovery import discover_topology
     from commlayer.cli.profile import link_rates, measure_job
-    from commlayer.cli.progress import progress
+    from commlayer.cli.progress_bars import progress
     from commlayer.measure.benchmark import nearest_size, run_bench
     from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.profile import check_shape

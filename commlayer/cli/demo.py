@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from commlayer.cli.launch import Place, place_of, run_job
-from commlayer.cli.parameters import json_option
+from commlayer.cli.option_types import json_option
+from commlayer.cli.place import Place, place_of, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import click
 
-from commlayer.cli.checks import Finding, all_findings
-from commlayer.cli.parameters import json_option
+from commlayer.cli.doctor_checks import Finding, all_findings
+from commlayer.cli.option_types import json_option
 from commlayer.cli.tables import cell_text, console, echo, print_json
 
 __all__ = ["doctor"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.parameters import DURATION_US
+from commlayer.cli.option_types import DURATION_US
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import UsageError
 

@@ -17,7 +17,7 @@ from commlayer.cli.mapping_output import (
     print_export,
     traffics_dict,
 )
-from commlayer.cli.parameters import OUTPUT_FILE, PICTURE, REPORT, json_option
+from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, REPORT, json_option
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,

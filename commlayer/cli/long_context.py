@@ -9,10 +9,10 @@ import click
 
 from commlayer.cli.mapping_options import MODEL, cluster_options, read_cluster
 from commlayer.cli.mapping_output import draw
-from commlayer.cli.parameters import PICTURE, REPORT, in_order, json_option
+from commlayer.cli.option_types import PICTURE, REPORT, in_order, json_option
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.errors import UsageError
-from commlayer.readers.models import resolve
+from commlayer.readers.model_files import resolve
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.expansion import SEQUENCES, TOKENS_PER_RANK, WAYS, ContextRow, Expansion, expansion
 from commlayer.scheduler.mapping.job import Job

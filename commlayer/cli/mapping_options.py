@@ -13,8 +13,8 @@ from click.shell_completion import CompletionItem
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
-from commlayer.readers.clusters import resolve as resolve_cluster
-from commlayer.readers.models import resolve as resolve_model
+from commlayer.readers.cluster_files import resolve as resolve_cluster
+from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
@@ -51,7 +51,7 @@ class _Named(click.ParamType):  # type: ignore[type-arg]  # not generic before c
         return "NAME|PATH"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        files = [CompletionItem(incomplete, type="file")]  # first, as in parameters.PROFILE
+        files = [CompletionItem(incomplete, type="file")]  # first, as in option_types.PROFILE
         return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
 
 

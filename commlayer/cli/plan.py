@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.parameters import OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, json_option
 from commlayer.cli.plan_options import (
     check_strategies,
     given_options,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.parameters import BYTES, PROFILE, in_order
+from commlayer.cli.option_types import BYTES, PROFILE, in_order
 from commlayer.cli.traffic import GROUPS
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.choose import Decision, Policy

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.launch import Place, emulation, place_of, place_options, run_job
-from commlayer.cli.parameters import BYTES, OUTPUT_FILE, PICTURE, in_order, json_option
+from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PICTURE, in_order, json_option
+from commlayer.cli.place import Place, emulation, place_of, place_options, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 from commlayer.profiles.sampling import doubts
@@ -103,8 +103,8 @@ def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple
 
 def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[Profile, Rows]:
     """Measure on every rank, with a progress bar on the first."""
-    from commlayer.agree.topology import discover_topology
-    from commlayer.cli.progress import progress
+    from commlayer.agree.discovery import discover_topology
+    from commlayer.cli.progress_bars import progress
     from commlayer.measure.profiler import measure_cluster, num_points
     from commlayer.profiles.measure import Point
     from commlayer.profiles.nccl_table import NcclRow

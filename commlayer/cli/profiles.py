@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.parameters import PICTURE, PROFILE, json_option
+from commlayer.cli.option_types import PICTURE, PROFILE, json_option
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve

@@ -9,8 +9,8 @@ import click
 
 from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_space, space_options
 from commlayer.cli.mapping_output import draw, estimate_dict, export_dict, first_export, job_dict, print_export
-from commlayer.cli.parameters import PICTURE, REPORT, json_option
-from commlayer.cli.progress import progress_of
+from commlayer.cli.option_types import PICTURE, REPORT, json_option
+from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells
 from commlayer.scheduler.mapping.explain import explain

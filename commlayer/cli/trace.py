@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from commlayer.cli.parameters import DURATION_US, OUTPUT_FILE, PICTURE, json_option
-from commlayer.cli.progress import progress
+from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.events import merged_events
-from commlayer.traces.files import RankTrace, rank_paths, read_folder, write_trace
+from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
 from commlayer.units import format_bytes, format_us
 
 __all__ = ["trace"]
@@ -290,7 +290,7 @@ def _cell(value: float | None, unit: float = 1.0) -> str:
 
 def _draw(path: Path, ranks: Sequence[Selected], step: int | None) -> None:
     from commlayer.drawing.figures import save_figure
-    from commlayer.drawing.lanes import lanes_figure
+    from commlayer.drawing.trace_figure import lanes_figure
 
     save_figure(lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")), path)
     echo(f"picture: {path}", err=True)

@@ -11,13 +11,13 @@ import click
 
 from commlayer.cli.mapping_options import Request, job_options, read_request, read_space, space_options
 from commlayer.cli.mapping_output import draw, estimate_dict, job_dict
-from commlayer.cli.parameters import PICTURE, REPORT, in_order, json_option
-from commlayer.cli.progress import progress_of
+from commlayer.cli.option_types import PICTURE, REPORT, in_order, json_option
+from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
 from commlayer.drawing.mapping_cells import job_words
 from commlayer.profiles.errors import UsageError
-from commlayer.readers.clusters import resolve
+from commlayer.readers.cluster_files import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import search

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         save_figure,
         timeline_figure,
     )
-    from commlayer.drawing.lanes import lanes_figure
     from commlayer.drawing.report import write_report
+    from commlayer.drawing.trace_figure import lanes_figure
     from commlayer.traces.chrome import chrome_trace
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
 _HOMES = {
     "chrome_trace": "commlayer.traces.chrome",
     "efficiency_figure": "commlayer.drawing.efficiency",
-    "lanes_figure": "commlayer.drawing.lanes",
+    "lanes_figure": "commlayer.drawing.trace_figure",
     "write_report": "commlayer.drawing.report",
 }
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commlayer.drawing.lanes import LANE_COLOURS
 from commlayer.drawing.style import FAINT, INK, PAPER, new_figure, styled
+from commlayer.drawing.trace_figure import LANE_COLOURS
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast

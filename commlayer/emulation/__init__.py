@@ -11,7 +11,7 @@ here are emulated: quote them as ratios from one run. Importing this package loa
 
 from __future__ import annotations
 
-from commlayer.emulation.cluster import EmulatedCluster
+from commlayer.emulation.emulated_cluster import EmulatedCluster
 from commlayer.emulation.modes import EmulationWarning, Mode
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, RanksFailedError, RanksTimedOutError, exit_status
 from commlayer.emulation.rates import format_rate, parse_rate

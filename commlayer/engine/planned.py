@@ -37,7 +37,7 @@ from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
-from commlayer.traces.recorder import CallRecord
+from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from commlayer.agree.discovery import Identity, node_identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
-from commlayer.agree.topology import Identity, node_identity, versions
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.catalog import load_profile

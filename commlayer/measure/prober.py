@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
-from commlayer.agree.topology import Grid
+from commlayer.agree.discovery import Grid
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid

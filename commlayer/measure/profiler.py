@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.topology import discover_topology
+from commlayer.agree.discovery import discover_topology
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve

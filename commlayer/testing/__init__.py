@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
     from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
     from commlayer.testing.process_group import ProcessGroupVerbs
-    from commlayer.testing.verbs import Pending, ReduceOp, Verbs
+    from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
 __all__ = [
     "DTYPES",
     "OPS",
     "REDUCE_DTYPES",
+    "AsyncCall",
     "ConformanceError",
     "FailedCheck",
     "FakeVerbs",
@@ -36,7 +37,6 @@ __all__ = [
     "Fault",
     "FaultyVerbs",
     "InjectedFault",
-    "Pending",
     "ProcessGroupVerbs",
     "ReduceOp",
     "Verbs",
@@ -55,7 +55,7 @@ _HOMES = {
     **dict.fromkeys(("Fault", "FaultyVerbs", "InjectedFault", "delay_at", "fail_at", "wrong_bytes_at"), "faults"),
     **dict.fromkeys(("outcomes_on_nodes", "run_on_nodes"), "nodes"),
     "ProcessGroupVerbs": "process_group",
-    **dict.fromkeys(("Pending", "ReduceOp", "Verbs"), "verbs"),
+    **dict.fromkeys(("AsyncCall", "ReduceOp", "Verbs"), "verbs_contract"),
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from commlayer.testing.payload import bits
-from commlayer.testing.verbs import Pending, ReduceOp, Verbs
+from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
 __all__ = ["FEW", "ROWS", "WIDTH", "Check", "Claims", "Pieces", "named", "short"]
 
@@ -50,7 +50,7 @@ class Pieces:
         flat = torch.cat([block.view(-1).view(torch.uint8) for block in blocks])
         return flat.view(dtype).view(-1, WIDTH)
 
-    def finish(self, pending: Pending | None, async_op: bool) -> None:
+    def finish(self, pending: AsyncCall | None, async_op: bool) -> None:
         if async_op:
             assert pending is not None, f"rank {self.rank}: async_op=True returned nothing to wait for"
             pending.wait()

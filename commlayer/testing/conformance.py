@@ -10,8 +10,8 @@ import torch
 
 from commlayer.profiles.errors import CommlayerError, UsageError
 from commlayer.testing.check_pieces import ROWS, Claims
-from commlayer.testing.checks import checks
-from commlayer.testing.verbs import ReduceOp, Verbs
+from commlayer.testing.conformance_checks import checks
+from commlayer.testing.verbs_contract import ReduceOp, Verbs
 
 __all__ = ["DTYPES", "OPS", "REDUCE_DTYPES", "ConformanceError", "FailedCheck", "check_communicator"]
 

@@ -27,7 +27,7 @@ from commlayer.profiles.errors import (
     UsageError,
 )
 from commlayer.testing.fake_results import Contribution, complete
-from commlayer.testing.verbs import Pending, ReduceOp
+from commlayer.testing.verbs_contract import AsyncCall, ReduceOp
 
 __all__ = ["FakeVerbs", "FakeWorld"]
 
@@ -91,7 +91,7 @@ class FakeWorld:
             raise errors[0]
         return results
 
-    def _join(self, rank: int, part: Contribution) -> _FakePending:
+    def _join(self, rank: int, part: Contribution) -> _FakeAsyncCall:
         """Bring a part to the rank's next collective; the last one computes it."""
         with self._changed:
             sequence = self._num_calls[rank]
@@ -106,7 +106,7 @@ class FakeWorld:
                 call.done = True
                 del self._calls[sequence]
                 self._changed.notify_all()
-        return _FakePending(lambda: self._await_call(rank, call, sequence))
+        return _FakeAsyncCall(lambda: self._await_call(rank, call, sequence))
 
     def _await_call(self, rank: int, call: _Call, sequence: int) -> None:
         def missing() -> list[int]:
@@ -122,7 +122,7 @@ class FakeWorld:
             self._mail[rank, to].append(tensor.detach().clone())
             self._changed.notify_all()
 
-    def _receive(self, rank: int, source: int, tensor: torch.Tensor) -> _FakePending:
+    def _receive(self, rank: int, source: int, tensor: torch.Tensor) -> _FakeAsyncCall:
         pair = source, rank
         number = self._num_received[pair]  # the order of receives is the order of their calls, not of their waits
         self._num_received[pair] += 1
@@ -138,7 +138,7 @@ class FakeWorld:
                 )
             tensor.copy_(message.view(tensor.shape))
 
-        return _FakePending(finish)
+        return _FakeAsyncCall(finish)
 
     def _wait(self, rank: int, what: str, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         """Until ``done``; raises where a missing rank is gone, or the time is up. Called with the lock held."""
@@ -156,8 +156,8 @@ class FakeWorld:
         )
 
 
-class _FakePending:
-    """`Pending`; a second wait is free."""
+class _FakeAsyncCall:
+    """`AsyncCall`; a second wait is free."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -194,30 +194,30 @@ class FakeVerbs:
         source_splits: Sequence[int] | None = None,
         *,
         async_op: bool = False,
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         splits = self._splits("source", source, source_splits), self._splits("output", output, output_splits)
         return self._collective(Contribution("all_to_all", (source.dtype,), source, output, *splits), async_op)
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
         self._check_blocks("output", output, source)
         return self._collective(Contribution("all_gather", (source.dtype,), source, output), async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         self._check_blocks("source", source, output)
         return self._collective(Contribution("reduce_scatter", (source.dtype, op), source, output), async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
         return self._collective(Contribution("all_reduce", (tensor.dtype, op), tensor, tensor), async_op)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
+    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> AsyncCall | None:
         self._check_rank(root)
         return self._collective(Contribution("broadcast", (tensor.dtype, root), tensor, tensor), async_op)
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         self._check_rank(root)
         if self.rank == root:
             self._check_blocks("output", output, source)
@@ -225,7 +225,7 @@ class FakeVerbs:
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         self._check_rank(root)
         if self.rank == root:
             self._check_blocks("source", source, output)
@@ -233,23 +233,23 @@ class FakeVerbs:
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         self._check_rank(root)
         return self._collective(Contribution("reduce", (tensor.dtype, root, op), tensor, tensor), async_op)
 
-    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
+    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
         self._check_rank(to, other=True)
         self._world._send(self.rank, to, tensor)
-        return _FakePending(lambda: None) if async_op else None
+        return _FakeAsyncCall(lambda: None) if async_op else None
 
-    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Pending | None:
+    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> AsyncCall | None:
         self._check_rank(source, other=True)
         return _started(self._world._receive(self.rank, source, tensor), async_op)
 
     def barrier(self) -> None:
         self._collective(Contribution("barrier", ()), async_op=False)
 
-    def _collective(self, part: Contribution, async_op: bool) -> Pending | None:
+    def _collective(self, part: Contribution, async_op: bool) -> AsyncCall | None:
         return _started(self._world._join(self.rank, part), async_op)
 
     def _splits(self, name: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> tuple[int, ...]:
@@ -279,7 +279,7 @@ class FakeVerbs:
             raise UsageError(f"rank {self.rank}: expected {which}, got {rank}")
 
 
-def _started(pending: _FakePending, async_op: bool) -> Pending | None:
+def _started(pending: _FakeAsyncCall, async_op: bool) -> AsyncCall | None:
     if async_op:
         return pending
     pending.wait()

@@ -19,7 +19,7 @@ import torch
 
 from commlayer.engine.plain import as_row
 from commlayer.profiles.errors import ClusterError, UsageError
-from commlayer.testing.verbs import Pending, ReduceOp, Verbs
+from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
 __all__ = ["Fault", "FaultyVerbs", "InjectedFault", "delay_at", "fail_at", "wrong_bytes_at"]
 
@@ -105,55 +105,55 @@ class FaultyVerbs:
         source_splits: Sequence[int] | None = None,
         *,
         async_op: bool = False,
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         return self._call(
             "all_to_all",
             output,
             lambda: self._inner.all_to_all(output, source, output_splits, source_splits, async_op=async_op),
         )
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
         return self._call("all_gather", output, lambda: self._inner.all_gather(output, source, async_op=async_op))
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         return self._call(
             "reduce_scatter", output, lambda: self._inner.reduce_scatter(output, source, op, async_op=async_op)
         )
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
         return self._call("all_reduce", tensor, lambda: self._inner.all_reduce(tensor, op, async_op=async_op))
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
+    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> AsyncCall | None:
         return self._call("broadcast", tensor, lambda: self._inner.broadcast(tensor, root, async_op=async_op))
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         return self._call("gather", output, lambda: self._inner.gather(output, source, root, async_op=async_op))
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         return self._call("scatter", output, lambda: self._inner.scatter(output, source, root, async_op=async_op))
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         result = tensor if self.rank == root else None
         return self._call("reduce", result, lambda: self._inner.reduce(tensor, root, op, async_op=async_op))
 
-    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
+    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
         return self._call("send", None, lambda: self._inner.send(tensor, to, async_op=async_op))
 
-    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Pending | None:
+    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> AsyncCall | None:
         return self._call("recv", tensor, lambda: self._inner.recv(tensor, source, async_op=async_op))
 
     def barrier(self) -> None:
         self._call("barrier", None, self._inner.barrier)
 
-    def _call(self, verb: str, result: torch.Tensor | None, start: Callable[[], Pending | None]) -> Pending | None:
+    def _call(self, verb: str, result: torch.Tensor | None, start: Callable[[], AsyncCall | None]) -> AsyncCall | None:
         number, self._num_calls = self._num_calls, self._num_calls + 1
         due = [fault for fault in self._faults if fault.rank == self.rank and fault.call in (number, verb)]
         for fault in due:
@@ -172,13 +172,13 @@ class FaultyVerbs:
         if pending is None:
             _flip_bit(result)
             return None
-        return _LyingPending(pending, result)
+        return _LyingAsyncCall(pending, result)
 
 
-class _LyingPending:
+class _LyingAsyncCall:
     """Falsifies the result when it is there."""
 
-    def __init__(self, inner: Pending, result: torch.Tensor) -> None:
+    def __init__(self, inner: AsyncCall, result: torch.Tensor) -> None:
         self._inner, self._result, self._told = inner, result, False
 
     def wait(self) -> object:

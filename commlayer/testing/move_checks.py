@@ -1,4 +1,4 @@
-"""Checks of the verbs that move bytes: every byte must arrive as it was, where it belongs. See checks.py."""
+"""Checks of the verbs that move bytes: every byte must arrive as it was, where it belongs. See conformance_checks.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.engine.plain import as_row, plain
-from commlayer.testing.verbs import ReduceOp
+from commlayer.testing.verbs_contract import ReduceOp
 
 __all__ = ["bits", "expect_bits", "expect_sum", "fractions", "integers", "reduced", "stale"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.testing.verbs import Pending, ReduceOp
+from commlayer.testing.verbs_contract import AsyncCall, ReduceOp
 
 __all__ = ["ProcessGroupVerbs"]
 
@@ -54,60 +54,62 @@ class ProcessGroupVerbs:
         source_splits: Sequence[int] | None = None,
         *,
         async_op: bool = False,
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         received, sent = (None if each is None else list(each) for each in (output_splits, source_splits))
-        work: Pending | None = dist.all_to_all_single(output, source, received, sent, self._group, async_op)
+        work: AsyncCall | None = dist.all_to_all_single(output, source, received, sent, self._group, async_op)
         return work
 
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
-        work: Pending | None = _all_gather(output, source, group=self._group, async_op=async_op)
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
+        work: AsyncCall | None = _all_gather(output, source, group=self._group, async_op=async_op)
         return work
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
-        work: Pending | None = _reduce_scatter(output, source, op=_OPS[op], group=self._group, async_op=async_op)
+    ) -> AsyncCall | None:
+        work: AsyncCall | None = _reduce_scatter(output, source, op=_OPS[op], group=self._group, async_op=async_op)
         return work
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
-        work: Pending | None = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=async_op)
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
+        work: AsyncCall | None = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=async_op)
         return work
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
-        work: Pending | None = dist.broadcast(tensor, src=self._global(root), group=self._group, async_op=async_op)
+    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> AsyncCall | None:
+        work: AsyncCall | None = dist.broadcast(tensor, src=self._global(root), group=self._group, async_op=async_op)
         return work
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         blocks = self._blocks(output, source, root)
-        work: Pending | None = dist.gather(source, blocks, dst=self._global(root), group=self._group, async_op=async_op)
+        work: AsyncCall | None = dist.gather(
+            source, blocks, dst=self._global(root), group=self._group, async_op=async_op
+        )
         return work
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         blocks = self._blocks(source, output, root)
-        work: Pending | None = dist.scatter(
+        work: AsyncCall | None = dist.scatter(
             output, blocks, src=self._global(root), group=self._group, async_op=async_op
         )
         return work
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
-        work: Pending | None = dist.reduce(
+    ) -> AsyncCall | None:
+        work: AsyncCall | None = dist.reduce(
             tensor, dst=self._global(root), op=_OPS[op], group=self._group, async_op=async_op
         )
         return work
 
-    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
+    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
         if async_op:
             return dist.isend(tensor, dst=self._global(to), group=self._group)
         dist.send(tensor, dst=self._global(to), group=self._group)
         return None
 
-    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Pending | None:
+    def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> AsyncCall | None:
         if async_op:
             return dist.irecv(tensor, src=self._global(source), group=self._group)
         dist.recv(tensor, src=self._global(source), group=self._group)

@@ -9,9 +9,9 @@ from statistics import median
 
 from commlayer.profiles.errors import UsageError
 from commlayer.traces.events import lane_place, running
-from commlayer.traces.files import RankTrace
 from commlayer.traces.intervals import length
-from commlayer.traces.recorder import CallRecord, Mark
+from commlayer.traces.rank_files import RankTrace
+from commlayer.traces.records import CallRecord, Mark
 
 __all__ = ["LaneTimes", "PlanErrors", "RankLateness", "Selected", "Window", "lane_times", "lateness", "plans", "select"]
 

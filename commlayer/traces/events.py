@@ -14,9 +14,9 @@ from typing import Any
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
 from commlayer.traces.chrome import metadata_event
-from commlayer.traces.files import RankTrace
 from commlayer.traces.intervals import Interval, rows_without_overlap
-from commlayer.traces.recorder import CallRecord, Mark, StepRecord
+from commlayer.traces.rank_files import RankTrace
+from commlayer.traces.records import CallRecord, Mark, StepRecord
 
 __all__ = ["call_label", "lane_place", "merged_events", "rank_events", "running"]
 

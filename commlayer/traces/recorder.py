@@ -2,7 +2,7 @@
 
 A recorder costs a call a few allocations; everything else happens when it is closed. All times are of
 ``time.perf_counter_ns``, the rank's own clock; the file says how it relates to that of rank 0: :mod:`commlayer.traces.clock`.
-This module loads neither torch nor what writes the file.
+This module loads no torch, and what writes the file only at the close.
 """
 
 from __future__ import annotations
@@ -10,88 +10,22 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import socket
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlayer.profiles.errors import UsageError
 from commlayer.traces.clock import ClockReading, exchange_clocks
+from commlayer.traces.records import CallRecord, Mark, rank_name
 
-__all__ = ["CallRecord", "Mark", "Recorder", "StepRecord", "close_recorder", "open_recorder", "rank_name", "recorder"]
+__all__ = ["Recorder", "close_recorder", "open_recorder", "recorder"]
 
 _MAX_ENTRIES = 100_000
 """Calls, steps and marks of one rank: some 40 MB of memory, 100 while the file is written, and 70 MB in the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step of a plan on this rank.
-
-    ``op``, ``resource``, ``chunk``, ``bytes``: as the plan's step has them. ``sent_bytes``: by this rank. ``enqueue_ns``: when
-    what the step waits for had ended; ``start_ns``: when it was posted, after any hold by a higher lane; ``end_ns``.
-    """
-
-    op: str
-    resource: str
-    chunk: int
-    bytes: float
-    sent_bytes: int
-    enqueue_ns: int
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(slots=True)
-class CallRecord:
-    """One collective call on this rank.
-
-    ``lane``: "" for none. ``group``: its description or name. ``ranks``: of the group, global. ``rank``: this one, global.
-    ``sequence``: number of the call in the group, the same on all ranks, by which their records are matched. ``plan``: its name,
-    such as ``pipelined×4``. ``logical_bytes``: what the caller moved. ``inter_bytes``, ``intra_bytes``: what this rank sent over
-    each link class; −1: only the inner backend knows. ``enqueue_ns``: issued by the program; ``start_ns``: its queue came to it;
-    ``end_ns``; the last two 0 as long as that has not happened. ``held_ns``: held at chunk edges for higher lanes, in all.
-    ``waited``: (start_ns, end_ns) for which a thread of the program was blocked by it; of a synchronous call all of it.
-    ``steps``: none for a call of the inner backend's own. ``predicted``: (start_us, end_us) of each step from the call's start;
-    empty: no prediction. ``predicted_us``: of the whole; −1: none. ``wire``: the format, ``native`` for the tensor's own.
-    """
-
-    lane: str
-    group: str
-    ranks: tuple[int, ...]
-    rank: int
-    sequence: int
-    collective: str
-    plan: str
-    logical_bytes: int
-    enqueue_ns: int
-    start_ns: int = 0
-    end_ns: int = 0
-    inter_bytes: int = -1
-    intra_bytes: int = -1
-    held_ns: int = 0
-    waited: list[tuple[int, int]] = field(default_factory=list)
-    steps: tuple[StepRecord, ...] = ()
-    predicted: tuple[tuple[float, float], ...] = ()
-    predicted_us: float = -1.0
-    wire: str = "native"
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A span of the program itself, such as a training step."""
-
-    name: str
-    start_ns: int
-    end_ns: int
-
-
-def rank_name(rank: int, number: int = 1) -> str:
-    """The name of a rank's file: rank-00003.json, and rank-00003-2.json of the second job that its process is part of."""
-    return f"rank-{rank:05d}.json" if number == 1 else f"rank-{rank:05d}-{number}.json"
 
 
 class Recorder:
@@ -161,17 +95,30 @@ class Recorder:
 
     def close(self) -> None:
         """Write the file, whole or not at all. Again: nothing. Raises OSError where it cannot be written."""
-        if (
-            os.getpid() != self.pid
-        ):  # a child that was forked has copies of our records, and perhaps of a lock that is held
+        if os.getpid() != self.pid:  # a forked child has copies of our records, and perhaps of a lock that is held
             return
         with self._lock:
             if self.is_closed:
                 return
             self.is_closed = True
-        from commlayer.traces.files import write_rank
+        from commlayer.traces.events import rank_events
+        from commlayer.traces.rank_files import RankTrace, installed_versions, write_trace
 
-        write_rank(self)
+        trace = RankTrace(
+            job=self.job,
+            rank=self.rank,
+            world_size=self.world_size,
+            host=socket.gethostname(),
+            pid=self.pid,
+            versions=installed_versions(),
+            readings=tuple(self.readings),
+            opened_ns=self.opened_ns,
+            closed_ns=time.perf_counter_ns(),
+            num_dropped=self.num_dropped,
+            calls=tuple(self.calls),
+            marks=tuple(self.marks),
+        )
+        write_trace(self.path, rank_events(trace), commlayer=trace)
 
 
 _recorder: Recorder | None = None

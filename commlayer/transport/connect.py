@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
-from commlayer.agree.topology import Grid
+from commlayer.agree.discovery import Grid
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
 from commlayer.failures.forks import never_free_in_child

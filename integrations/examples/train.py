@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from commlayer import recorder, stats
 from commlayer.cli.failure import CommandFailure, exit_code, wants_traceback
-from commlayer.cli.launch import is_first
-from commlayer.cli.parameters import in_order, json_option
-from commlayer.cli.progress import progress
+from commlayer.cli.option_types import in_order, json_option
+from commlayer.cli.place import is_first
+from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.errors import CommlayerError, UsageError
 from commlayer.integrations import (

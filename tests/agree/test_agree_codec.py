@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer import __version__
+from commlayer.agree import discovery, signature
 from commlayer.agree import messages as agree_codec
-from commlayer.agree import signature, topology
+from commlayer.agree.discovery import Member
 from commlayer.agree.messages import (
     LIMIT_BYTES,
     ControlMessage,
@@ -28,7 +29,6 @@ from commlayer.agree.messages import (
     encode,
     gather_messages,
 )
-from commlayer.agree.topology import Member
 from commlayer.backend import world
 from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import ProfileText
@@ -206,10 +206,10 @@ FIRST_ROW = [(0, member(0, (0, 2), (0, 1))), (1, member(1, (1, 3), (0, 1)))]
 )
 def test_a_description_that_no_group_can_give_names_its_rank(rank: int, described: Member) -> None:
     sound = [(2, member(2, (0, 2), (2, 3))), (3, member(3, (1, 3), (2, 3)))]
-    topology._check_told([FIRST_ROW, sound])
+    discovery._check_told([FIRST_ROW, sound])
     second = [(2, member(2, (0, 2), (2, rank))), (rank, described)]
     with pytest.raises(DisagreementError, match=f"rank {rank} says that it is rank {described.rank} of the ep group"):
-        topology._check_told([FIRST_ROW, second])
+        discovery._check_told([FIRST_ROW, second])
 
 
 @pytest.mark.parametrize(("ranks", "words"), [((2, 3), 1), ((2, 2), 2), ((3, 4), 2), ((), 0)])
@@ -232,7 +232,7 @@ FORBIDDEN_NAMES = {
     "_object_to_tensor",
     "_tensor_to_object",
 }
-ALLOWED = {"commlayer/emulation/launch.py", "commlayer/emulation/ranks.py"}
+ALLOWED = {"commlayer/emulation/rank_process.py", "commlayer/emulation/ranks.py"}
 """One process tree of one user: see their docstrings."""
 
 

@@ -21,7 +21,7 @@ from commlayer.emulation import EmulatedCluster, rights
 from commlayer.testing import FaultyVerbs, ProcessGroupVerbs, Verbs, run_on_nodes, wrong_bytes_at
 from commlayer.testing.move_checks import patterns
 from commlayer.testing.payload import bits, integers, stale
-from commlayer.testing.verbs import ReduceOp
+from commlayer.testing.verbs_contract import ReduceOp
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from commlayer.cli.launch import Place, emulation
 from commlayer.cli.main import main
+from commlayer.cli.place import Place, emulation
 from commlayer.cli.profile import link_rates
 from commlayer.measure.results import BenchResult
 from commlayer.profiles.errors import UsageError

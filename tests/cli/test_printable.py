@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 import commlayer
 from commlayer.cli.main import main
-from commlayer.cli.progress import progress
+from commlayer.cli.progress_bars import progress
 from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, ProfileError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import parse_profile, read_profile
 from commlayer.statistics import print_table
 from commlayer.testing.synthetic import synthetic_profile
-from commlayer.traces.files import RankTrace, rank_name, write_trace
+from commlayer.traces.rank_files import RankTrace, write_trace
+from commlayer.traces.records import rank_name
 
 EVIL = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f\u202e[bold]x[/bold] \\[red] café"
 SHOWN = "\\x1b]0;owned\\x07\\x1b[31m\\x9b2J\\x7f\\u202e[bold]x[/bold] \\[red] café"

@@ -26,7 +26,7 @@ import msgspec
 import torch
 from suite import NODES, Outcome, Suite
 
-from commlayer.cli.progress import progress
+from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import print_json, print_table
 from commlayer.emulation import EmulatedCluster
 

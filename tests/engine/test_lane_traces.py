@@ -23,7 +23,8 @@ from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.traces import recorder as recorder_module
-from commlayer.traces.recorder import CallRecord, StepRecord, close_recorder, recorder
+from commlayer.traces.recorder import close_recorder, recorder
+from commlayer.traces.records import CallRecord, StepRecord
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HALF_AN_HOUR
 
-from commlayer.agree.topology import discover_topology
+from commlayer.agree.discovery import discover_topology
 from commlayer.engine.runner import GridRunner
 from commlayer.measure import profiler
 from commlayer.measure.calls import CodedCall, GridCall

@@ -19,9 +19,10 @@ from commlayer.profiles import catalog
 from commlayer.profiles.errors import ProfileError, ProfileNotFoundError, UsageError
 from commlayer.profiles.files import read_file, replacing, write_file
 from commlayer.profiles.profile import Profile, read_profile
-from commlayer.readers import clusters, models
+from commlayer.readers import cluster_files, model_files
 from commlayer.testing.synthetic import synthetic_profile
-from commlayer.traces.files import rank_name, read_folder, write_trace
+from commlayer.traces.rank_files import read_folder, write_trace
+from commlayer.traces.records import rank_name
 
 _LONG = "x" * 5000
 
@@ -52,10 +53,10 @@ def test_only_regular_files_are_read(
     with pytest.raises(ProfileError, match=f"odd.json: cannot read the profile: expected a regular file, {words}"):
         catalog.load_profile("odd.json")
     with pytest.raises(UsageError, match=f"odd.json: cannot read the cluster file: .*{words}"):
-        clusters.resolve("odd.json")
+        cluster_files.resolve("odd.json")
     if kind != "directory":  # of which a model's config.json is read
         with pytest.raises(UsageError, match=words):
-            models.resolve("odd.json")
+            model_files.resolve("odd.json")
 
 
 @pytest.mark.timeout(20)
@@ -96,9 +97,9 @@ def test_a_name_that_no_profile_can_have_is_an_ordinary_error(name: str, words: 
     assert len(str(caught.value)) < 500
     assert str(caught.value).isprintable()
     with pytest.raises(UsageError):
-        clusters.resolve(name)
+        cluster_files.resolve(name)
     with pytest.raises(UsageError):
-        models.resolve(name)
+        model_files.resolve(name)
 
 
 def test_a_name_alone_that_is_too_long_is_not_found() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commlayer.profiles.errors import UsageError
-from commlayer.readers.models import from_config, read_model, resolve
+from commlayer.readers.model_files import from_config, read_model, resolve
 from commlayer.scheduler.mapping import catalog, flops, parameters
 from commlayer.scheduler.mapping.model import ModelShape
 

@@ -29,12 +29,12 @@ from commlayer.profiles.errors import (
 )
 from commlayer.testing import (
     DTYPES,
+    AsyncCall,
     ConformanceError,
     FakeVerbs,
     FakeWorld,
     FaultyVerbs,
     InjectedFault,
-    Pending,
     ProcessGroupVerbs,
     ReduceOp,
     Verbs,
@@ -156,7 +156,7 @@ class WrongBlockOrder(Wrong):
         source_splits: Sequence[int] | None = None,
         *,
         async_op: bool = False,
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         pending = super().all_to_all(output, source, output_splits, source_splits, async_op=async_op)
         if output_splits is None:  # right with splits: only the even form is wrong
             output.copy_(output.view(self.size, -1).flip(0).reshape(output.shape))
@@ -164,7 +164,7 @@ class WrongBlockOrder(Wrong):
 
 
 class DroppedLastElement(Wrong):
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
         kept = output.reshape(-1)[-1:].clone()
         pending = super().all_gather(output, source, async_op=async_op)
         output.view(-1)[-1:] = kept
@@ -182,7 +182,7 @@ class StaleBuffer(Wrong):
         source_splits: Sequence[int] | None = None,
         *,
         async_op: bool = False,
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         last = getattr(self, "last", (None, None))
         pending = super().all_to_all(output, source, output_splits, source_splits, async_op=async_op)
         if last[0] is output:
@@ -193,7 +193,7 @@ class StaleBuffer(Wrong):
 
 
 class MissingRank(Wrong):
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
         if self.rank == self.size - 1 and tensor.numel() == 15 and op == "sum":
             tensor.zero_()
         return super().all_reduce(tensor, op, async_op=async_op)
@@ -202,7 +202,7 @@ class MissingRank(Wrong):
 class RankDependentBits(Wrong):
     """Every rank adds in an order of its own."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
         if op != "sum" or not tensor.dtype.is_floating_point or async_op:
             return super().all_reduce(tensor, op, async_op=async_op)
         parts = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
@@ -217,7 +217,7 @@ class BitsOfTheDay(Wrong):
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
-    ) -> Pending | None:
+    ) -> AsyncCall | None:
         if op != "sum" or not source.dtype.is_floating_point or async_op:
             return super().reduce_scatter(output, source, op, async_op=async_op)
         self.num_calls = getattr(self, "num_calls", 0) + 1
@@ -230,7 +230,7 @@ class BitsOfTheDay(Wrong):
 
 
 class ChangedInput(Wrong):
-    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> Pending | None:
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
         pending = super().all_gather(output, source, async_op=async_op)
         if pending is None and self.size > 1:
             source.zero_()
@@ -243,19 +243,19 @@ class NoBarrier(Wrong):
 
 
 class TakesAnything(Wrong):
-    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> Pending | None:
+    def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> AsyncCall | None:
         return super().broadcast(tensor, root % self.size, async_op=async_op)
 
 
 class SecondWaitHangs(Wrong):
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> Pending | None:
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
         pending = super().all_reduce(tensor, op, async_op=async_op)
         return None if pending is None else OneWait(pending)
 
 
 class OneWait:
-    def __init__(self, inner: Pending) -> None:
-        self.inner: Pending | None = inner
+    def __init__(self, inner: AsyncCall) -> None:
+        self.inner: AsyncCall | None = inner
 
     def wait(self) -> object:
         if self.inner is None:
@@ -267,7 +267,7 @@ class OneWait:
 class MessagesOvertake(Wrong):
     """Of two messages from the first rank to the last one, the second goes first."""
 
-    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> Pending | None:
+    def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
         if (self.rank, to) != (0, self.size - 1):
             return super().send(tensor, to, async_op=async_op)
         self.sent = [*getattr(self, "sent", []), tensor]

@@ -30,17 +30,10 @@ from commlayer.traces import recorder as recorder_module
 from commlayer.traces.analyse import Selected, Window, lane_times, lateness, plans, select
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
 from commlayer.traces.events import merged_events, rank_events, running
-from commlayer.traces.files import RankTrace, rank_name, rank_paths, read_folder, write_rank, write_trace
 from commlayer.traces.intervals import length, rows_without_overlap, union
-from commlayer.traces.recorder import (
-    CallRecord,
-    Mark,
-    Recorder,
-    StepRecord,
-    close_recorder,
-    open_recorder,
-    recorder,
-)
+from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
+from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder
+from commlayer.traces.records import CallRecord, Mark, StepRecord, rank_name
 
 MS = 1_000_000
 FAST = (200, 900)
@@ -875,9 +868,9 @@ def test_the_command_loads_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_write_rank_names_what_ran(tmp_path: Path) -> None:
+def test_the_file_of_a_rank_names_what_ran(tmp_path: Path) -> None:
     made = Recorder(tmp_path, 3, 4, job="ab")
-    write_rank(made)
+    made.close()
     (trace,) = read_folder(tmp_path)
     assert set(trace.versions) >= {"commlayer", "python", "torch"}
     assert (trace.rank, trace.pid, trace.error_ns) == (3, os.getpid(), -1)

@@ -16,7 +16,7 @@ import torch
 from commlayer.testing.check_pieces import FEW, WIDTH, Check, Claims, short
 from commlayer.testing.move_checks import MoveChecks
 from commlayer.testing.payload import expect_bits, expect_sum, fractions, integers, reduced, stale
-from commlayer.testing.verbs import Pending, ReduceOp, Verbs
+from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
 
 __all__ = ["checks"]
 
@@ -109,7 +109,7 @@ class _Checks(MoveChecks):
 
     def many_at_once(self, reverse: bool) -> None:
         """Calls of different verbs and sizes under way together: each must meet its like on the other ranks."""
-        under_way: list[tuple[Pending | None, torch.Tensor, torch.Tensor, str]] = []
+        under_way: list[tuple[AsyncCall | None, torch.Tensor, torch.Tensor, str]] = []
         for turn in range(4):
             rows = 1 + 64 * (turn % 2)
             whole = self.join([self.block(rows, torch.float32, a, turn) for a in range(self.n)])

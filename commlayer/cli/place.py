@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from commlayer.cli.parameters import DURATION_US
+from commlayer.cli.option_types import DURATION_US
 from commlayer.cli.tables import echo
 from commlayer.profiles.errors import ProfileMismatchError, UsageError
 from commlayer.profiles.topology import Topology

@@ -163,7 +163,7 @@ def _nccl(section: str, torch: Any) -> Finding:
 
 
 def _network() -> list[Finding]:
-    from commlayer.cli.network import gloo_address, interfaces
+    from commlayer.cli.interfaces import gloo_address, interfaces
 
     section = "Network"
     found = [Finding(section, "ok", f"interface {each.name}", each.describe()) for each in interfaces()]

@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeVar, overload
 from commlayer.emulation.collect import RunResult, run_jobs
 from commlayer.emulation.fabric import Fabric
 from commlayer.emulation.jobs import ClusterLayout, make_jobs, pick_port
-from commlayer.emulation.launch import masked_signals
 from commlayer.emulation.modes import Mode, checked_count, decide_mode, link_spec
 from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
+from commlayer.emulation.rank_process import masked_signals
 from commlayer.emulation.ranks import RankJob
 from commlayer.emulation.requests import KEEP, Keep, shape_message
 from commlayer.emulation.rights import rights

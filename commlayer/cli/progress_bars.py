@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from commlayer.cli.launch import is_first
+from commlayer.cli.place import is_first
 from commlayer.profiles.printable import printable
 
 __all__ = ["progress", "progress_of"]

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import re
-import socket
-import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file, replacing
 from commlayer.traces.clock import ClockReading, to_job_ns
-from commlayer.traces.recorder import CallRecord, Mark, rank_name
+from commlayer.traces.records import CallRecord, Mark, rank_name
 
-if TYPE_CHECKING:
-    from commlayer.traces.recorder import Recorder
-
-__all__ = ["TRACE_FORMAT", "RankTrace", "rank_name", "rank_paths", "read_folder", "write_rank", "write_trace"]
+__all__ = ["TRACE_FORMAT", "RankTrace", "installed_versions", "rank_paths", "read_folder", "write_trace"]
 
 TRACE_FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)(?:-(\d+))?\.json")
@@ -81,28 +75,8 @@ class _Probe(msgspec.Struct):
     commlayer: _Head
 
 
-def write_rank(recorder: Recorder) -> None:
-    """Write the recorder's file. Raises OSError."""
-    from commlayer.traces.events import rank_events
-
-    trace = RankTrace(
-        job=recorder.job,
-        rank=recorder.rank,
-        world_size=recorder.world_size,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        versions=_versions(),
-        readings=tuple(recorder.readings),
-        opened_ns=recorder.opened_ns,
-        closed_ns=time.perf_counter_ns(),
-        num_dropped=recorder.num_dropped,
-        calls=tuple(recorder.calls),
-        marks=tuple(recorder.marks),
-    )
-    write_trace(recorder.path, rank_events(trace), commlayer=trace)
-
-
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a trace names, those that are installed."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
