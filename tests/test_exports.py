@@ -130,11 +130,6 @@ EACH_HAS_ITS_OWN = {
 }
 """Names that say the same of each module that has them."""
 
-TO_BE_RENAMED = {
-    *("Task",),
-}
-"""This list only shrinks: who renames one of two takes it out here, and nobody adds one. The aim is none."""
-
 
 def meanings(modules: list[ModuleType]) -> Meanings:
     """For each public name the different things that it stands for, each with the modules that have it in ``__all__``."""
@@ -151,7 +146,7 @@ def doubled(modules: list[ModuleType]) -> dict[str, list[set[str]]]:
 
 def test_a_public_name_stands_for_one_thing() -> None:
     found = doubled([importlib.import_module(name) for name in MODULES])
-    more = {name: where for name, where in found.items() if name not in TO_BE_RENAMED | EACH_HAS_ITS_OWN.keys()}
+    more = {name: where for name, where in found.items() if name not in EACH_HAS_ITS_OWN}
     assert more == {}, "one name for several things: rename all of them but one"
 
 

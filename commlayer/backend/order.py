@@ -20,7 +20,7 @@ from commlayer.backend.recording import new_record, run_recorded, waiting
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
-from commlayer.engine.progress import DONE, ProgressQueue, QueuedWork, Task
+from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
@@ -55,7 +55,7 @@ class Order:
 
     # Issuing
 
-    def issue(self, opts: Any, label: str, outputs: Any, task: Task, *args: Any) -> Work:
+    def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
         if self.inner.signatures is not None:
             task, args = self.or_say_refused, (label, task, *args)
@@ -69,7 +69,7 @@ class Order:
         return self._enqueue(opts, label, outputs, task, args)
 
     def _issue_recorded(
-        self, recording: Recorder, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]
+        self, recording: Recorder, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]
     ) -> Work:
         record = new_record(self.inner.planned, self.lane_name, self.members.describe(), label)
         recording.add(record)
@@ -83,7 +83,7 @@ class Order:
             work.watch = partial(waiting, recording, record)
         return work
 
-    def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
+    def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
         call = self.lane.enter(outputs)
         try:
             return self._enqueue(opts, label, outputs, _leaving, (call, task, *args))
@@ -91,7 +91,7 @@ class Order:
             lanes().leave(call)
             raise
 
-    def _enqueue(self, opts: Any, label: str, outputs: Any, task: Task, args: tuple[Any, ...]) -> Work:
+    def _enqueue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
         latest = self.latest
         if not opts.asyncOp:
             if latest is not None:
@@ -152,7 +152,7 @@ class Order:
         raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")
 
 
-def _leaving(call: Issued, task: Task, *args: Any) -> None:
+def _leaving(call: Issued, task: QueuedCall, *args: Any) -> None:
     try:
         task(*args)
     finally:

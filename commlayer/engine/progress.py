@@ -26,9 +26,11 @@ from torch._C._distributed_c10d import Work
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
-__all__ = ["DONE", "ProgressQueue", "QueuedWork", "StreamWork", "Task", "too_long"]
+__all__ = ["DONE", "ProgressQueue", "QueuedCall", "QueuedWork", "StreamWork", "too_long"]
 
-Task = Callable[..., object]
+QueuedCall = Callable[..., object]
+"""A call that the queue runs in its turn, with the arguments that were queued beside it."""
+
 Outputs = Any
 """The value of a future: a list of tensors, or for the ``coalesced`` gathers a list of lists."""
 
@@ -191,7 +193,7 @@ class ProgressQueue:
         self._counting = threading.Lock()  # guards the counter, and the order of the queue
         self.futures_lock = threading.Lock()
         self.pending = 0  # calls that are queued or under way
-        self._tasks: SimpleQueue[tuple[QueuedWork, Task, tuple[Any, ...]] | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[QueuedWork, QueuedCall, tuple[Any, ...]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._thread_id = 0
         self._closed = False
@@ -201,7 +203,7 @@ class ProgressQueue:
     def is_progress_thread(self) -> bool:
         return threading.get_ident() == self._thread_id
 
-    def run(self, label: str, task: Task, args: tuple[Any, ...]) -> None:
+    def run(self, label: str, task: QueuedCall, args: tuple[Any, ...]) -> None:
         """Run ``task(*args)`` after everything that was submitted before, and return when it has ended."""
         if self.pending and not self.is_progress_thread():
             self.submit(label, None, task, args).wait()
@@ -209,7 +211,7 @@ class ProgressQueue:
         with self._running:
             task(*args)
 
-    def submit(self, label: str, outputs: Outputs, task: Task, args: tuple[Any, ...]) -> QueuedWork:
+    def submit(self, label: str, outputs: Outputs, task: QueuedCall, args: tuple[Any, ...]) -> QueuedWork:
         """Queue ``task(*args)``; on the progress thread itself, run it at once.
 
         Raises GroupError after the group's end, InternalError where the progress thread has died.
@@ -296,7 +298,7 @@ class ProgressQueue:
         error.__cause__ = cause
         return error
 
-    def _run_item(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:
+    def _run_item(self, work: QueuedWork, task: QueuedCall, args: tuple[Any, ...]) -> None:
         try:
             self._execute(work, task, args)  # with the callbacks of its future
         finally:
@@ -304,7 +306,7 @@ class ProgressQueue:
                 self.pending -= 1
             work.open()  # last, so that a caller who then makes a synchronous call finds nothing queued
 
-    def _execute(self, work: QueuedWork, task: Task, args: tuple[Any, ...]) -> None:
+    def _execute(self, work: QueuedWork, task: QueuedCall, args: tuple[Any, ...]) -> None:
         error: BaseException | None = None
         try:
             with self._running:
