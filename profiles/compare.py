@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from commlayer.profiles.curve import Curve
-
-if TYPE_CHECKING:
-    from commlayer.profiles.profile import Profile
+from commlayer.profiles.profile import Profile
 
 __all__ = ["Difference", "diff"]
 

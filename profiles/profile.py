@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from commlayer.profiles.compare import Difference, diff
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, ProfileError, ProfileMismatchError, ProfileNotFoundError
 from commlayer.profiles.files import read_file, write_file
@@ -28,11 +27,9 @@ from commlayer.profiles.topology import Topology
 __all__ = [
     "PROFILE_FORMAT",
     "VERSION",
-    "Difference",
     "Interference",
     "Profile",
     "check_shape",
-    "diff",
     "parse_profile",
     "read_profile",
 ]

@@ -11,10 +11,11 @@ import click
 from commlayer.cli.option_types import PICTURE, PROFILE, json_option
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles import catalog
+from commlayer.profiles.compare import diff
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.profile import Profile, diff
+from commlayer.profiles.profile import Profile
 from commlayer.profiles.sampling import doubts
 from commlayer.units import format_bytes
 
