@@ -52,7 +52,12 @@ class Encodings:
         self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int], codec: Codec
     ) -> Work:
         """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns."""
-        return self._begin(plan, source, target, lambda: self._encoded.run(plan, source, target, blocks, codec))
+        return self._begin(
+            plan,
+            source,
+            target,
+            lambda: self._encoded.run(plan, source, target, blocks, codec, record=self._order.record),
+        )
 
     def start_exchange(
         self,
@@ -64,7 +69,10 @@ class Encodings:
     ) -> Work:
         """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
         return self._begin(
-            plan, source, target, lambda: self._encoded.run_exchange(plan, source, target, splits, codec)
+            plan,
+            source,
+            target,
+            lambda: self._encoded.run_exchange(plan, source, target, splits, codec, record=self._order.record),
         )
 
     def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:

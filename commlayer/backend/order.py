@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from time import perf_counter_ns as now
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
-from commlayer.backend.recording import new_record, run_recorded, waiting
+from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.lanes import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
@@ -25,6 +26,7 @@ from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
 from commlayer.traces.recorder import Recorder, recorder
+from commlayer.traces.records import CallRecord
 from commlayer.transport.nccl import Inner
 from commlayer.transport.nccl import use_lane as use_nccl_lane
 
@@ -38,7 +40,8 @@ class Order:
     """One group's calls, in the order in which the program makes them, the same on all ranks.
 
     ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the works of an open coalesced block;
-    ``sequence``: how many collectives this rank has run. ``needs_look``: calls have plans or signatures to look at.
+    ``sequence``: how many collectives this rank has run; ``record``: of the one that runs now, where calls are recorded.
+    ``needs_look``: calls have plans or signatures to look at.
     """
 
     def __init__(self, members: Members, inner: InnerGroups, *, needs_look: bool) -> None:
@@ -48,6 +51,7 @@ class Order:
         self.latest: IssuedWork | None = None
         self.coalescing: list[Work] | None = None
         self.sequence = 0
+        self.record: CallRecord | None = None
         self.is_watched = False  # a lane or a recorder wants to see calls
         self.is_direct = (
             False  # until the lane is known, at the first call: torch describes a group after it has made it
@@ -73,15 +77,23 @@ class Order:
     ) -> Work:
         record = new_record(self.inner.planned, self.lane_name, self.members.describe(), label)
         recording.add(record)
-        args = self.inner.planned, record, task, *args
+        args = record, task, *args
         issue = self._issue_on_lane if self.lane.is_on else self._enqueue
         if not opts.asyncOp:
-            waiting(recording, record, lambda: issue(opts, label, outputs, run_recorded, args))
+            waiting(recording, record, lambda: issue(opts, label, outputs, self._run_recorded, args))
             return DONE
-        work = issue(opts, label, outputs, run_recorded, args)
+        work = issue(opts, label, outputs, self._run_recorded, args)
         if isinstance(work, QueuedWork):
             work.watch = partial(waiting, recording, record)
         return work
+
+    def _run_recorded(self, record: CallRecord, task: Callable[..., object], *args: Any) -> None:
+        """``task(*args)``, one call of the group, whose record it fills in."""
+        self.record, record.start_ns = record, now()
+        try:
+            task(*args)
+        finally:
+            self.record, record.end_ns = None, now()
 
     def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
         call = self.lane.enter(outputs)

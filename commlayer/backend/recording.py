@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from commlayer.engine.planned import PlannedGroup
-from commlayer.engine.tracing import Recorded
 from commlayer.failures.waits import Board, Watched
 from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder
-from commlayer.traces.records import CallRecord, StepRecord
+from commlayer.traces.records import CallRecord
 
-__all__ = ["begin", "end", "fill_flat", "fill_plan", "new_record", "run_recorded", "waiting"]
+__all__ = ["begin", "end", "fill_flat", "fill_plan", "new_record", "waiting"]
 
 _END_S = 10.0
 """For how long a rank waits at the end for the others, to compare clocks once more."""
@@ -37,17 +36,6 @@ def new_record(planned: PlannedGroup, lane: str, description: str, collective: s
     group = description if description and description != "undefined" else planned.name
     me = planned.global_ranks[planned.rank]
     return CallRecord(lane, group, planned.global_ranks, me, 0, collective, "flat", 0, now())
-
-
-def run_recorded(planned: PlannedGroup, record: CallRecord, task: Callable[..., object], *args: Any) -> None:
-    """``task(*args)``, one call of the group, which fills in what the group has as ``planned.record`` meanwhile."""
-    planned.record = record
-    record.start_ns = now()
-    try:
-        task(*args)
-    finally:
-        record.end_ns = now()
-        planned.record = None
 
 
 def waiting(recorder: Recorder, record: CallRecord, wait: Callable[[], object]) -> None:
@@ -71,25 +59,13 @@ def fill_flat(planned: PlannedGroup, record: CallRecord, sequence: int, num_byte
 def fill_plan(
     planned: PlannedGroup, record: CallRecord, sequence: int, plan: Plan, num_bytes: int, sent: tuple[int, int]
 ) -> None:
-    """A planned call that has ended; its steps are those that ``planned`` has seen."""
+    """A planned call that has ended; its steps are in ``record`` already."""
     record.sequence, record.logical_bytes = sequence, num_bytes
     record.plan, record.wire = plan.name, str(plan.wire)
     record.inter_bytes, record.intra_bytes = sent
-    seen, planned.seen = planned.seen, None
-    if seen is not None:
-        found, step_bytes = seen
-        record.held_ns = found.held_ns
-        record.steps = _steps(plan, found, step_bytes)
     timeline = planned.predicted(plan)
     if timeline is not None:
         record.predicted, record.predicted_us = timeline.spans, timeline.total_us
-
-
-def _steps(plan: Plan, found: Recorded, step_bytes: list[int]) -> tuple[StepRecord, ...]:
-    return tuple(
-        StepRecord(step.op.value, step.resource.value, step.chunk, step.bytes, sent, *times)
-        for step, sent, times in zip(plan.steps, step_bytes, found.steps, strict=True)
-    )
 
 
 class _Opener(NamedTuple):

@@ -93,7 +93,7 @@ class Calls:
         sent: tuple[int, int] = _UNKNOWN,
     ) -> None:
         """The inner backend's own call. ``args[-1]`` are its options; ``sent``: the bytes it sends (inter and intra of Row)."""
-        order, record = self.order, self.inner.planned.record
+        order, record = self.order, self.order.record
         if record is None:
             order.lane.hold(num_bytes)
         else:
@@ -211,21 +211,20 @@ class Calls:
         root: int = 0,
     ) -> None:
         """Run a plan on contiguous tensors."""
-        planned = self.inner.planned
-        self.order.sequence += 1
+        run, order = self.inner.planned.run, self.order
+        order.sequence += 1
         started = now()
         if _profiling():
             with _record(f"commlayer:{collective} {plan.name}"):
-                sent = planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+                sent = run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts), record=order.record)
         else:
-            sent = planned.run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts))
+            sent = run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts), record=order.record)
         self.count_plan(plan, collective, num_bytes, now() - started, sent)
 
     def count_plan(
         self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int] = (-1, -1)
     ) -> None:
         """Count and record a planned call that has ended. ``sent``: bytes between nodes, and inside this one."""
-        planned = self.inner.planned
-        if planned.record is not None:
-            fill_plan(planned, planned.record, self.order.sequence, plan, num_bytes, sent)
+        if self.order.record is not None:
+            fill_plan(self.inner.planned, self.order.record, self.order.sequence, plan, num_bytes, sent)
         self.counters.planned[collective, plan.name].add(num_bytes, spent_ns, *sent)

@@ -19,6 +19,7 @@ from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
 from commlayer.scheduler.group_moves import Group
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Plan
+from commlayer.traces.records import CallRecord
 from commlayer.wire.codecs import Codec
 
 if TYPE_CHECKING:
@@ -79,10 +80,12 @@ class EncodedGroup:
         codec: Codec,
         *,
         timeout_s: float | None = None,
+        record: CallRecord | None = None,
     ) -> Sent:
         """Run an all_gather, reduce_scatter or all_reduce (then source is target); returns when the output may be used.
 
-        Contiguous tensors; ``blocks[k]``: bytes of the tensor that member k owns, whole rows. Sums are FP32.
+        Contiguous tensors; ``blocks[k]``: bytes of the tensor that member k owns, whole rows. Sums are FP32. ``record``: see
+        :meth:`PlannedGroup.run`.
         Raises NonFiniteError as the codec does, after telling the others; PeerError, CollectiveTimeoutError.
         """
         planned = self._planned
@@ -95,7 +98,7 @@ class EncodedGroup:
             call = planned.runner.start(
                 transport, prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec)
             )
-            planned.drive(prepared, call, limit)
+            planned.drive(prepared, call, limit, record)
             return prepared.sent
 
     @torch.inference_mode()
@@ -108,6 +111,7 @@ class EncodedGroup:
         codec: Codec,
         *,
         timeout_s: float | None = None,
+        record: CallRecord | None = None,
     ) -> Sent:
         """Run an all_to_all: ``splits``: bytes of ``source`` that go to each member, of ``target`` that come from each.
 
@@ -122,7 +126,7 @@ class EncodedGroup:
             limit = timeout_s or planned.timeout_s
             data = as_bytes(source), as_bytes(target)
             call = planned.runner.start(transport, prepared, *data, limit, None, _RowCoder(codec))
-            planned.drive(prepared, call, limit)
+            planned.drive(prepared, call, limit, record)
             return prepared.sent
 
     @torch.inference_mode()

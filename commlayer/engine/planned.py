@@ -22,7 +22,7 @@ from commlayer.engine.lanes import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reductions import reducer
 from commlayer.engine.runner import Prepared, Runner, Sent, drive, require_tags
-from commlayer.engine.tracing import Recorded, recorded
+from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
 from commlayer.failures.endings import bury
@@ -93,8 +93,6 @@ class PlannedGroup:
         self._agreed: AgreedMaximum | None = None
         self.runner = Runner()
         self.level = 0
-        self.record: CallRecord | None = None  # of the call under way, where calls are recorded
-        self.seen: tuple[Recorded, list[int]] | None = None  # when its steps ran, and what each has sent, bytes
         self._edges: dict[int, tuple[Plan, tuple[tuple[float, bool], ...]]] = {}
 
     def use_lane(self, lane: str, is_cut: bool) -> None:
@@ -169,8 +167,9 @@ class PlannedGroup:
         op: str = "sum",
         root: int = 0,
         timeout_s: float | None = None,
+        record: CallRecord | None = None,
     ) -> Sent:
-        """Run ``plan``; returns what this rank has sent, when the output may be used.
+        """Run ``plan``; returns what this rank has sent, when the output may be used. ``record`` gets its steps' times.
 
         Contiguous tensors of one dtype. all_gather: source [s], target [n·s]; reduce_scatter: source [n·s], target [s];
         all_reduce and broadcast: source is target, in place. ``op``: sum, product, min, max, band, bor, bxor.
@@ -186,22 +185,21 @@ class PlannedGroup:
                 output = as_bytes(target)
                 data = output if source is target else as_bytes(source)
                 call = self.runner.start(transport, prepared, data, output, limit_s, reducer(source.dtype, op))
-                self.drive(prepared, call, limit_s)
+                self.drive(prepared, call, limit_s, record)
             except BaseException as error:
                 self.tell(error)
                 raise
         return prepared.sent
 
-    def drive(self, prepared: Prepared, call: Call, timeout_s: float) -> None:
-        """Run a call that has been started to its end, held where others go first, and seen where calls are recorded."""
+    def drive(self, prepared: Prepared, call: Call, timeout_s: float, record: CallRecord | None = None) -> None:
+        """Run a call that has been started to its end, held where others go first. ``record`` gets the times of its steps."""
         plan = prepared.plan
         gate = self.gate(plan, timeout_s) if self.level else None
-        if self.record is None:
+        if record is None:
             drive(plan, call, gate)
             call.finish()
         else:
-            sent = [sum(message.region.size for message in moves.sends) for moves in prepared.steps]
-            self.seen = recorded(plan, call, gate), sent
+            record_steps(record, prepared, recorded(plan, call, gate))
 
     def predicted(self, plan: Plan) -> Timeline | None:
         """The plan's timeline by the profile; None without one, or where it does not know its operations."""

@@ -15,13 +15,24 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.engine.runner import GridRunner, drive
+from commlayer.engine.runner import GridRunner, Prepared, drive
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
+from commlayer.traces.records import CallRecord, StepRecord
 from commlayer.transport.contract import Call
 
-__all__ = ["Recorded", "RecordedCall", "StepTimes", "recorded", "recorded_whole", "traced", "traced_on_grid"]
+__all__ = [
+    "Recorded",
+    "RecordedCall",
+    "StepTimes",
+    "record_steps",
+    "recorded",
+    "recorded_whole",
+    "traced",
+    "traced_on_grid",
+]
 
 
 class StepTimes(NamedTuple):
@@ -149,6 +160,19 @@ def recorded(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -
     for each resource. Raises what the call or the gate raises.
     """
     return _driven(plan, call, gate).recorded
+
+
+def record_steps(record: CallRecord, prepared: Prepared, found: Recorded) -> None:
+    """Write into ``record`` of a planned call when its steps ran, what each sent, and for how long they were held."""
+    record.held_ns = found.held_ns
+    record.steps = tuple(
+        StepRecord(step.op.value, step.resource.value, step.chunk, step.bytes, _num_sent(moves), *times)
+        for step, moves, times in zip(prepared.plan.steps, prepared.steps, found.steps, strict=True)
+    )
+
+
+def _num_sent(moves: Moves) -> int:
+    return sum(message.region.size for message in moves.sends)
 
 
 def recorded_whole(run: Callable[[], None]) -> Recorded:
