@@ -35,7 +35,7 @@ from moe_tables import ratios
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
-from commlayer.engine.lanes import lanes
+from commlayer.engine.lane_holds import lanes
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh

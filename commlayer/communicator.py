@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
 from commlayer.agree.signature import Signature, check_signatures, signature
-from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
 from commlayer.engine.runner import GridRunner

@@ -21,7 +21,7 @@ curves were measured with all of them at it.
   pre-empted, so a higher lane finds so many chunks in its way at most. While a call is held nothing behind that step in
   its plan is posted either, as in the executor, whose one loop is where it is held.
 
-Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.engine.lanes`, by
+Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.engine.lane_holds`, by
 which a higher call that waits for a late rank stops holding others.
 
 Rejected: priority as a share of the link (weights). No link here obeys one, and the runtime can only delay what it has
@@ -401,7 +401,7 @@ class _Clock:
         longest = longest_hold_us(state.loads[index].alone_us, self._policy)
         if longest <= 0:
             return True
-        # Several groups of a lane share what the lane keeps, as commlayer.engine.lanes does it: each has its own place in time.
+        # Several groups of a lane share what the lane keeps, as commlayer.engine.lane_holds has it: each in its own time.
         due = self._next_due[state.level] = max(self.now, self._next_due[state.level]) + longest
         state.held, state.held_since, state.due = index, self.now, due
         return False

@@ -28,7 +28,7 @@ from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
-from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource

@@ -19,7 +19,7 @@ from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
-from commlayer.engine.lanes import lanes
+from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.descriptors import of_gloo, require
@@ -162,11 +162,12 @@ class _Connector:
             return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
 
     def connecting(self, purpose: str) -> AbstractContextManager[None]:
-        """What breaks inside is told to the other ranks, and raised with the name of the rank that failed first."""
+        """Guard a block in which the group is made: a failure is told to the other ranks, and raised with the name of
+        the rank that failed first."""
         return self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds())
 
     def agreed(self, gloo: Any, *, is_default: bool) -> world.World:
-        """What all ranks of the job have agreed on, or those of this group do now."""
+        """Return the agreement of all ranks of the job; where there is none yet, the ranks of this group agree now."""
         job = None if is_default else world.current()
         if job is None:
             with self.connecting("what all ranks must agree on"):
@@ -191,7 +192,7 @@ class _Connector:
         return planned
 
     def signatures(self, planned: PlannedGroup) -> SignatureCheck | None:
-        """What compares calls, where that is asked for."""
+        """Make the comparison of calls where COMMLAYER_DEBUG asks for one; else None."""
         if planned.settings.debug != "detail" and get_debug_level() != DebugLevel.DETAIL:
             return None
         control = self.gloo("control")

@@ -19,7 +19,7 @@ from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.works import IssuedWork
-from commlayer.engine.lanes import Issued, lanes
+from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
 from commlayer.profiles.errors import TensorError, UsageError
@@ -207,7 +207,7 @@ class GroupLane:
         return name if is_cut and level_of(name) else ""
 
     def enter(self, outputs: Any) -> Issued:
-        """A call with these outputs is issued; :meth:`commlayer.engine.lanes.Lanes.leave` takes what is returned."""
+        """A call with these outputs is issued; :meth:`commlayer.engine.lane_holds.Lanes.leave` takes what is returned."""
         expected_s = _num_bytes(outputs) / self._bytes_per_s if self._bytes_per_s else None
         return lanes().enter(self.level, expected_s, crosses=self._crosses)
 

@@ -281,7 +281,7 @@ _DOUBTS = {
 
 
 def _decision(section: str, profile: Profile) -> Finding:
-    from commlayer.cli.traffic import traffic_for
+    from commlayer.cli.traffic_options import traffic_for
     from commlayer.scheduler.choose import choose
     from commlayer.units import format_bytes
 

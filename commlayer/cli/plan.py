@@ -19,7 +19,7 @@ from commlayer.cli.plan_options import (
     traffic_options,
 )
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.cli.traffic import group_traffic, size_of, traffic_for, wires_for, words
+from commlayer.cli.traffic_options import group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file

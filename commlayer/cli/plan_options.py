@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from commlayer.cli.option_types import BYTES, PROFILE, in_order
-from commlayer.cli.traffic import GROUPS
+from commlayer.cli.traffic_options import GROUPS
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.choose import Decision, Policy
 from commlayer.scheduler.plan import Gather, Strategy

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from commlayer.engine.plain import as_bytes
-from commlayer.engine.reductions import reducer
+from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Prepared, Sent, drive, require_tags
 from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves

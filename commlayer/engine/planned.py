@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 
 from commlayer.agree.maximum import AgreedMaximum
 from commlayer.engine.choices import Choices
-from commlayer.engine.lanes import Gate, lanes
+from commlayer.engine.lane_holds import Gate, lanes
 from commlayer.engine.plain import as_bytes
-from commlayer.engine.reductions import reducer
+from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Prepared, Runner, Sent, drive, require_tags
 from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client

@@ -181,7 +181,7 @@ class FailureBoard:
         return RuntimeError("Connection closed: another rank of the group has failed")
 
     def others(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Those of ``ranks`` that are not this one."""
+        """Leave this rank out of ``ranks``: those of a failed wait name the others only."""
         return tuple(rank for rank in ranks if rank != self.rank)
 
     @contextlib.contextmanager

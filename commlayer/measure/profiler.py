@@ -194,7 +194,7 @@ def num_points(options: SweepOptions, topology: Topology) -> int:
 
 
 class _Sweep(NamedTuple):
-    """What is measured, over which sizes, and how often."""
+    """One sweep: the probe, its sizes, and how often each is timed."""
 
     probe: Probe
     sizes: tuple[int, ...]

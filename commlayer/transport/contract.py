@@ -37,7 +37,7 @@ Buffers = Mapping[Buffer, torch.Tensor]
 Whole = Callable[[torch.Tensor, torch.Tensor], None]
 """Runs a plan from source to target, both 1-D uint8 [bytes]."""
 Reducer = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
-"""Reduces sources into a target, 1-D uint8 [bytes] that hold elements of the call's dtype; see engine/reductions.py."""
+"""Reduces sources into a target, 1-D uint8 [bytes] that hold elements of the call's dtype; see engine/reducers.py."""
 
 
 class SizeMismatch(RuntimeError):

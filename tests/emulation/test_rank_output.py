@@ -1,4 +1,4 @@
-"""What ranks print is passed on line by line, behind a prefix, in whatever pieces it comes."""
+"""Output of ranks is passed on line by line, behind a prefix, in whatever pieces it comes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.backend.batches import Batches
 from commlayer.collectives import GroupCommunicator
-from commlayer.engine.lanes import lanes
+from commlayer.engine.lane_holds import lanes
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.gloo import GlooCall

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from commlayer.engine.lanes import Gate, Lanes
+from commlayer.engine.lane_holds import Gate, Lanes
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Peaks, Resource

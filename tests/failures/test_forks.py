@@ -25,7 +25,7 @@ import commlayer
 import commlayer.backend.create
 import commlayer.measure.calibrate  # before the fork: ranks then start in milliseconds
 from commlayer import Communicator
-from commlayer.engine.lanes import lanes
+from commlayer.engine.lane_holds import lanes
 from commlayer.failures import forks
 from commlayer.profiles.errors import GroupError
 from commlayer.statistics import GroupCounters
