@@ -199,6 +199,12 @@ class Cycles:
         assert x[0] == self.size
         dist.destroy_process_group()
 
+    def meet(self, where: str) -> None:
+        """Wait on the store until all ranks have come here; no call of a group is in flight meanwhile."""
+        self.store.add(where, 1)
+        while self.store.add(where, 0) < self.size:
+            time.sleep(0.01)
+
     def end(self) -> None:
         """Rank 0 holds the store."""
         self.store.add("ended", 1)
@@ -252,7 +258,7 @@ def test_a_destroyed_group_gives_back_threads_and_descriptors(emulated_cluster: 
             del direct
         during = held()
         if how == "abort":
-            dist.barrier()
+            cycles.meet("all have reduced")  # who has left a barrier of the group may end it before others have
             dist.group.WORLD.abort()  # type: ignore[union-attr]
         del group
         dist.destroy_process_group()
