@@ -94,7 +94,7 @@ def ways(
         return summed
 
     def by(group: PlannedGroup) -> torch.Tensor:
-        plan = group.plan(collective, num_bytes)
+        plan = group.choices.plan(collective, num_bytes)
         assert plan is not None  # it is forced
         if collective == "all_gather":
             group.run(plan, part, gathered)

@@ -94,7 +94,7 @@ class Groups:
 
     def plan(self, way: str) -> Plan:
         group = self.of(way)[0]
-        plan: Plan = group._planned.plan("all_reduce", GRADIENTS, is_float=True)
+        plan: Plan = group._planned.choices.plan("all_reduce", GRADIENTS, is_float=True)
         return plan
 
 

@@ -7,7 +7,7 @@ step, wait for the steps it names in ``after``, then post it. A resource does on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -228,21 +228,19 @@ class Plan:
     steps: tuple[Step, ...]
     wire: Wire = NATIVE
     pieces: int = 1
+    name: str = field(init=False, repr=False, compare=False)
+    """``flat``; ``pipelined×4`` when there is more than one chunk; ``pipelined×4÷2`` where each crosses nodes in two pieces;
+    ``pipelined×4/bf16`` where the wire has another format."""
 
     def __post_init__(self) -> None:
+        name = self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
+        name = name if self.pieces == 1 else f"{name}÷{self.pieces}"
+        object.__setattr__(self, "name", name if self.wire.is_native else f"{name}/{self.wire}")
         for index, step in enumerate(self.steps):
             if any(not 0 <= earlier < index for earlier in step.after):
                 raise InternalError(
                     f"step {index} of {self.name} waits for {step.after}: only earlier steps may be named"
                 )
-
-    @property
-    def name(self) -> str:
-        """``flat``; ``pipelined×4`` when there is more than one chunk; ``pipelined×4÷2`` where each crosses nodes in two pieces;
-        ``pipelined×4/bf16`` where the wire has another format."""
-        name = self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
-        name = name if self.pieces == 1 else f"{name}÷{self.pieces}"
-        return name if self.wire.is_native else f"{name}/{self.wire}"
 
     @property
     def is_chunked(self) -> bool:

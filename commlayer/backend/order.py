@@ -70,7 +70,10 @@ class Order:
             return self._issue_recorded(recording, opts, label, outputs, task, args)
         if self.lane.is_on:
             return self._issue_on_lane(opts, label, outputs, task, args)
-        return self._enqueue(opts, label, outputs, task, args)
+        if opts.asyncOp or self.latest is not None:
+            return self._enqueue(opts, label, outputs, task, args)
+        self.progress.run(label, task, args)
+        return DONE
 
     def _issue_recorded(
         self, recording: Recorder, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]

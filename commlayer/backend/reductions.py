@@ -64,7 +64,7 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if plan is None:
         calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
-        _reduce_by_plan(calls, plan, "all_reduce", num_bytes, plain_row(tensor), plain_row(tensor), op, opts)
+        _reduce_by_plan(calls, plan, "all_reduce", num_bytes, tensor, tensor, op, opts)
 
 
 def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns as now
@@ -32,6 +33,7 @@ __all__ = ["Calls", "Refused"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
+_UNSEEN = nullcontext()
 _EVEN, _UNKNOWN = Row.EVEN, (Row.UNKNOWN, 0)
 _REFUSAL = "Cannot use ReduceOp"
 """How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
@@ -73,7 +75,7 @@ class Calls:
         """
         plan = None
         if plannable and self.is_planning and tensor is not None:
-            plan = self.inner.planned.plan(collective, num_bytes, is_float=tensor.dtype.is_floating_point)
+            plan = self.inner.planned.choices.plan(collective, num_bytes, is_float=tensor.dtype.is_floating_point)
         if self.inner.signatures is not None:
             from_rank = None if root is None else self.members.global_ranks[root]
             call = described(collective, tensor, num_bytes, op, from_rank, sizes, plan)
@@ -213,12 +215,9 @@ class Calls:
         """Run a plan on contiguous tensors."""
         run, order = self.inner.planned.run, self.order
         order.sequence += 1
-        started = now()
-        if _profiling():
-            with _record(f"commlayer:{collective} {plan.name}"):
-                sent = run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts), record=order.record)
-        else:
-            sent = run(plan, source, target, op=op, root=root, timeout_s=timeout_of(opts), record=order.record)
+        started, timeout_s = now(), opts.timeout.total_seconds()
+        with _record(f"commlayer:{collective} {plan.name}") if _profiling() else _UNSEEN:
+            sent = run(plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), record=order.record)
         self.count_plan(plan, collective, num_bytes, now() - started, sent)
 
     def count_plan(

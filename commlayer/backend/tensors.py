@@ -55,8 +55,12 @@ def real(x: torch.Tensor) -> torch.Tensor:
 
 def reals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """:func:`real` of all of them; the same list where nothing is to be done. Whatever holds tensors is taken, as Gloo does."""
-    if type(tensors) is list and all(type(x) is torch.Tensor and not x.requires_grad for x in tensors):
-        return tensors
+    if type(tensors) is list:
+        for x in tensors:  # not all(…), which makes a generator for what is mostly one tensor
+            if type(x) is not torch.Tensor or x.requires_grad:
+                break
+        else:
+            return tensors
     return [real(x) for x in tensors]
 
 

@@ -92,12 +92,15 @@ class Choices:
         if self.size == 1 or (is_plain and self.planner is None and self._forced is None and not self._is_ordered):
             return None
         is_ordered = self._is_ordered and is_float and collective in _SUMS
-        key = collective, num_bytes, is_ordered, wires, element_bytes, self.lane if lane is None else lane
+        lane = self.lane if lane is None else lane
+        # Hashing a wire is a call of Python, which a plain tensor's call need not pay.
+        key = collective, num_bytes, is_ordered, lane, None if is_plain else (wires, element_bytes)
         found = self._plans.get(key)
         if found is None:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            found = self._plans[key] = self._decide(self._traffic(*key))
+            traffic = self._traffic(collective, num_bytes, is_ordered, wires, element_bytes, lane)
+            found = self._plans[key] = self._decide(traffic)
         if isinstance(found, str):
             self.reasons[found] += 1
             return None

@@ -13,13 +13,14 @@ import torch
 
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
-from commlayer.engine.runner import Prepared, Sent, drive, require_tags
+from commlayer.engine.runner import Sent
 from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
 from commlayer.scheduler.group_moves import Group
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.traces.records import CallRecord
+from commlayer.transport.contract import Memory
 from commlayer.wire.codecs import Codec
 
 if TYPE_CHECKING:
@@ -90,14 +91,11 @@ class EncodedGroup:
         """
         planned = self._planned
         with _telling(planned, source, codec.wire.row_elements):
-            transport = planned.connect_messages()
-            owned = tuple(blocks)
-            prepared = planned.runner.prepared(plan, owned, lambda plan: self._prepare(plan, owned))
+            runner, owned = planned.connect_messages(), tuple(blocks)
+            prepared = runner.prepared(plan, owned, lambda: self._moves(plan, owned))
             limit = timeout_s or planned.timeout_s
-            data = as_bytes(source), as_bytes(target)
-            call = planned.runner.start(
-                transport, prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec)
-            )
+            data = Memory(as_bytes(source)), Memory(as_bytes(target))
+            call = runner.start(prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec))
             planned.drive(prepared, call, limit, record)
             return prepared.sent
 
@@ -119,13 +117,12 @@ class EncodedGroup:
         """
         planned = self._planned
         with _telling(planned, source, codec.wire.row_elements):
-            transport = planned.connect_messages()
+            runner = planned.connect_messages()
             steps, encoded, arrived = exchange_moves(plan, self._group(()), *splits)
-            require_tags(plan, len(steps))
-            prepared = Prepared(plan, steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived}, self._sent(steps))
+            prepared = runner.prepare(plan, steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
             limit = timeout_s or planned.timeout_s
-            data = as_bytes(source), as_bytes(target)
-            call = planned.runner.start(transport, prepared, *data, limit, None, _RowCoder(codec))
+            data = Memory(as_bytes(source)), Memory(as_bytes(target))
+            call = runner.start(prepared, *data, limit, None, _RowCoder(codec))
             planned.drive(prepared, call, limit, record)
             return prepared.sent
 
@@ -141,7 +138,7 @@ class EncodedGroup:
         """
         planned = self._planned
         with _telling(planned, source):
-            transport = planned.connect_messages()
+            runner = planned.connect_messages()
             size, rank, n = target.nbytes // 2, planned.rank, len(planned.global_ranks)
             data = as_bytes(source)
             half = data.numel() // 2
@@ -155,12 +152,10 @@ class EncodedGroup:
             tag = plan.tags_per_step
             sends = tuple(Message(k, tag, Region(Buffer.ENCODED, k * size, (k + 1) * size)) for k in ring)
             steps = (Moves(), Moves(sends, tuple(Message(k, tag, places[k]) for k in ring)), Moves())
-            buffers = {Buffer.ENCODED: rounded, Buffer.ARRIVED: arrived}
+            buffers = {Buffer.ENCODED: Memory(rounded), Buffer.ARRIVED: Memory(arrived)}
             limit = timeout_s or planned.timeout_s
-            require_tags(plan, len(steps))
-            call = transport.start(plan, steps, buffers, limit)
-            drive(plan, call, planned.gate(plan, limit))
-            call.finish()
+            prepared = runner.prepare(plan, steps, {})
+            planned.drive(prepared, runner.transport.start(prepared.script, buffers, limit), limit)
             parts = [
                 (
                     rounded[rank * size : (rank + 1) * size] if k == rank else arrived[places[k].start : places[k].stop]
@@ -169,18 +164,14 @@ class EncodedGroup:
             ]
             # Rank 0's sum is twice as long as its own block, and grows over it from the front; the last rank's from behind.
             _sum_in_chunks(parts, target.view(-1), is_descending=rank == 0)
-            return self._sent(steps)
+            return prepared.sent
 
     def _group(self, blocks: tuple[int, ...]) -> Group:
         return Group(self._planned.nodes, self._planned.rank, blocks)
 
-    def _prepare(self, plan: Plan, blocks: tuple[int, ...]) -> Prepared:
+    def _moves(self, plan: Plan, blocks: tuple[int, ...]) -> tuple[Sequence[Moves], dict[Buffer, int]]:
         steps, staging, encoded, arrived = encoded_moves(plan, self._group(blocks))
-        sizes = {Buffer.STAGING: staging, Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived}
-        return Prepared(plan, steps, sizes, self._sent(steps))
-
-    def _sent(self, steps: Sequence[Moves]) -> Sent:
-        return Sent.by(steps, self._planned.near)
+        return steps, {Buffer.STAGING: staging, Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived}
 
 
 @contextlib.contextmanager

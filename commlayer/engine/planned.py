@@ -8,8 +8,10 @@ together: most groups of a trainer never need them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import cast
 
 import torch
@@ -21,7 +23,7 @@ from commlayer.engine.choices import Choices
 from commlayer.engine.lane_holds import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
-from commlayer.engine.runner import Prepared, Runner, Sent, drive, require_tags
+from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
@@ -33,14 +35,15 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
 from commlayer.scheduler.lanes import level_of
+from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
-from commlayer.transport.contract import Call, Channel, break_connections
-from commlayer.transport.gloo import GlooTransport
+from commlayer.transport.contract import Call, Channel, Memory, break_connections
+from commlayer.transport.gloo import GlooCall, GlooTransport
 from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
@@ -89,9 +92,8 @@ class PlannedGroup:
         self.waited_for: set[dist.Work] = set()
         """Messages of ``own_calls`` that are waited for: see GlooTransport."""
         self.board.on_break(self._wake)
-        self._transport: GlooTransport | None = None
+        self._runner: Runner | None = None  # once there are connections
         self._agreed: AgreedMaximum | None = None
-        self.runner = Runner()
         self.level = 0
         self._edges: dict[int, tuple[Plan, tuple[tuple[float, bool], ...]]] = {}
 
@@ -125,10 +127,6 @@ class PlannedGroup:
             for exchanges, step in zip(is_exchange, plan.steps, strict=True)
         ]
 
-    def plan(self, collective: str, num_bytes: int, *, is_float: bool = False) -> Plan | None:
-        """The plan for a call, or None: flat, which is the backend's own call. See Choices."""
-        return self.choices.plan(collective, num_bytes, is_float=is_float)
-
     @property
     def never_plans_exchanges(self) -> bool:
         """Whether :meth:`plan_all_to_all` is None for every size. The same on all ranks."""
@@ -137,7 +135,8 @@ class PlannedGroup:
         return not self.choices.is_forced and not self.choices.two_level_may_pay
 
     def plan_all_to_all(self, num_bytes: int, *, timeout_s: float | None = None) -> Plan | None:
-        """Plan, as :meth:`plan`, an all_to_all with any splits; ``num_bytes`` is the larger of what this rank sends and receives.
+        """Plan, as ``choices`` does other calls, an all_to_all with any splits; ``num_bytes`` is the larger of what this rank
+        sends and receives.
 
         Ranks see different numbers, and must decide alike: they decide by the largest of the *previous* call, on which they
         agree in the background (the first call is flat). Where no size could make a two-level plan pay nobody talks.
@@ -146,7 +145,7 @@ class PlannedGroup:
         if self.never_plans_exchanges:
             return None
         if self.choices.is_forced:
-            return self.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
+            return self.choices.plan("all_to_all_v", 1)  # the size decides nothing, and may be 0 on some ranks only
         patience_s = timeout_s or self.timeout_s
         if self._agreed is None:
             self._agreed = AgreedMaximum(self.connect("agreement", self.timeout_s), self.board)
@@ -156,7 +155,7 @@ class PlannedGroup:
         except RuntimeError as error:
             waited_s = time.monotonic() - began
             raise self.explain(error, "all_to_all_v", self._agreed.calls, waited_s, patience_s) from error
-        return None if not largest else self.plan("all_to_all_v", 1 << (largest - 1).bit_length())
+        return None if not largest else self.choices.plan("all_to_all_v", 1 << (largest - 1).bit_length())
 
     def run(
         self,
@@ -180,11 +179,11 @@ class PlannedGroup:
         # manager around this one is ten calls of Python, which show in a small message's time.
         with torch._C._InferenceMode(True):
             try:
-                prepared = self.prepared(plan, root)
-                transport = self._transport or self.connect_messages()
-                output = as_bytes(target)
-                data = output if source is target else as_bytes(source)
-                call = self.runner.start(transport, prepared, data, output, limit_s, reducer(source.dtype, op))
+                runner = self._runner or self.connect_messages()
+                prepared = runner.kept.get((id(plan), root)) or self._prepared(runner, plan, root)
+                output = Memory(as_bytes(target))
+                data = output if source is target else Memory(as_bytes(source))
+                call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op))
                 self.drive(prepared, call, limit_s, record)
             except BaseException as error:
                 self.tell(error)
@@ -239,23 +238,29 @@ class PlannedGroup:
         target_bytes: Sequence[int],
         timeout_s: float,
     ) -> None:
-        transport = self.connect_messages()
-        require_tags(plan, len(plan.steps))
+        runner = self.connect_messages()
         two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
-        staging = self.runner.stage(two_level.staging_bytes, Buffer.STAGING, source.device)
-        own = torch.tensor(two_level.counts(), dtype=torch.int64)  # [local ranks, nodes]
-        staging[: own.numel() * 8] = own.view(-1).view(torch.uint8)
-        buffers = {Buffer.INPUT: as_bytes(source), Buffer.OUTPUT: as_bytes(target), Buffer.STAGING: staging}
-        call = transport.start(plan, two_level.before(), buffers, timeout_s)
+        prepared = runner.prepare(plan, two_level.before(), {})
+        staging = runner.stage(two_level.staging_bytes, Buffer.STAGING, source.device)
+        own = two_level.counts()  # [local ranks, nodes]
+        counts = array("q", chain.from_iterable(own))
+        staging.bytes[: len(counts) * counts.itemsize] = memoryview(counts).cast("B")
+        buffers = {
+            Buffer.INPUT: Memory(as_bytes(source)),
+            Buffer.OUTPUT: Memory(as_bytes(target)),
+            Buffer.STAGING: staging,
+        }
+        call = cast("GlooCall", runner.transport.start(prepared.script, buffers, timeout_s))
 
         def reveal(index: int) -> None:
             """The counts are there, so what the ranks of this node send on, and where, is known."""
             if index == 1:
-                arrived = two_level.counts_region
-                theirs = staging[arrived.start : arrived.stop].view(torch.int64).view_as(own).tolist()
-                theirs[two_level.i] = own[two_level.i].tolist()
+                arrived, width = two_level.counts_region, len(self.nodes)
+                found = staging.bytes[arrived.start : arrived.stop].cast("q").tolist()
+                theirs = [found[at : at + width] for at in range(0, len(found), width)]
+                theirs[two_level.i] = own[two_level.i]
                 sorted_, passed, transit = two_level.after(theirs)
-                buffers[Buffer.TRANSIT] = torch.empty(transit, dtype=torch.uint8)
+                buffers[Buffer.TRANSIT] = Memory(torch.empty(transit, dtype=torch.uint8))
                 call.revise(1, sorted_, buffers)
                 call.revise(2, passed, buffers)
 
@@ -284,8 +289,8 @@ class PlannedGroup:
         """After a failure: wake up the ranks that wait for this one, and tell them ``why`` where the failure is ours."""
         if why is not None:
             self.board.leave(why)
-        if self._transport is not None:
-            self._transport.abort()
+        if self._runner is not None:
+            self._runner.transport.abort()
         self._break_own_calls()
 
     def _wake(self) -> None:
@@ -311,42 +316,42 @@ class PlannedGroup:
 
     def _let_go(self) -> list[object]:
         groups: list[object] = []
-        if self._transport is not None:
-            groups += {channel.group for channel in self._transport.channels.values()}
-            self._transport.channels = {}
+        if self._runner is not None:
+            groups += cast("GlooTransport", self._runner.transport).release()
         for group in groups:
             if isinstance(group, SharedMemoryGroup):
                 group.close()
         if self._agreed is not None:
             self._agreed.finish()
             groups.append(self._agreed.group)
-        self._transport, self._agreed, self.own_calls = None, None, None
+        self._runner, self._agreed, self.own_calls = None, None, None
         return groups
 
-    def prepared(self, plan: Plan, root: int = 0) -> Prepared:
-        """Prepare ``plan`` as this rank runs it, once; not an all_to_all_v, of which the splits say it."""
-        return self.runner.prepared(plan, root, lambda plan: self._prepare(plan, root))
+    def _prepared(self, runner: Runner, plan: Plan, root: int) -> Prepared:
+        return runner.prepared(plan, root, lambda: self.moves(plan, root))
 
-    def _prepare(self, plan: Plan, root: int) -> Prepared:
+    def moves(self, plan: Plan, root: int = 0) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
+        """What this rank moves in each step of ``plan``, and the bytes of the buffers that it needs for it; not of an
+        all_to_all_v, of which the splits say it."""
         size, n = plan.traffic.logical_bytes, len(self.global_ranks)
         blocks = (
             (size // n,) * n if plan.traffic.collective in ("all_gather", "reduce_scatter") else even_blocks(size, n)
         )
         steps, staging = group_moves(plan, Group(self.nodes, self.rank, blocks), root)
-        return Prepared(plan, steps, {Buffer.STAGING: staging} if staging else {}, Sent.by(steps, self.near))
+        return steps, {Buffer.STAGING: staging} if staging else {}
 
     @property
     def near(self) -> tuple[int, ...]:
         """The members on this rank's node."""
         return next(members for members in self.nodes if self.rank in members)
 
-    def connect_messages(self) -> GlooTransport:
-        """The transport of the plans; made at the first call of this, which is collective."""
-        if self._transport is None:
+    def connect_messages(self) -> Runner:
+        """The runner of the plans, with connections of its own; made at the first call of this, which is collective."""
+        if self._runner is None:
             group = self.connect("messages", self.timeout_s, is_sharing=True)
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
-            self._transport = GlooTransport(dict.fromkeys(Op, channel), self.board)
-        return self._transport
+            self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
+        return self._runner
 
     def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
         """A Gloo group of the members for one purpose; ``is_sharing``: with messages inside nodes through shared memory.

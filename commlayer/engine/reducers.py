@@ -32,15 +32,14 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @lru_cache(maxsize=256)
 def reducer(dtype: torch.dtype, op: str) -> Reducer:
-    """How to reduce blocks of ``dtype``, given as bytes."""
+    """How to reduce blocks of ``dtype``."""
     pairwise = _OPERATIONS[op]
 
-    def reduce(target: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        into = target.view(dtype)
+    def reduce(into: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         if len(sources) == 1:
-            into.copy_(sources[0].view(dtype))
+            into.copy_(sources[0])
             return
-        first, second, *rest = [source.view(dtype) for source in sources]
+        first, second, *rest = sources
         if dtype in _HALF and op in ("sum", "product"):
             total = pairwise(first.float(), second)
             for block in rest:
@@ -51,4 +50,4 @@ def reducer(dtype: torch.dtype, op: str) -> Reducer:
         for block in rest:
             pairwise(into, block, out=into)
 
-    return reduce
+    return Reducer(dtype, reduce)

@@ -7,7 +7,7 @@ Gloo's threads move what was posted; on CUDA it makes one stream wait for an eve
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.moves import MAX_TAGS, Buffer, Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.transport.contract import Call, Coder, Reducer, Transport, Whole
+from commlayer.transport.contract import Call, Coder, Memory, Reducer, Script, Transport, Whole
 
 __all__ = ["GridRunner", "Prepared", "Runner", "Sent", "drive", "require_tags"]
 
@@ -49,11 +49,13 @@ _NOTHING = Sent(0, 0)
 class Prepared:
     """A plan as this rank runs it: its moves, the bytes of the buffers that it needs beside input and output, what it sends.
 
-    The plan is kept, so that its id stays its own. ``whole``: the plan as one call of the backend's own, where that is cheaper.
+    The plan is kept, so that its id stays its own. ``script``: the moves as the transport posts them. ``whole``: the plan as one
+    call of the backend's own, where that is cheaper.
     """
 
     plan: Plan
     steps: tuple[Moves, ...]
+    script: Script
     sizes: Mapping[Buffer, int] = field(default_factory=dict)
     sent: Sent = _NOTHING
     whole: Whole | None = None
@@ -84,58 +86,70 @@ def drive(plan: Plan, call: Call, gate: Gate | None = None, reveal: Callable[[in
 
 
 class Runner:
-    """Prepares plans and starts them on one rank, one call at a time, and keeps what was prepared, and memory.
+    """Prepares plans and starts them on one rank's transport, one call at a time, and keeps what was prepared, and memory.
 
-    Plans are kept by identity: hashing one of a hundred steps costs more than posting it.
+    ``near``: the members of the group on this rank's node. Plans are kept by identity: hashing one of a hundred steps costs
+    more than posting it.
     """
 
-    def __init__(self) -> None:
-        self._prepared: dict[tuple[int, Hashable], Prepared] = {}
-        self._memory: dict[Buffer, torch.Tensor] = {}
+    def __init__(self, transport: Transport, near: Collection[int] = ()) -> None:
+        self.transport = transport
+        self.kept: dict[tuple[int, Hashable], Prepared] = {}
+        self._near = near
+        self._memory: dict[Buffer, Memory] = {}
 
-    def prepared(self, plan: Plan, key: Hashable, prepare: Callable[[Plan], Prepared]) -> Prepared:
-        """``prepare(plan)``, made once for each ``key``. Raises PlanError where the plan needs too many message tags."""
-        found = self._prepared.get((id(plan), key))
+    def prepared(
+        self, plan: Plan, key: Hashable, moves: Callable[[], tuple[Sequence[Moves], Mapping[Buffer, int]]]
+    ) -> Prepared:
+        """``plan`` with the steps and sizes of buffers that ``moves()`` returns, made once for each ``key``.
+
+        Raises PlanError where it needs too many message tags.
+        """
+        found = self.kept.get((id(plan), key))
         if found is None:
-            found = prepare(plan)
-            require_tags(plan, len(found.steps))
-            if len(self._prepared) >= _MAX_KEPT:
-                self._prepared.clear()
-            self._prepared[id(plan), key] = found
+            found = self.prepare(plan, *moves())
+            if len(self.kept) >= _MAX_KEPT:
+                self.kept.clear()
+            self.kept[id(plan), key] = found
         return found
+
+    def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
+        """The same for one call, not kept."""
+        require_tags(plan, len(steps))
+        sent, script = Sent.by(steps, self._near), self.transport.compile(plan, steps)
+        return Prepared(plan, tuple(steps), script, sizes, sent)
 
     def start(
         self,
-        transport: Transport,
         prepared: Prepared,
-        source: torch.Tensor,
-        target: torch.Tensor,
+        source: Memory,
+        target: Memory,
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
     ) -> Call:
-        """Begin a call from ``source`` to ``target``, both 1-D uint8 [bytes] on one device. To be driven, and finished."""
+        """Begin a call from ``source`` to ``target``, on one device. To be driven, and finished."""
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         for buffer, size in prepared.sizes.items():
-            buffers[buffer] = self.stage(size, buffer, source.device)
-        return transport.start(prepared.plan, prepared.steps, buffers, timeout_s, reduce, coder)
+            buffers[buffer] = self.stage(size, buffer, source.tensor.device)
+        return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder)
 
-    def stage(self, needed: int, buffer: Buffer, device: torch.device) -> torch.Tensor:
-        """Memory for a call [bytes], kept between calls: allocating (and first touching) it costs as much as a copy."""
+    def stage(self, needed: int, buffer: Buffer, device: torch.device) -> Memory:
+        """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching) them costs as much as a
+        copy."""
         kept = self._memory.get(buffer)
-        if kept is None or kept.numel() < needed or kept.device != device:
+        if kept is None or kept.tensor.numel() < needed or kept.tensor.device != device:
             # A tensor that is made in inference mode can be written in it only, and this one is kept.
             with torch.inference_mode(False):
-                kept = self._memory[buffer] = torch.empty(needed, dtype=torch.uint8, device=device)
-        return kept[:needed]
+                kept = self._memory[buffer] = Memory(torch.empty(needed, dtype=torch.uint8, device=device))
+        return kept
 
 
 class GridRunner(Runner):
     """Runs the all_to_all of replicated tokens on one rank of a grid: (``ep_index``, ``tp_index``)."""
 
     def __init__(self, transport: Transport, ep_index: int, tp_index: int, timeout_s: float) -> None:
-        super().__init__()
-        self.transport = transport
+        super().__init__(transport)
         self._place = ep_index, tp_index
         self._timeout_s = timeout_s
 
@@ -161,17 +175,16 @@ class GridRunner(Runner):
 
     def begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Call:
         """A call of ``plan`` in steps, to be driven by the caller."""
-        return self.start(self.transport, self.meaning(plan), source, target, self._timeout_s)
+        return self.start(self.meaning(plan), Memory(source), Memory(target), self._timeout_s)
 
     def meaning(self, plan: Plan) -> Prepared:
         """The plan as this rank runs it."""
-        return self.prepared(plan, None, self._prepare)
+        return self.prepared(plan, None, lambda: self._moves(plan))
 
-    def _prepare(self, plan: Plan) -> Prepared:
+    def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
+        """As a runner does, and as one call where that is cheaper."""
+        return replace(super().prepare(plan, steps, sizes), whole=self.transport.whole(plan, self._timeout_s))
+
+    def _moves(self, plan: Plan) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
         staging = staging_bytes(plan)
-        return Prepared(
-            plan,
-            replicated_moves(plan, *self._place),
-            {Buffer.STAGING: staging} if staging else {},
-            whole=self.transport.whole(plan, self._timeout_s),
-        )
+        return replicated_moves(plan, *self._place), {Buffer.STAGING: staging} if staging else {}

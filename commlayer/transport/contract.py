@@ -1,4 +1,4 @@
-"""The contract of a way of moving bytes: a transport starts calls, a call posts the steps of a plan."""
+"""The contract of a way of moving bytes: a transport compiles plans and starts calls, a call posts the steps of a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ __all__ = [
     "Call",
     "Channel",
     "Coder",
+    "Memory",
     "Reducer",
+    "Script",
     "SizeMismatch",
     "Transport",
     "Whole",
@@ -32,12 +34,54 @@ CALLS_IN_FLIGHT = 1 << 16
 """Calls whose messages have tags of their own."""
 _ABORT_TAG = MAX_TAGS * CALLS_IN_FLIGHT
 
-Buffers = Mapping[Buffer, torch.Tensor]
-"""Input, output and staging of one call: 1-D uint8 tensors [bytes]."""
+_BYTE = torch.uint8
+_MAX_PARTS = 4096
+
 Whole = Callable[[torch.Tensor, torch.Tensor], None]
 """Runs a plan from source to target, both 1-D uint8 [bytes]."""
-Reducer = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
-"""Reduces sources into a target, 1-D uint8 [bytes] that hold elements of the call's dtype; see engine/reducers.py."""
+
+
+class Memory:
+    """The memory of one buffer of a call: ``tensor``, 1-D uint8 [bytes], and, on the CPU, ``bytes``, the same as a memoryview.
+
+    Its parts as tensors are made once: a slice of a tensor costs ten times what a slice of a memoryview does, and more than the
+    copy of a small message. A buffer that is kept between calls keeps its parts too.
+    """
+
+    __slots__ = ("_parts", "_typed", "bytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        if tensor.is_cpu:
+            self.bytes: memoryview = tensor.numpy().data
+        self._parts: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._typed: dict[torch.dtype, torch.Tensor] = {_BYTE: tensor}
+
+    def part(self, start: int, stop: int, dtype: torch.dtype = _BYTE) -> torch.Tensor:
+        """Bytes ``start`` to ``stop`` as a 1-D tensor of ``dtype``, whose elements begin at multiples of its size."""
+        found = self._parts.get((start, stop, dtype))
+        if found is None:
+            whole = self._typed.get(dtype)
+            if whole is None:
+                width = dtype.itemsize
+                whole = self._typed[dtype] = self.tensor[: self.tensor.numel() // width * width].view(dtype)
+            if len(self._parts) >= _MAX_PARTS:
+                self._parts.clear()
+            width = dtype.itemsize
+            found = self._parts[start, stop, dtype] = whole[start // width : stop // width]
+        return found
+
+
+Buffers = Mapping[Buffer, Memory]
+"""Input, output and staging of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """``reduce(target, sources)`` reduces sources into a target, all 1-D of ``dtype``; see engine/reducers.py."""
+
+    dtype: torch.dtype
+    reduce: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 class SizeMismatch(RuntimeError):
@@ -75,6 +119,14 @@ class Coder(Protocol):
         """``target`` becomes the sum of ``sources`` in their order, in FP32; ``coded[i]``: whether the i-th is a message."""
 
 
+class Script(Protocol):
+    """A plan's moves as a transport posts them, found out once: see :meth:`Transport.compile`."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+
 class Call(Protocol):
     """One plan under way on one rank."""
 
@@ -89,16 +141,19 @@ class Call(Protocol):
 
 
 class Transport(Protocol):
+    def compile(self, plan: Plan, steps: Sequence[Moves]) -> Script:
+        """Find out how ``steps``, this rank's moves in each step of ``plan``, are posted here. Talks to nobody."""
+
     def start(
         self,
-        plan: Plan,
-        steps: Sequence[Moves],
+        script: Any,
         buffers: Buffers,
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
     ) -> Call:
-        """Begin a call. Calls of one transport must be started in the same order on all ranks, from one thread at a time.
+        """Begin a call of ``script``, which this transport compiled. Calls of one transport must be started in the same order
+        on all ranks, from one thread at a time.
 
         ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded messages.
         """

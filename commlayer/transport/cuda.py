@@ -9,6 +9,7 @@ slices and the all_to_all are grouped point-to-point messages, so that no bytes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from commlayer.scheduler.plan import Op, Plan
 from commlayer.transport.contract import Buffers, Call, Channel, Coder, Reducer, Whole
 from commlayer.transport.nccl import is_high_priority
 
-__all__ = ["NcclTransport", "stream_priorities"]
+__all__ = ["NcclScript", "NcclTransport", "stream_priorities"]
 
 _HIGH, _NORMAL = -1, 0
 """CUDA has more levels on some devices; NCCL's kernels, which run on streams of torch's groups, have these two."""
@@ -37,6 +38,13 @@ def stream_priorities(lane: str = "") -> dict[Resource, int]:
     inter = _HIGH if not lane or is_high_priority(lane) else _NORMAL
     others = _HIGH if is_high_priority(lane) else _NORMAL
     return {Resource.INTER: inter, Resource.INTRA: others, Resource.DEVICE: others}
+
+
+class NcclScript(NamedTuple):
+    """A plan, and the moves of this rank in each of its steps."""
+
+    plan: Plan
+    steps: tuple[Moves, ...]
 
 
 class NcclTransport:
@@ -57,19 +65,22 @@ class NcclTransport:
             for resource, priority in stream_priorities(lane).items()
         }
 
+    def compile(self, plan: Plan, steps: Sequence[Moves]) -> NcclScript:
+        """Nothing is to be found out: NCCL takes messages as they are."""
+        return NcclScript(plan, tuple(steps))
+
     def start(
         self,
-        plan: Plan,
-        steps: Sequence[Moves],
+        script: NcclScript,
         buffers: Buffers,
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
     ) -> Call:
         if reduce is not None or coder is not None:
-            raise InternalError(f"{plan.name}: sums and wire formats of plans run on the CPU only")
+            raise InternalError(f"{script.plan.name}: sums and wire formats of plans run on the CPU only")
         del timeout_s  # NCCL's watchdog has the group's own timeout; there is no host wait here to bound
-        return _NcclCall(self, plan, steps, buffers)
+        return _NcclCall(self, script.plan, script.steps, buffers)
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         del plan, timeout_s  # posting a step does not wait for it here: there is nothing to save
@@ -97,7 +108,9 @@ class _NcclCall:
             for event in transport.ended:  # all calls share the staging memory, whichever stream they come from
                 stream.wait_event(event)
             for buffer in buffers.values():
-                buffer.record_stream(stream)  # the allocator must not hand the memory on while a stage still uses it
+                buffer.tensor.record_stream(
+                    stream
+                )  # the allocator must not hand the memory on while a stage still uses it
         transport.ended = self._ended
 
     def require(self, earlier: int, index: int) -> None:
@@ -161,4 +174,4 @@ class _NcclCall:
         return self._transport.streams[self._plan.steps[index].resource]
 
     def _view(self, region: Region) -> torch.Tensor:
-        return self._buffers[region.buffer][region.start : region.stop]
+        return self._buffers[region.buffer].part(region.start, region.stop)

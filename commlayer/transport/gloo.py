@@ -13,9 +13,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
 from commlayer.failures.waits import end_wait, keep
@@ -33,14 +35,18 @@ from commlayer.transport.contract import (
     Whole,
     break_connections,
 )
-from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
-from commlayer.transport.shared_memory.work import SENT, Receive, Waitable
+from commlayer.transport.shared_memory.node_group import Parcel, SharedMemoryGroup
+from commlayer.transport.shared_memory.work import SENT, Receive, Send, Sent, Waitable
 
-__all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooTransport"]
+__all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooScript", "GlooStep", "GlooTransport"]
 
 ONE_CALL_BYTES = 128 << 10
 """Up to this send buffer a flat exchange is one Gloo call. Measured on the emulated cluster: at 64 KiB the call takes two
 thirds of the messages' time, at 256 KiB and above the messages are as fast or faster. The same number on every rank."""
+_BY_BYTES = 32 << 10
+"""Up to this size a copy between buffers is one of bytes: torch's costs more to call, and lets other threads run meanwhile."""
+_CODED = (Buffer.ENCODED, Buffer.ARRIVED)
+"""The buffers whose regions are encoded messages."""
 _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer", "broken pipe", "gloo")
 """Words of a connection that failed, Gloo's or shared memory's."""
 
@@ -50,6 +56,9 @@ class GlooTransport:
 
     def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard) -> None:
         self.channels = channels
+        self.shared = {op: _shared(channel) for op, channel in channels.items()}
+        self.far = {op: _beneath(channel) for op, channel in channels.items()}
+        """The Gloo groups, and what carries messages inside the node instead."""
         self.board = board
         self.rank = board.rank
         self.sequence = 0
@@ -64,17 +73,37 @@ class GlooTransport:
             end_wait(work)
         self.abort()
 
+    def compile(self, plan: Plan, steps: Sequence[Moves]) -> GlooScript:
+        """Part the messages of ``steps``, this rank's moves in each step of ``plan``, by how they go."""
+        return GlooScript(plan, tuple(self.compile_step(plan, *each) for each in enumerate(steps)))
+
+    def compile_step(self, plan: Plan, index: int, moves: Moves) -> GlooStep:
+        """The same for step ``index`` alone."""
+        op = plan.steps[index].op
+        peers = self.channels[op].peers if op in self.channels else ()  # none where nothing moves between ranks
+        shared = self.shared.get(op)
+        near = () if shared is None else shared.neighbours
+        sends = [_parcel(message, peers[message.peer][1]) for message in moves.sends]
+        receives = [_parcel(message, peers[message.peer][1]) for message in moves.receives]
+        return GlooStep(
+            op,
+            tuple(parcel for parcel in sends if parcel[0] in near),
+            tuple(parcel for parcel in sends if parcel[0] not in near),
+            tuple(parcel for parcel in receives if parcel[0] in near),
+            tuple(parcel for parcel in receives if parcel[0] not in near),
+            moves,
+        )
+
     def start(
         self,
-        plan: Plan,
-        steps: Sequence[Moves],
+        script: GlooScript,
         buffers: Buffers,
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
     ) -> GlooCall:
         self.sequence += 1
-        return GlooCall(self, plan, steps, buffers, timeout_s, reduce, coder)
+        return GlooCall(self, script, buffers, timeout_s, reduce, coder)
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
@@ -123,12 +152,18 @@ class GlooTransport:
         for channel in set(self.channels.values()):
             break_connections(channel.group, [place for rank, place in channel.peers if rank != self.rank])
 
+    def release(self) -> list[dist.ProcessGroup]:
+        """Forget the groups, and return them: only the list refers to them then, as far as the transport is concerned."""
+        groups = [channel.group for channel in dict.fromkeys(self.channels.values())]
+        self.channels, self.shared, self.far = {}, {}, {}
+        return groups
+
     def close(self) -> None:
         for channel in dict.fromkeys(self.channels.values()):
             self._part(channel)
             if self.board.has_abandoned:
                 keep(channel.group)
-        self.channels = {}
+        self.release()
 
     def _part(self, channel: Channel) -> None:
         """Wait for the others: a peer may still be reading what we sent. Bounded by the group's timeout."""
@@ -142,6 +177,37 @@ class GlooTransport:
             ) from error
 
 
+class GlooStep:
+    """One step as this transport posts it: messages to and from neighbours, through shared memory, and to and from others."""
+
+    __slots__ = ("far_receives", "far_sends", "moves", "near_receives", "near_sends", "op", "sums")
+
+    def __init__(
+        self,
+        op: Op,
+        near_sends: tuple[Parcel, ...],
+        far_sends: tuple[Parcel, ...],
+        near_receives: tuple[Parcel, ...],
+        far_receives: tuple[Parcel, ...],
+        moves: Moves,
+    ) -> None:
+        self.op, self.moves = op, moves
+        self.near_sends, self.far_sends = near_sends, far_sends
+        self.near_receives, self.far_receives = near_receives, far_receives
+        self.sums = tuple((each, [source.buffer in _CODED for source in each.sources]) for each in moves.reductions)
+        """Each reduction, and which of its sources are encoded."""
+
+
+class GlooScript:
+    """A plan as this transport posts it. ``receiving``: the steps that receive."""
+
+    __slots__ = ("plan", "receiving", "steps")
+
+    def __init__(self, plan: Plan, steps: tuple[GlooStep, ...]) -> None:
+        self.plan, self.steps = plan, steps
+        self.receiving = tuple(index for index, step in enumerate(steps) if step.near_receives or step.far_receives)
+
+
 class GlooCall:
     """See Call. ``revise`` is for steps that become known only while the call runs.
 
@@ -152,8 +218,7 @@ class GlooCall:
     __slots__ = (
         "_buffers",
         "_coder",
-        "_far",
-        "_near",
+        "_expected",
         "_plan",
         "_reduce",
         "_sends",
@@ -168,164 +233,184 @@ class GlooCall:
     def __init__(
         self,
         transport: GlooTransport,
-        plan: Plan,
-        steps: Sequence[Moves],
+        script: GlooScript,
         buffers: Buffers,
         timeout_s: float,
         reduce: Reducer | None,
         coder: Coder | None,
     ) -> None:
-        self._transport, self._plan, self._steps, self._buffers = transport, plan, steps, buffers
+        self._transport, self._plan, self._steps, self._buffers = transport, script.plan, script.steps, buffers
         self._reduce, self._coder = reduce, coder
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
         self._tag = self._sequence % CALLS_IN_FLIGHT * MAX_TAGS
         self._sends: list[tuple[Waitable, int, int]] = []
-        # By step: what comes through shared memory, and what comes through Gloo, each with the peer's index in the channel.
-        self._near: dict[int, list[Receive]] = {}
-        self._far: dict[int, list[tuple[Waitable, int]]] = {}
-        for index, moves in enumerate(
-            steps
-        ):  # receives first: a message that finds no receive waits a round trip for it
-            if moves.receives:
-                self._expect(index, moves.receives)
+        """Work, step, and the place of the member that it goes to."""
+        self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}
+        """By step: what comes from neighbours, and what comes from others, with their places."""
+        for index in script.receiving:  # receives first: a message that finds no receive waits a round trip for it
+            self._expect(index)
 
-    def _expect(self, index: int, messages: Sequence[Message]) -> None:
+    def _expect(self, index: int) -> None:
         """Post receives. On a connection that is already gone posting raises, not waiting."""
-        works: list[Waitable] = []
-        self._post_all(index, messages, works, is_send=False)
-        near, far = self._near.setdefault(index, []), self._far.setdefault(index, [])
-        for work, message in zip(works, messages, strict=True):
-            if work.__class__ is Receive:
-                near.append(work)
-            else:
-                far.append((work, message.peer))
-
-    def _post_all(self, index: int, messages: Sequence[Message], works: list[Waitable], *, is_send: bool) -> None:
-        channel = self._transport.channels[self._plan.steps[index].op]
-        group: Any = channel.group  # of torch's, or ours, which takes all messages of a step at once
-        peers, buffers, base, parcels = channel.peers, self._buffers, self._tag, []
-        for message in messages:
-            region = message.region
-            view = buffers[region.buffer][region.start : region.stop]
-            parcels.append((view, peers[message.peer][1], base + message.tag))
+        transport, step, buffers, base = self._transport, self._steps[index], self._buffers, self._tag
+        near, far = self._expected.get(index, (None, []))
+        posted = 0
         try:
-            if group.__class__ is SharedMemoryGroup:
-                (group.send_all if is_send else group.receive_all)(parcels, works)
-            else:
-                verb = group.send if is_send else group.recv
-                for view, place, tag in parcels:
-                    works.append(verb([view], place, tag))
+            if step.near_receives:
+                shared: Any = transport.shared[step.op]
+                near = near or Receive(shared)
+                posted = -len(near.missing)
+                shared.receive_all(step.near_receives, buffers, base, near)
+            for place, tag, buffer, start, stop in step.far_receives:
+                work = transport.far[step.op].recv([buffers[buffer].part(start, stop)], place, base + tag)
+                far.append((work, place))
+                posted += 1
         except RuntimeError as error:
-            raise self._explained(index, messages[len(works)].peer, error) from error
+            posted += 0 if near is None else len(near.missing)
+            raise self._not_posted(index, (*step.near_receives, *step.far_receives), posted, error) from error
+        self._expected[index] = near, far
 
     def require(self, earlier: int, index: int) -> None:
         del index  # the host waits, whoever comes next
-        self._wait(earlier)
+        if earlier in self._expected:
+            self._wait(earlier)
 
     def post(self, index: int) -> None:
         step, buffers = self._steps[index], self._buffers
-        if step.sends:
-            works: list[Waitable] = []
-            self._post_all(index, step.sends, works, is_send=True)
-            for work, message in zip(works, step.sends, strict=True):
-                if work is not SENT:
-                    self._sends.append((work, index, message.peer))
-        for copy in step.copies:
+        if step.near_sends or step.far_sends:
+            self._send(index, step)
+        moves = step.moves
+        for copy in moves.copies:
             source, target = copy.source, copy.target
-            buffers[target.buffer][target.start : target.stop].copy_(buffers[source.buffer][source.start : source.stop])
-        if step.reductions:
+            if target.stop - target.start <= _BY_BYTES:
+                place = buffers[target.buffer].bytes
+                place[target.start : target.stop] = buffers[source.buffer].bytes[source.start : source.stop]
+            else:
+                part = buffers[target.buffer].part(target.start, target.stop)
+                part.copy_(buffers[source.buffer].part(source.start, source.stop))
+        if step.sums:
             self._sum(step)
-        if step.encodes or step.decodes:
-            self._recode(step)
+        if moves.encodes or moves.decodes:
+            self._recode(moves)
 
-    def _sum(self, step: Moves) -> None:
+    def _send(self, index: int, step: GlooStep) -> None:
+        transport, buffers, base, sends = self._transport, self._buffers, self._tag, self._sends
+        near: list[Send | Sent] = []
+        posted = 0
+        try:
+            if step.near_sends:
+                shared: Any = transport.shared[step.op]
+                shared.send_all(step.near_sends, buffers, base, near)
+            for place, tag, buffer, start, stop in step.far_sends:
+                work = transport.far[step.op].send([buffers[buffer].part(start, stop)], place, base + tag)
+                sends.append((work, index, place))
+                posted += 1
+        except RuntimeError as error:
+            raise self._not_posted(index, (*step.near_sends, *step.far_sends), len(near) + posted, error) from error
+        for near_work, parcel in zip(near, step.near_sends, strict=True):
+            if near_work is not SENT:
+                sends.append((near_work, index, parcel[0]))
+
+    def _sum(self, step: GlooStep) -> None:
         buffers = self._buffers
-        for reduction in step.reductions:
-            sources, coded = [], []
-            for source in reduction.sources:
-                sources.append(buffers[source.buffer][source.start : source.stop])
-                coded.append(source.buffer is Buffer.ENCODED or source.buffer is Buffer.ARRIVED)
-            target = buffers[reduction.target.buffer][reduction.target.start : reduction.target.stop]
+        for reduction, coded in step.sums:
+            target, sources = reduction.target, reduction.sources
             if True in coded:
                 assert self._coder is not None
-                self._coder.add(target, sources, coded)
+                self._coder.add(self._part(target), [self._part(source) for source in sources], coded)
             else:
                 assert self._reduce is not None  # whoever starts a plan with sums says how to sum
-                self._reduce(target, sources)
+                dtype = self._reduce.dtype
+                self._reduce.reduce(
+                    buffers[target.buffer].part(target.start, target.stop, dtype),
+                    [buffers[source.buffer].part(source.start, source.stop, dtype) for source in sources],
+                )
 
-    def _recode(self, step: Moves) -> None:
+    def _recode(self, moves: Moves) -> None:
         assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
-        for encode in step.encodes:
-            self._coder.encode(self._view(encode.source), self._view(encode.target))
-        for decode in step.decodes:
-            self._coder.decode(self._view(decode.source), self._view(decode.target))
+        for encode in moves.encodes:
+            self._coder.encode(self._part(encode.source), self._part(encode.target))
+        for decode in moves.decodes:
+            self._coder.decode(self._part(decode.source), self._part(decode.target))
 
     def revise(self, index: int, moves: Moves, buffers: Buffers) -> None:
         """Say what step ``index``, not posted yet, will do; posts its receives beside those that it had."""
         self._buffers = buffers
-        self._steps = [*self._steps[:index], moves, *self._steps[index + 1 :]]
-        self._expect(index, moves.receives)
+        step = self._transport.compile_step(self._plan, index, moves)
+        self._steps = (*self._steps[:index], step, *self._steps[index + 1 :])
+        self._expect(index)
 
     def finish(self) -> None:
-        for index in list(self._far):
+        for index in list(self._expected):
             self._wait(index)
-        for work, index, peer in self._sends:
-            self._wait_for(work, index, peer)
+        for work, index, place in self._sends:
+            self._wait_for(work, index, place)
         self._sends.clear()
 
-    def _view(self, region: Region) -> torch.Tensor:
-        return self._buffers[region.buffer][region.start : region.stop]
+    def _part(self, region: Region) -> torch.Tensor:
+        return self._buffers[region.buffer].part(region.start, region.stop)
 
     def _wait(self, index: int) -> None:
         """Wait for what step ``index`` receives, and forget it (a Gloo receive may be waited for only once)."""
-        near = self._near.get(index)
-        if near:
+        near, far = self._expected.pop(index)
+        if near is not None:
             transport = self._transport
-            group = transport.channels[self._plan.steps[index].op].group
-            left = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
+            shared: Any = transport.shared[self._steps[index].op]
             try:
                 if transport.board.is_broken:
                     raise transport.board.woken()
-                group.wait_all(near, left)  # type: ignore[attr-defined]  # of the one that made them
+                shared.wait_all(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
             except RuntimeError as error:
-                waited = next((work for work in near if not work.is_done or work.error is error), near[0])
-                raise self._explained(index, self._index_of(index, waited.peer.rank), error) from error
-            near.clear()
-        far = self._far.get(index)
-        if far:
-            for work, peer in far:
-                self._wait_for(work, index, peer)
-            far.clear()
+                raise self._explained(index, near.blamed, error) from error
+        for work, place in far:
+            self._wait_for(work, index, place)
 
-    def _wait_for(self, work: Waitable, index: int, peer: int) -> None:
+    def _wait_for(self, work: Waitable, index: int, place: int) -> None:
         transport = self._transport
+        shared: Any = transport.shared[self._steps[index].op]
+        wait = work.wait if shared is None or work.__class__ is Send else partial(shared.wait_other, work)
         left = self._timeout_s - (time.monotonic() - self._started)
         # In this order: whoever breaks the board looks at the wait afterwards.
         transport.waited_for.add(work)
         try:
-            if transport.board.is_broken or not work.wait(timedelta(seconds=max(left, 0.001))):
+            if transport.board.is_broken or not wait(timedelta(seconds=max(left, 0.001))):
                 raise transport.board.woken()
         except RuntimeError as error:
-            raise self._explained(index, peer, error) from error
+            raise self._explained(index, place, error) from error
         finally:
             transport.waited_for.discard(work)
 
-    def _index_of(self, index: int, place: int) -> int:
-        """The index in the channel of the member at ``place`` of its group."""
-        channel = self._transport.channels[self._plan.steps[index].op]
-        return next(i for i, (_, other) in enumerate(channel.peers) if other == place)
+    def _not_posted(self, index: int, parcels: Sequence[Parcel], num_posted: int, error: RuntimeError) -> Exception:
+        """The error to raise where a message could not be posted: that behind those which were is to blame."""
+        return self._explained(index, parcels[num_posted][0], error)
 
-    def _explained(self, index: int, peer: int, error: RuntimeError) -> Exception:
-        """The error to raise for a wait, or a post, that broke.
+    def _explained(self, index: int, place: int, error: RuntimeError) -> Exception:
+        """The error to raise for a wait, or a post, that broke; ``place``: of the member that it was for.
 
         Raises ``error`` itself where no peer is to blame for it: a fault of our own would send its reader to another rank's log.
         """
         if not isinstance(error, SizeMismatch) and not any(word in str(error).lower() for word in _BROKEN):
             raise error
-        ranks = (self._transport.channels[self._plan.steps[index].op].peers[peer][0],)
+        peers = self._transport.channels[self._steps[index].op].peers
+        ranks = tuple(rank for rank, other in peers if other == place)
         failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
         return self._transport.explain(self._plan, index, self._sequence, ranks, failure)
+
+
+def _shared(channel: Channel) -> SharedMemoryGroup | None:
+    group: Any = channel.group  # of torch's, or ours
+    return group if isinstance(group, SharedMemoryGroup) else None
+
+
+def _beneath(channel: Channel) -> dist.ProcessGroup:
+    shared = _shared(channel)
+    return channel.group if shared is None else shared.group
+
+
+def _parcel(message: Message, place: int) -> Parcel:
+    region = message.region
+    return place, message.tag, region.buffer, region.start, region.stop
 
 
 class _GlooOneCall:

@@ -421,7 +421,7 @@ def test_a_rank_that_dies_in_a_call_is_named_by_all_others(emulated_cluster: Clu
                 os.kill(os.getpid(), signal.SIGKILL)
 
             transport.start = start_and_die  # type: ignore[method-assign, assignment]  # a fault
-            communicator._runner._prepared.clear()
+            communicator._runner.kept.clear()
             if size == 512:  # one call of the backend
                 transport.whole = lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         name, text = raised(lambda: communicator.all_to_all(x))

@@ -72,7 +72,7 @@ def test_stages_of_different_chunks_overlap_and_wait_where_the_plan_says(
         dist.all_reduce(torch.ones(COUNT), group=group)  # connects
         dist.all_reduce(torch.ones(COUNT), group=group)
         call = calls_of("dp")[1]
-        plan: Plan = group._planned.plan("all_reduce", COUNT * 4, is_float=True)
+        plan: Plan = group._planned.choices.plan("all_reduce", COUNT * 4, is_float=True)
         assert call.plan == plan.name == "pipelined×8"
         for index, (step, seen) in enumerate(zip(plan.steps, call.steps, strict=True)):
             assert call.start_ns <= seen.enqueue_ns <= seen.start_ns <= seen.end_ns <= call.end_ns

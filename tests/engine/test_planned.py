@@ -10,14 +10,14 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from commlayer.engine.planned import PlannedGroup
-from commlayer.engine.runner import drive
+from commlayer.engine.runner import Sent, drive
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
-from commlayer.transport.contract import Channel, SizeMismatch
+from commlayer.transport.contract import Channel, Memory, SizeMismatch
 from commlayer.transport.gloo import GlooTransport
 
 
@@ -40,11 +40,11 @@ def rank_of(nodes: list[list[int]], rank: int, plan: str) -> PlannedGroup:
 def test_what_a_rank_sends_of_a_plan_is_counted_by_link_class(root: int, sent: tuple[int, int]) -> None:
     """128 bytes from the root: it scatters halves inside its node, each crosses the wire once, each node gathers."""
     group = rank_of([[0, 1], [2, 3]], 0, plan="hierarchical")
-    broadcast, gather = group.plan("broadcast", 128), group.plan("all_gather", 4 * 256)
+    broadcast, gather = group.choices.plan("broadcast", 128), group.choices.plan("all_gather", 4 * 256)
     assert broadcast is not None
     assert gather is not None
-    assert group.prepared(gather).sent == (256, 2 * 256)
-    assert group.prepared(broadcast, root).sent == sent
+    assert Sent.by(group.moves(gather)[0], group.near) == (256, 2 * 256)
+    assert Sent.by(group.moves(broadcast, root)[0], group.near) == sent
 
 
 class OtherSizes:
@@ -69,11 +69,11 @@ def test_a_message_of_another_size_is_told_to_the_others() -> None:
     channel = Channel("world", group, ((10, 0), (11, 1)))
     transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(detector, "failure", 10, (10, 11)))
     planned = rank_of([[0, 1]], 0, plan="flat_direct")
-    plan = planned.plan("all_gather", 512)
+    plan = planned.choices.plan("all_gather", 512)
     assert plan is not None
     moves, _ = group_moves(plan, Group(planned.nodes, 0, (256, 256)), 0)
-    buffers = {Buffer.INPUT: torch.zeros(256, dtype=torch.uint8), Buffer.OUTPUT: torch.zeros(512, dtype=torch.uint8)}
-    call = transport.start(plan, moves, buffers, 1.0)
+    buffers = {Buffer.INPUT: Memory(torch.zeros(256).byte()), Buffer.OUTPUT: Memory(torch.zeros(512).byte())}
+    call = transport.start(transport.compile(plan, moves), buffers, 1.0)
     drive(plan, call)
     with pytest.raises(DisagreementError, match=r"rank 11, got 512: .*COMMLAYER_DEBUG=detail"):
         call.finish()

@@ -507,8 +507,8 @@ def sharing(nodes: Sequence[Sequence[int]], plan: str, timeout_s: float = 20.0) 
 
 def shared_by(group: PlannedGroup) -> SharedMemoryGroup | None:
     """What carries the group's messages, if anything does yet."""
-    transport = group._transport
-    return cast("SharedMemoryGroup", transport.channels[Op.ALL_GATHER].group) if transport is not None else None
+    runner: Any = group._runner
+    return cast("SharedMemoryGroup", runner.transport.channels[Op.ALL_GATHER].group) if runner is not None else None
 
 
 @pytest.mark.parametrize("nodes", [((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 2), (1, 3))])
@@ -531,7 +531,7 @@ def check_collectives(group: PlannedGroup, size: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.randint(0, 9, (world * size,), generator=torch.Generator().manual_seed(rank), dtype=torch.int32)
     for collective in ("all_gather", "reduce_scatter", "all_reduce"):
-        plan = group.plan(collective, x.numel() * 4)
+        plan = group.choices.plan(collective, x.numel() * 4)
         if plan is None:  # not for this shape of nodes
             continue
         summed = x.clone()
@@ -553,12 +553,12 @@ def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: Cluster
     def job() -> tuple[str, str]:
         group = sharing([[0, 1, 2]], "flat_direct")
         x = torch.ones(3 * 60_000)
-        chosen = group.plan("all_reduce", x.nbytes)
+        chosen = group.choices.plan("all_reduce", x.nbytes)
         assert chosen is not None
         group.run(chosen, x, x)
         dist.barrier()  # all have connected: who has not blames the one that left, too, but in other words
         x = torch.ones(6 * 60_000 if dist.get_rank() == 1 else 3 * 60_000)
-        chosen = group.plan("all_reduce", x.nbytes)
+        chosen = group.choices.plan("all_reduce", x.nbytes)
         assert chosen is not None
         with pytest.raises(ClusterError) as caught:
             group.run(chosen, x, x)
@@ -584,7 +584,7 @@ def test_a_plan_names_a_killed_rank_and_a_late_one(emulated_cluster: ClusterFact
     def job(is_killed: bool) -> tuple[str, str]:
         group = sharing(nodes, plan, timeout_s=HALF_AN_HOUR if is_killed else 2.0)
         x = torch.ones(6 * size, dtype=torch.int32)
-        chosen = group.plan("all_reduce", x.numel() * 4)
+        chosen = group.choices.plan("all_reduce", x.numel() * 4)
         assert chosen is not None
         group.run(chosen, x, x)
         dist.barrier()

@@ -32,17 +32,19 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from commlayer.failures.descriptors import explained
 from commlayer.failures.forks import disown_in_child
+from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import TensorError
-from commlayer.transport.contract import SizeMismatch, break_connections
+from commlayer.scheduler.moves import Buffer
+from commlayer.transport.contract import Buffers, Memory, SizeMismatch, break_connections
 from commlayer.transport.shared_memory.line import Kind, Line
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
 from commlayer.transport.shared_memory.segment import Slab
@@ -50,20 +52,21 @@ from commlayer.transport.shared_memory.work import (
     AHEAD_BYTES,
     SENT,
     Arrival,
+    Expected,
     OtherWork,
     Peer,
     Receive,
     Send,
+    Sent,
     Waitable,
 )
 
-__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "SharedMemoryGroup", "Waitable"]
+__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Parcel", "SharedMemoryGroup", "Waitable"]
 
 INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: one write and one read, and nothing to give back."""
-_Parcel = tuple[torch.Tensor, int, int]
-"""A message to be posted: its tensor, 1-D uint8 contiguous, the other member of the group, and its tag."""
-_BYTE = torch.uint8
+Parcel = tuple[int, int, Buffer, int, int]
+"""A message to be posted: the other member of the group, its tag, and the bytes of which buffer, from where to where."""
 _INLINE, _SLAB, _READ = int(Kind.INLINE), int(Kind.SLAB), int(Kind.READ)
 """An enumeration's members are compared, and packed, in Python."""
 _NO_PATIENCE_S = 0.001
@@ -90,7 +93,7 @@ class SharedMemoryGroup:
         self._num_waiting = 0  # for the thread that polls
         self._is_closed = False
         self._peers: dict[int, Peer] = {}
-        self._matched: deque[tuple[Receive, Arrival]] = deque()
+        self._matched: deque[tuple[Peer, Expected, Arrival]] = deque()
         found, self.shares = meet(group, rank, nodes, timeout_s)
         if found is not None:
             self._move_in(found, next(node for node in nodes if rank in node))
@@ -110,13 +113,20 @@ class SharedMemoryGroup:
         """Bytes that this rank has sent through its slab and some receiver has not read yet."""
         return self._slab.unread_bytes if self._peers else 0
 
+    @property
+    def neighbours(self) -> Collection[int]:
+        """The members that share memory with this rank."""
+        return self._peers.keys()
+
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
         """Start sending ``tensors[0]``, 1-D uint8 contiguous, to member ``peer``; it must not change until the work's wait.
 
         Raises RuntimeError where the connection is closed, TensorError for another kind of tensor.
         """
-        works: list[Waitable] = []
-        self.send_all([(tensors[0], peer, tag)], works)
+        if peer not in self._peers:
+            return self._other(self.group.send, tensors[0], peer, tag)
+        works: list[Send | Sent] = []
+        self.send_all([(peer, tag, Buffer.INPUT, 0, tensors[0].numel())], {Buffer.INPUT: _memory(tensors[0])}, 0, works)
         return works[0]
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
@@ -124,32 +134,30 @@ class SharedMemoryGroup:
 
         Messages of one peer and tag come in the order in which they were sent.
         """
-        works: list[Waitable] = []
-        self.receive_all([(tensors[0], peer, tag)], works)
-        return works[0]
+        if peer not in self._peers:
+            return self._other(self.group.recv, tensors[0], peer, tag)
+        receive, buffers = Receive(self), {Buffer.OUTPUT: _memory(tensors[0])}
+        self.receive_all([(peer, tag, Buffer.OUTPUT, 0, tensors[0].numel())], buffers, 0, receive)
+        return receive
 
-    def send_all(self, parcels: Sequence[_Parcel], works: list[Waitable]) -> None:
-        """:meth:`send` for each of ``parcels``, whose works are appended; lines to one peer go together.
+    def send_all(self, messages: Sequence[Parcel], buffers: Buffers, tag: int, works: list[Send | Sent]) -> None:
+        """Start sending ``messages``, all to neighbours, whose works are appended; lines to one peer go together.
 
-        Where it raises, the parcel behind those whose works there are is to blame.
+        ``tag``: the first of the call's, to which a message's is added. Where it raises, the message behind those whose works
+        there are is to blame. Raises RuntimeError where a connection is closed.
         """
         short: dict[Peer, list[int]] = {}  # the works of what is in lines that are still to be flushed
         with self._lock:
             try:
-                for tensor, rank, tag in parcels:
-                    peer = self._peers.get(rank)
-                    if peer is None:
-                        works.append(self._other(self.group.send, tensor, rank, tag))
-                        continue
-                    if tensor.dtype is not _BYTE or tensor.dim() != 1 or not tensor.is_contiguous():
-                        raise _wrong_kind(tensor)
+                for rank, offset, buffer, start, stop in messages:
+                    peer = self._peers[rank]
                     if peer.ended is not None:
                         raise self._ended(peer)
-                    peer.unsaid_bytes, size = 0, tensor.numel()
-                    if size > INLINE_BYTES:
-                        works.append(self._send_block(tensor, peer, tag))
+                    peer.unsaid_bytes = 0
+                    if stop - start > INLINE_BYTES:
+                        works.append(self._send_block(buffers[buffer].part(start, stop), peer, tag + offset))
                         continue
-                    peer.line.keep(_INLINE, tag, size, 0, tensor.numpy().data)
+                    peer.line.keep(_INLINE, tag + offset, stop - start, 0, buffers[buffer].bytes[start:stop])
                     short.setdefault(peer, []).append(len(works))
                     works.append(SENT)
             finally:
@@ -174,29 +182,24 @@ class SharedMemoryGroup:
         peer.line.put(_SLAB, tag, size, block.start)
         return Send(self, peer, block)
 
-    def receive_all(self, parcels: Sequence[_Parcel], works: list[Waitable]) -> None:
-        """:meth:`recv` for each of ``parcels``, whose works are appended. Raises as :meth:`send_all`."""
+    def receive_all(self, messages: Sequence[Parcel], buffers: Buffers, tag: int, receive: Receive) -> None:
+        """Expect ``messages``, all from neighbours, as part of ``receive``. As :meth:`send_all`; where it raises, the message
+        behind those that are missing is to blame."""
         with self._lock:
-            for tensor, rank, tag in parcels:
-                peer = self._peers.get(rank)
-                if peer is None:
-                    works.append(self._other(self.group.recv, tensor, rank, tag))
-                    continue
-                if tensor.dtype is not _BYTE or tensor.dim() != 1 or not tensor.is_contiguous():
-                    raise _wrong_kind(tensor)
-                work = Receive(self, peer, tensor, tag)
-                arrivals = peer.arrived.get(tag)
-                if arrivals:
-                    self._matched.append(
-                        (work, arrivals.popleft())
-                    )  # copied when somebody waits: posting is to be cheap
+            for rank, offset, buffer, start, stop in messages:
+                peer = self._peers[rank]
+                expected = receive, buffers[buffer], start, stop
+                arrivals = peer.arrived.get(tag + offset)
+                if arrivals:  # copied when somebody waits: posting is to be cheap
+                    self._matched.append((peer, expected, arrivals.popleft()))
                     if not arrivals:
-                        del peer.arrived[tag]
+                        del peer.arrived[tag + offset]
                 else:
                     if peer.ended is not None:
                         raise self._ended(peer)
-                    peer.posted.setdefault(tag, deque()).append(work)
-                works.append(work)
+                    peer.posted.setdefault(tag + offset, deque()).append(expected)
+                receive.missing.append(peer)
+            receive.first = receive.first or peer
 
     def alltoall_base(self, *arguments: Any) -> dist.Work:
         """Gloo's own."""
@@ -215,34 +218,47 @@ class SharedMemoryGroup:
         with self._lock:
             self._serve()
             while not work.is_completed():
-                self._serve_until(until, work.peer, "send", timeout_s)
+                left = until - time.monotonic()
+                if left <= 0 or work.peer.ended is not None:
+                    self._give_up(work.peer, "send", timeout_s)
+                self._await_news(left)
 
-    def wait_all(self, works: Sequence[Receive], timeout_s: float) -> None:
-        """Return when all ``works`` are completed, serving all neighbours meanwhile. Raises as Waitable.wait does."""
+    def wait_other(self, work: dist.Work, timeout: timedelta | None) -> bool:
+        """Wait for a message of the group beneath. Where that times out, Gloo has closed its connections: so must we."""
+        self.serve()  # the neighbours need not wait for what comes from far away
+        try:
+            return work.wait(timeout) if timeout else work.wait()
+        except RuntimeError as error:
+            has_passed = timeout is None or is_timeout(error)
+            self.failed(0 if has_passed or timeout is None else timeout.total_seconds())
+            raise
+
+    def wait_all(self, receive: Receive, timeout_s: float) -> None:
+        """Return when all messages of ``receive`` have come, serving all neighbours meanwhile. Raises as Waitable.wait does."""
         until = time.monotonic() + timeout_s
         with self._lock:
             self._slab.sent.clear()
             if self._matched:
                 self._serve()
-            for work in works:
-                while not work.is_done:
-                    self._serve_until(until, work.peer, "recv", timeout_s)
-                if work.error is not None:
-                    raise work.error
+            missing = receive.missing
+            while missing and receive.error is None:
+                left = until - time.monotonic()
+                if left <= 0 or missing[0].ended is not None:
+                    self._give_up(missing[0], "recv", timeout_s)
+                self._await_news(left)
+            if receive.error is not None:
+                raise receive.error
 
-    def _serve_until(self, until: float, peer: Peer, verb: str, timeout_s: float) -> None:
-        """Serve until there is news, for a message with ``peer``. Raises RuntimeError where none can come, or time is over."""
+    def _give_up(self, peer: Peer, verb: str, timeout_s: float) -> NoReturn:
+        """Raises RuntimeError: a message with ``peer`` can come no more, or time is over."""
         if peer.ended is not None:
             self.failed(timeout_s)
             raise RuntimeError(peer.ended)
-        left = until - time.monotonic()
-        if left <= 0:
-            self.failed(0)
-            raise RuntimeError(
-                f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
-                f"the group, peer member {peer.rank}, shared memory)"
-            )
-        self._await_news(left)
+        self.failed(0)
+        raise RuntimeError(
+            f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
+            f"the group, peer member {peer.rank}, shared memory)"
+        )
 
     def failed(self, timeout_s: float) -> None:
         """A wait that was to last ``timeout_s`` has failed; 0: after all that time.
@@ -346,8 +362,8 @@ class SharedMemoryGroup:
         if self._peers:
             self._slab.sent.clear()
         while self._matched:
-            work, (size, place) = self._matched.popleft()
-            self._deliver(work, size, place)
+            peer, expected, (size, place) = self._matched.popleft()
+            self._deliver(peer, expected, size, place)
 
     def _read(self, peer: Peer) -> None:
         lines = peer.line.read()
@@ -361,25 +377,26 @@ class SharedMemoryGroup:
                 continue
             expected = peer.posted.get(tag)
             if expected:
-                self._deliver(expected.popleft(), size, place)
+                self._deliver(peer, expected.popleft(), size, place)
                 if not expected:
                     del peer.posted[tag]
             else:  # its bytes, for it is not to keep all that came with it
                 peer.arrived.setdefault(tag, deque()).append((size, place if isinstance(place, int) else bytes(place)))
 
-    def _deliver(self, work: Receive, size: int, place: bytes | memoryview | int) -> None:
+    def _deliver(self, peer: Peer, expected: Expected, size: int, place: bytes | memoryview | int) -> None:
         """``place``: the payload, or where it lies in the sender's slab."""
-        peer, tensor = work.peer, work.tensor
-        if size != tensor.numel():
-            work.error = SizeMismatch(tensor.numel(), size, peer.rank)
+        receive, memory, start, stop = expected
+        if size != stop - start:
+            receive.fail(peer, SizeMismatch(stop - start, size, peer.rank))
         elif isinstance(place, int):
             try:
-                tensor.copy_(self._segment.bytes_of(peer.slab, place, size))
+                memory.part(start, stop).copy_(self._segment.bytes_of(peer.slab, place, size))
             except OSError as error:
-                work.error = RuntimeError(f"cannot map the shared memory of a message of {size} bytes: {error}")
+                why = f"cannot map the shared memory of a message of {size} bytes: {error}"
+                receive.fail(peer, RuntimeError(why))
         else:
-            tensor.numpy().data[:] = place
-        work.is_done = True
+            memory.bytes[start:stop] = place
+        receive.missing.remove(peer)
         if isinstance(place, int):
             # Told with our next message, where that is soon enough: else it would wake up a peer that has nothing to do.
             # All peers together leave less unsaid than what makes the sender wait.
@@ -391,8 +408,11 @@ class SharedMemoryGroup:
                 peer.line.keep(_READ, 0, 0, place)
 
 
-def _wrong_kind(tensor: torch.Tensor) -> TensorError:
-    return TensorError(
-        f"expected a contiguous 1-D tensor of uint8, got {tensor.dtype} of shape {list(tensor.shape)}: send its bytes, "
-        "x.contiguous().view(-1).view(torch.uint8)"
-    )
+def _memory(tensor: torch.Tensor) -> Memory:
+    """Raises TensorError for a tensor that is not a contiguous row of bytes."""
+    if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise TensorError(
+            f"expected a contiguous 1-D tensor of uint8, got {tensor.dtype} of shape {list(tensor.shape)}: send its bytes, "
+            "x.contiguous().view(-1).view(torch.uint8)"
+        )
+    return Memory(tensor)

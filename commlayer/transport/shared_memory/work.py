@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
-from commlayer.failures.waits import is_timeout
+from commlayer.transport.contract import Memory
 from commlayer.transport.shared_memory.line import Line
 from commlayer.transport.shared_memory.segment import Block
 
-__all__ = ["AHEAD_BYTES", "SENT", "Arrival", "OtherWork", "Peer", "Receive", "Send", "Server", "Waitable"]
+__all__ = [
+    "AHEAD_BYTES",
+    "SENT",
+    "Arrival",
+    "Expected",
+    "OtherWork",
+    "Peer",
+    "Receive",
+    "Send",
+    "Sent",
+    "Server",
+    "Waitable",
+]
 
 AHEAD_BYTES = 16 << 20
 """Bytes that a rank may have sent without any receiver having read it before its sends wait."""
@@ -31,6 +41,8 @@ class Waitable(Protocol):
         """
 
 
+Expected = tuple["Receive", Memory, int, int]
+"""A message that is to come, and the bytes of which memory it goes to, from where to where."""
 Arrival = tuple[int, bytes | int]
 """A message that nobody expects yet: its size [bytes], and its payload, or where it lies in the sender's slab."""
 
@@ -42,7 +54,7 @@ class Peer:
     rank: int
     slab: int
     line: Line
-    posted: dict[int, deque[Receive]] = field(default_factory=dict)
+    posted: dict[int, deque[Expected]] = field(default_factory=dict)
     arrived: dict[int, deque[Arrival]] = field(default_factory=dict)
     ended: str | None = None
     unsaid_bytes: int = 0
@@ -58,34 +70,46 @@ class Server(Protocol):
     def unread_bytes(self) -> int:
         """Bytes that this rank has sent through its slab and some receiver has not read yet."""
 
-    def wait_all(self, works: Sequence[Receive], timeout_s: float) -> None:
-        """Return when all ``works`` are completed. Raises as Waitable.wait does."""
+    def wait_all(self, receive: Receive, timeout_s: float) -> None:
+        """Return when all messages of ``receive`` have come. Raises as Waitable.wait does."""
 
     def wait_for(self, work: Send, timeout: timedelta | None) -> None:
         """Return when ``work`` is completed. Raises as Waitable.wait does."""
 
-    def serve(self) -> None:
-        """Take in what has arrived already, and answer it."""
-
-    def failed(self, timeout_s: float) -> None:
-        """A wait that was to last ``timeout_s`` has failed; 0: after all that time."""
+    def wait_other(self, work: dist.Work, timeout: timedelta | None) -> bool:
+        """Wait for a message of the group beneath. Raises as Waitable.wait does."""
 
 
 class Receive:
-    """A message to come. ``error``: why it ended without one that fits."""
+    """Messages to come, waited for together. ``missing``: from whom, in the order in which they were asked for."""
 
-    __slots__ = ("_group", "error", "is_done", "peer", "tag", "tensor")
+    __slots__ = ("_blamed", "_group", "error", "first", "missing")
 
-    def __init__(self, group: Server, peer: Peer, tensor: torch.Tensor, tag: int) -> None:
-        self._group, self.peer, self.tensor, self.tag = group, peer, tensor, tag
-        self.is_done = False
+    def __init__(self, group: Server) -> None:
+        self._group = group
+        self.missing: list[Peer] = []
+        self.first: Peer | None = None
+        """From whom the first one comes, or has come."""
         self.error: RuntimeError | None = None
+        """Why one of them ended without a message that fits."""
+        self._blamed: Peer | None = None
+
+    def fail(self, peer: Peer, error: RuntimeError) -> None:
+        """Note that what came from ``peer`` cannot be taken."""
+        self.error, self._blamed = error, peer
+
+    @property
+    def blamed(self) -> int:
+        """The member, by its rank in the group, whom a wait that broke was waiting for."""
+        peer = self._blamed or (self.missing[0] if self.missing else self.first)
+        assert peer is not None  # a wait is for one message at least
+        return peer.rank
 
     def is_completed(self) -> bool:
-        return self.is_done
+        return not self.missing
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_all((self,), timeout.total_seconds() if timeout else self._group.timeout_s)
+        self._group.wait_all(self, timeout.total_seconds() if timeout else self._group.timeout_s)
         return True
 
 
@@ -109,7 +133,7 @@ class Send:
         return True
 
 
-class _Sent:
+class Sent:
     """A message of which nothing is left to be waited for."""
 
     def is_completed(self) -> bool:
@@ -119,12 +143,12 @@ class _Sent:
         return True
 
 
-SENT = _Sent()
+SENT = Sent()
 """The handle of a send that took its tensor, and whose line is on its way."""
 
 
 class OtherWork:
-    """A message of the Gloo group beneath. Where it times out, Gloo has closed its connections: so must we."""
+    """A message of the Gloo group beneath."""
 
     __slots__ = ("_group", "inner")
 
@@ -132,10 +156,4 @@ class OtherWork:
         self._group, self.inner = group, work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.serve()  # the neighbours need not wait for what comes from far away
-        try:
-            return self.inner.wait(timeout) if timeout else self.inner.wait()
-        except RuntimeError as error:
-            has_passed = timeout is None or is_timeout(error)
-            self._group.failed(0 if has_passed or timeout is None else timeout.total_seconds())
-            raise
+        return self._group.wait_other(self.inner, timeout)
