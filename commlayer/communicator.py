@@ -44,6 +44,7 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.choose import Decision, Planner, Policy
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of, longest_hold_us
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
@@ -130,7 +131,7 @@ class Communicator:
         self._calls = 0
         self._failure: BaseException | None = None
         self.state = State.OPEN
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans = Kept[tuple[int, bool], Plan](_MAX_PLANS)
         end_with_program(self)
         disown_in_child(self)
         self.plans_run: Counter[str] = Counter()
@@ -320,9 +321,7 @@ class Communicator:
         """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
         plan = self._plans.get((num_bytes, replicated))
         if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            plan = self._plans[num_bytes, replicated] = self.decide(num_bytes, replicated=replicated).plan
+            plan = self._plans.add((num_bytes, replicated), self.decide(num_bytes, replicated=replicated).plan)
         return plan
 
     def _guarded(self, task: Callable[..., object], *args: object) -> None:

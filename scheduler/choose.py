@@ -14,6 +14,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.group_strategies import finer_plans
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LanePolicy, level_of
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, curve_of, curves_of, price
@@ -263,13 +264,11 @@ class Planner:
     def __init__(self, profile: Profile, policy: Policy | None = None) -> None:
         self.profile = profile
         self.policy = policy or Policy()
-        self._decisions: dict[Traffic, Decision] = {}
+        self._decisions = Kept[Traffic, Decision](_MAX_DECISIONS)
 
     def decide(self, traffic: Traffic) -> Decision:
         """The decision for this traffic; cached. Raises PlanError as :func:`choose` does."""
         decision = self._decisions.get(traffic)
         if decision is None:
-            if len(self._decisions) >= _MAX_DECISIONS:
-                self._decisions.pop(next(iter(self._decisions)))  # the oldest
-            decision = self._decisions[traffic] = choose(traffic, self.profile, self.policy)
+            decision = self._decisions.add(traffic, choose(traffic, self.profile, self.policy))
         return decision

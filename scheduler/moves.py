@@ -119,7 +119,7 @@ def cut(total: int, parts: int, index: int, align: int = ALIGN) -> int:
 def filled(sends: Iterable[Message] = (), receives: Iterable[Message] = (), copies: Iterable[Copy] = ()) -> Moves:
     """Moves without those of no bytes: both ends know that a region is empty, so neither posts it."""
     return Moves(
-        tuple(message for message in sends if message.region.size),
-        tuple(message for message in receives if message.region.size),
-        tuple(copy for copy in copies if copy.source.size),
+        tuple([each for each in sends if each.region.start < each.region.stop]),
+        tuple([each for each in receives if each.region.start < each.region.stop]),
+        tuple([each for each in copies if each.source.start < each.source.stop]),
     )

@@ -45,6 +45,9 @@ def all_gather(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts: An
         )
     num_bytes = output.nbytes
     plan = calls.look("all_gather", input, num_bytes, timeout=opts.timeout) if calls.needs_look else None
+    if plan is not None and is_plain(output):
+        calls.run_plan(plan, "all_gather", num_bytes, input, output, opts)
+        return
     if plan is None and is_plain(output) and is_plain(input):
         if output.dim() != 1 or input.dim() != 1:
             output, input = output.detach().view(-1), input.detach().view(-1)

@@ -55,7 +55,7 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     ):  # sparse, or a tensor for each of a rank's devices: Gloo's own
         _all_reduce_unusual(calls, tensors, op, opts)
         return
-    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous():
+    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous() or tensor.is_neg():
         with torch.inference_mode():
             _all_reduce_carried(calls, tensor, opts)
         return

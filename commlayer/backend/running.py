@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from time import perf_counter_ns as now
@@ -33,7 +32,6 @@ __all__ = ["Calls", "Refused"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
-_UNSEEN = nullcontext()
 _EVEN, _UNKNOWN = Row.EVEN, (Row.UNKNOWN, 0)
 _REFUSAL = "Cannot use ReduceOp"
 """How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
@@ -216,8 +214,12 @@ class Calls:
         run, order = self.inner.planned.run, self.order
         order.sequence += 1
         started, timeout_s = now(), opts.timeout.total_seconds()
-        with _record(f"commlayer:{collective} {plan.name}") if _profiling() else _UNSEEN:
-            sent = run(plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), record=order.record)
+        task = partial(run, plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), record=order.record)
+        if _profiling():
+            with _record(f"commlayer:{collective} {plan.name}"):
+                sent = task()
+        else:
+            sent = task()
         self.count_plan(plan, collective, num_bytes, now() - started, sent)
 
     def count_plan(

@@ -65,8 +65,8 @@ def reals(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether Gloo moves ``x`` as it is."""
-    return x.dtype in MOVABLE and x.layout is _STRIDED and x.is_contiguous()
+    """Whether the memory of ``x`` holds its elements as Gloo moves them, in their order."""
+    return x.dtype in MOVABLE and x.layout is _STRIDED and x.is_contiguous() and not x.is_neg()
 
 
 def plain_row(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from functools import cached_property
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.price import price
 from commlayer.scheduler.strategies import build
@@ -51,7 +52,7 @@ class Choices:
         self.reasons: Counter[str] = Counter()
         self._forced = parse_plan(settings.plan) if settings.plan else None
         self._is_ordered = settings.reduction == "ordered"
-        self._plans: dict[tuple[object, ...], Plan | str] = {}
+        self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
         self._warned: set[str] = set()
         self._settings = settings
         self._others: dict[tuple[int, ...], Choices] = {}
@@ -97,10 +98,8 @@ class Choices:
         key = collective, num_bytes, is_ordered, lane, None if is_plain else (wires, element_bytes)
         found = self._plans.get(key)
         if found is None:
-            if len(self._plans) >= _MAX_KEPT:
-                self._plans.clear()
             traffic = self._traffic(collective, num_bytes, is_ordered, wires, element_bytes, lane)
-            found = self._plans[key] = self._decide(traffic)
+            found = self._plans.add(key, self._decide(traffic))
         if isinstance(found, str):
             self.reasons[found] += 1
             return None

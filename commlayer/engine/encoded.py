@@ -20,7 +20,7 @@ from commlayer.scheduler.group_moves import Group
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.traces.records import CallRecord
-from commlayer.transport.contract import Memory
+from commlayer.transport.contract import CallMemory
 from commlayer.wire.codecs import Codec
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class EncodedGroup:
             runner, owned = planned.connect_messages(), tuple(blocks)
             prepared = runner.prepared(plan, owned, lambda: self._moves(plan, owned))
             limit = timeout_s or planned.timeout_s
-            data = Memory(as_bytes(source)), Memory(as_bytes(target))
+            data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
             call = runner.start(prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec))
             planned.drive(prepared, call, limit, record)
             return prepared.sent
@@ -121,7 +121,7 @@ class EncodedGroup:
             steps, encoded, arrived = exchange_moves(plan, self._group(()), *splits)
             prepared = runner.prepare(plan, steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
             limit = timeout_s or planned.timeout_s
-            data = Memory(as_bytes(source)), Memory(as_bytes(target))
+            data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
             call = runner.start(prepared, *data, limit, None, _RowCoder(codec))
             planned.drive(prepared, call, limit, record)
             return prepared.sent
@@ -152,7 +152,7 @@ class EncodedGroup:
             tag = plan.tags_per_step
             sends = tuple(Message(k, tag, Region(Buffer.ENCODED, k * size, (k + 1) * size)) for k in ring)
             steps = (Moves(), Moves(sends, tuple(Message(k, tag, places[k]) for k in ring)), Moves())
-            buffers = {Buffer.ENCODED: Memory(rounded), Buffer.ARRIVED: Memory(arrived)}
+            buffers = {Buffer.ENCODED: CallMemory(rounded), Buffer.ARRIVED: CallMemory(arrived)}
             limit = timeout_s or planned.timeout_s
             prepared = runner.prepare(plan, steps, {})
             planned.drive(prepared, runner.transport.start(prepared.script, buffers, limit), limit)

@@ -8,10 +8,8 @@ together: most groups of a trainer never need them.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from itertools import chain
 from typing import cast
 
 import torch
@@ -24,6 +22,7 @@ from commlayer.engine.lane_holds import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Prepared, Runner, Sent, drive
+from commlayer.engine.split_exchange import SplitExchange, Splits
 from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
@@ -34,6 +33,7 @@ from commlayer.profiles.errors import ClusterError, PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
@@ -42,13 +42,15 @@ from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
-from commlayer.transport.contract import Call, Channel, Memory, break_connections
+from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
 from commlayer.transport.gloo import GlooCall, GlooTransport
 from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
 
 _MAX_KEPT = 1024
+_MAX_EXCHANGES = 64
+"""All_to_alls whose moves are kept: some kilobytes each, and a dropless layer never has the same splits again."""
 _HELD_OF_TIMEOUT = 0.25
 """How much of its timeout a call may be held: the rest is for what it waits for."""
 _LATENCY_US = 100.0
@@ -95,7 +97,8 @@ class PlannedGroup:
         self._runner: Runner | None = None  # once there are connections
         self._agreed: AgreedMaximum | None = None
         self.level = 0
-        self._edges: dict[int, tuple[Plan, tuple[tuple[float, bool], ...]]] = {}
+        self._exchanges = Kept[tuple[int, Splits], SplitExchange](_MAX_EXCHANGES)
+        self._edges = Kept[int, tuple[Plan, tuple[tuple[float, bool], ...]]](_MAX_KEPT)
 
     def use_lane(self, lane: str, is_cut: bool) -> None:
         """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all ranks, between the same calls."""
@@ -108,11 +111,9 @@ class PlannedGroup:
             return None
         kept = self._edges.get(id(plan))
         if kept is None:
-            if len(self._edges) >= _MAX_KEPT:
-                self._edges.clear()
             crossing = [step.resource is Resource.INTER for step in plan.steps]
             kept = plan, tuple(zip(self._exchange_times_us(plan), crossing, strict=True))
-            self._edges[id(plan)] = kept
+            self._edges.add(id(plan), kept)
         return Gate(lanes(), self.level, kept[1], timeout_s * _HELD_OF_TIMEOUT)
 
     def _exchange_times_us(self, plan: Plan) -> list[float]:
@@ -181,8 +182,8 @@ class PlannedGroup:
             try:
                 runner = self._runner or self.connect_messages()
                 prepared = runner.kept.get((id(plan), root)) or self._prepared(runner, plan, root)
-                output = Memory(as_bytes(target))
-                data = output if source is target else Memory(as_bytes(source))
+                output = CallMemory(as_bytes(target))
+                data = output if source is target else CallMemory(as_bytes(source))
                 call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op))
                 self.drive(prepared, call, limit_s, record)
             except BaseException as error:
@@ -208,7 +209,6 @@ class PlannedGroup:
         except PlanError:
             return None
 
-    @torch.inference_mode()
     def run_all_to_all(
         self,
         plan: Plan,
@@ -223,44 +223,33 @@ class PlannedGroup:
 
         Contiguous tensors. Raises as :meth:`run`.
         """
-        try:
-            self._run_all_to_all(plan, source, target, source_bytes, target_bytes, timeout_s or self.timeout_s)
-        except BaseException as error:
-            self.tell(error)
-            raise
+        splits = tuple(source_bytes), tuple(target_bytes)
+        with torch._C._InferenceMode(True):
+            try:
+                self._run_all_to_all(plan, source, target, splits, timeout_s or self.timeout_s)
+            except BaseException as error:
+                self.tell(error)
+                raise
 
     def _run_all_to_all(
-        self,
-        plan: Plan,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        source_bytes: Sequence[int],
-        target_bytes: Sequence[int],
-        timeout_s: float,
+        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, splits: Splits, timeout_s: float
     ) -> None:
-        runner = self.connect_messages()
-        two_level = TwoLevel(self.nodes, self.rank, source_bytes, target_bytes)
-        prepared = runner.prepare(plan, two_level.before(), {})
-        staging = runner.stage(two_level.staging_bytes, Buffer.STAGING, source.device)
-        own = two_level.counts()  # [local ranks, nodes]
-        counts = array("q", chain.from_iterable(own))
-        staging.bytes[: len(counts) * counts.itemsize] = memoryview(counts).cast("B")
+        runner = self._runner or self.connect_messages()
+        exchange = self._exchange(runner, plan, splits)
+        staging = runner.stage(exchange.two_level.staging_bytes, Buffer.STAGING, source.device)
+        staging.bytes[: len(exchange.counts)] = exchange.counts
         buffers = {
-            Buffer.INPUT: Memory(as_bytes(source)),
-            Buffer.OUTPUT: Memory(as_bytes(target)),
+            Buffer.INPUT: CallMemory(as_bytes(source)),
+            Buffer.OUTPUT: CallMemory(as_bytes(target)),
             Buffer.STAGING: staging,
         }
-        call = cast("GlooCall", runner.transport.start(prepared.script, buffers, timeout_s))
+        call = cast("GlooCall", runner.transport.start(exchange.script, buffers, timeout_s))
 
         def reveal(index: int) -> None:
             """The counts are there, so what the ranks of this node send on, and where, is known."""
             if index == 1:
-                arrived, width = two_level.counts_region, len(self.nodes)
-                found = staging.bytes[arrived.start : arrived.stop].cast("q").tolist()
-                theirs = [found[at : at + width] for at in range(0, len(found), width)]
-                theirs[two_level.i] = own[two_level.i]
-                sorted_, passed, transit = two_level.after(theirs)
-                buffers[Buffer.TRANSIT] = Memory(torch.empty(transit, dtype=torch.uint8))
+                sorted_, passed, transit = exchange.revealed(staging)
+                buffers[Buffer.TRANSIT] = CallMemory(torch.empty(transit, dtype=torch.uint8))
                 call.revise(1, sorted_, buffers)
                 call.revise(2, passed, buffers)
 
@@ -268,6 +257,15 @@ class PlannedGroup:
             gate(1)
         drive(plan, call, reveal=reveal)
         call.finish()
+
+    def _exchange(self, runner: Runner, plan: Plan, splits: Splits) -> SplitExchange:
+        """The moves of an all_to_all with these splits, which many programs have again and again."""
+        found = self._exchanges.get((id(plan), splits))
+        if found is None:
+            two_level = TwoLevel(self.nodes, self.rank, *splits)
+            transport = cast("GlooTransport", runner.transport)
+            found = self._exchanges.add((id(plan), splits), SplitExchange(plan, two_level, transport))
+        return found
 
     def tell(self, error: BaseException) -> None:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
@@ -325,13 +323,14 @@ class PlannedGroup:
             self._agreed.finish()
             groups.append(self._agreed.group)
         self._runner, self._agreed, self.own_calls = None, None, None
+        self._exchanges.clear()
         return groups
 
     def _prepared(self, runner: Runner, plan: Plan, root: int) -> Prepared:
         return runner.prepared(plan, root, lambda: self.moves(plan, root))
 
     def moves(self, plan: Plan, root: int = 0) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
-        """What this rank moves in each step of ``plan``, and the bytes of the buffers that it needs for it; not of an
+        """The moves of this rank in each step of ``plan``, and the bytes of the buffers that it needs for them; not of an
         all_to_all_v, of which the splits say it."""
         size, n = plan.traffic.logical_bytes, len(self.global_ranks)
         blocks = (

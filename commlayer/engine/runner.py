@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from commlayer.profiles.errors import PlanError
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.moves import MAX_TAGS, Buffer, Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
-from commlayer.transport.contract import Call, Coder, Memory, Reducer, Script, Transport, Whole
+from commlayer.transport.contract import Call, CallMemory, Coder, Reducer, Script, Transport, Whole
 
 __all__ = ["GridRunner", "Prepared", "Runner", "Sent", "drive", "require_tags"]
 
@@ -94,9 +95,9 @@ class Runner:
 
     def __init__(self, transport: Transport, near: Collection[int] = ()) -> None:
         self.transport = transport
-        self.kept: dict[tuple[int, Hashable], Prepared] = {}
+        self.kept = Kept[tuple[int, Hashable], Prepared](_MAX_KEPT)
         self._near = near
-        self._memory: dict[Buffer, Memory] = {}
+        self._memory: dict[Buffer, CallMemory] = {}
 
     def prepared(
         self, plan: Plan, key: Hashable, moves: Callable[[], tuple[Sequence[Moves], Mapping[Buffer, int]]]
@@ -107,14 +108,11 @@ class Runner:
         """
         found = self.kept.get((id(plan), key))
         if found is None:
-            found = self.prepare(plan, *moves())
-            if len(self.kept) >= _MAX_KEPT:
-                self.kept.clear()
-            self.kept[id(plan), key] = found
+            found = self.kept.add((id(plan), key), self.prepare(plan, *moves()))
         return found
 
     def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
-        """The same for one call, not kept."""
+        """``plan`` with these steps and sizes of buffers, for one call; not kept. Raises as :meth:`prepared`."""
         require_tags(plan, len(steps))
         sent, script = Sent.by(steps, self._near), self.transport.compile(plan, steps)
         return Prepared(plan, tuple(steps), script, sizes, sent)
@@ -122,8 +120,8 @@ class Runner:
     def start(
         self,
         prepared: Prepared,
-        source: Memory,
-        target: Memory,
+        source: CallMemory,
+        target: CallMemory,
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
@@ -134,14 +132,14 @@ class Runner:
             buffers[buffer] = self.stage(size, buffer, source.tensor.device)
         return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder)
 
-    def stage(self, needed: int, buffer: Buffer, device: torch.device) -> Memory:
+    def stage(self, needed: int, buffer: Buffer, device: torch.device) -> CallMemory:
         """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching) them costs as much as a
         copy."""
         kept = self._memory.get(buffer)
         if kept is None or kept.tensor.numel() < needed or kept.tensor.device != device:
             # A tensor that is made in inference mode can be written in it only, and this one is kept.
             with torch.inference_mode(False):
-                kept = self._memory[buffer] = Memory(torch.empty(needed, dtype=torch.uint8, device=device))
+                kept = self._memory[buffer] = CallMemory(torch.empty(needed, dtype=torch.uint8, device=device))
         return kept
 
 
@@ -175,14 +173,14 @@ class GridRunner(Runner):
 
     def begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Call:
         """A call of ``plan`` in steps, to be driven by the caller."""
-        return self.start(self.meaning(plan), Memory(source), Memory(target), self._timeout_s)
+        return self.start(self.meaning(plan), CallMemory(source), CallMemory(target), self._timeout_s)
 
     def meaning(self, plan: Plan) -> Prepared:
         """The plan as this rank runs it."""
         return self.prepared(plan, None, lambda: self._moves(plan))
 
     def prepare(self, plan: Plan, steps: Sequence[Moves], sizes: Mapping[Buffer, int]) -> Prepared:
-        """As a runner does, and as one call where that is cheaper."""
+        """Prepare as any runner does, and as one call of the backend where that is cheaper."""
         return replace(super().prepare(plan, steps, sizes), whole=self.transport.whole(plan, self._timeout_s))
 
     def _moves(self, plan: Plan) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:

@@ -19,9 +19,9 @@ __all__ = [
     "CALLS_IN_FLIGHT",
     "Buffers",
     "Call",
+    "CallMemory",
     "Channel",
     "Coder",
-    "Memory",
     "Reducer",
     "Script",
     "SizeMismatch",
@@ -41,7 +41,7 @@ Whole = Callable[[torch.Tensor, torch.Tensor], None]
 """Runs a plan from source to target, both 1-D uint8 [bytes]."""
 
 
-class Memory:
+class CallMemory:
     """The memory of one buffer of a call: ``tensor``, 1-D uint8 [bytes], and, on the CPU, ``bytes``, the same as a memoryview.
 
     Its parts as tensors are made once: a slice of a tensor costs ten times what a slice of a memoryview does, and more than the
@@ -65,14 +65,16 @@ class Memory:
             if whole is None:
                 width = dtype.itemsize
                 whole = self._typed[dtype] = self.tensor[: self.tensor.numel() // width * width].view(dtype)
-            if len(self._parts) >= _MAX_PARTS:
+            if (
+                len(self._parts) >= _MAX_PARTS
+            ):  # not Kept, which takes a call of Python to make: most memory is of one call
                 self._parts.clear()
             width = dtype.itemsize
             found = self._parts[start, stop, dtype] = whole[start // width : stop // width]
         return found
 
 
-Buffers = Mapping[Buffer, Memory]
+Buffers = Mapping[Buffer, CallMemory]
 """Input, output and staging of one call."""
 
 

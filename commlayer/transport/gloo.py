@@ -11,7 +11,7 @@ resource does one step at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ from commlayer.transport.contract import (
     Whole,
     break_connections,
 )
-from commlayer.transport.shared_memory.node_group import Parcel, SharedMemoryGroup
-from commlayer.transport.shared_memory.work import SENT, Receive, Send, Sent, Waitable
+from commlayer.transport.shared_memory.node_group import Posting, SharedMemoryGroup
+from commlayer.transport.shared_memory.work import SENT, Receive, Send, Waitable
 
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooScript", "GlooStep", "GlooTransport"]
 
@@ -49,6 +49,9 @@ _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
 """The buffers whose regions are encoded messages."""
 _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer", "broken pipe", "gloo")
 """Words of a connection that failed, Gloo's or shared memory's."""
+
+
+_Parted = tuple[Sequence[Posting], Sequence[Posting]]
 
 
 class GlooTransport:
@@ -78,21 +81,12 @@ class GlooTransport:
         return GlooScript(plan, tuple(self.compile_step(plan, *each) for each in enumerate(steps)))
 
     def compile_step(self, plan: Plan, index: int, moves: Moves) -> GlooStep:
-        """The same for step ``index`` alone."""
+        """Part the messages of step ``index`` alone."""
         op = plan.steps[index].op
         peers = self.channels[op].peers if op in self.channels else ()  # none where nothing moves between ranks
         shared = self.shared.get(op)
         near = () if shared is None else shared.neighbours
-        sends = [_parcel(message, peers[message.peer][1]) for message in moves.sends]
-        receives = [_parcel(message, peers[message.peer][1]) for message in moves.receives]
-        return GlooStep(
-            op,
-            tuple(parcel for parcel in sends if parcel[0] in near),
-            tuple(parcel for parcel in sends if parcel[0] not in near),
-            tuple(parcel for parcel in receives if parcel[0] in near),
-            tuple(parcel for parcel in receives if parcel[0] not in near),
-            moves,
-        )
+        return GlooStep(op, moves, _parted(moves.sends, peers, near), _parted(moves.receives, peers, near))
 
     def start(
         self,
@@ -182,18 +176,10 @@ class GlooStep:
 
     __slots__ = ("far_receives", "far_sends", "moves", "near_receives", "near_sends", "op", "sums")
 
-    def __init__(
-        self,
-        op: Op,
-        near_sends: tuple[Parcel, ...],
-        far_sends: tuple[Parcel, ...],
-        near_receives: tuple[Parcel, ...],
-        far_receives: tuple[Parcel, ...],
-        moves: Moves,
-    ) -> None:
+    def __init__(self, op: Op, moves: Moves, sends: _Parted, receives: _Parted) -> None:
         self.op, self.moves = op, moves
-        self.near_sends, self.far_sends = near_sends, far_sends
-        self.near_receives, self.far_receives = near_receives, far_receives
+        self.near_sends, self.far_sends = sends
+        self.near_receives, self.far_receives = receives
         self.sums = tuple((each, [source.buffer in _CODED for source in each.sources]) for each in moves.reductions)
         """Each reduction, and which of its sources are encoded."""
 
@@ -296,7 +282,7 @@ class GlooCall:
 
     def _send(self, index: int, step: GlooStep) -> None:
         transport, buffers, base, sends = self._transport, self._buffers, self._tag, self._sends
-        near: list[Send | Sent] = []
+        near: list[Waitable] = []
         posted = 0
         try:
             if step.near_sends:
@@ -334,10 +320,9 @@ class GlooCall:
         for decode in moves.decodes:
             self._coder.decode(self._part(decode.source), self._part(decode.target))
 
-    def revise(self, index: int, moves: Moves, buffers: Buffers) -> None:
+    def revise(self, index: int, step: GlooStep, buffers: Buffers) -> None:
         """Say what step ``index``, not posted yet, will do; posts its receives beside those that it had."""
         self._buffers = buffers
-        step = self._transport.compile_step(self._plan, index, moves)
         self._steps = (*self._steps[:index], step, *self._steps[index + 1 :])
         self._expect(index)
 
@@ -381,7 +366,7 @@ class GlooCall:
         finally:
             transport.waited_for.discard(work)
 
-    def _not_posted(self, index: int, parcels: Sequence[Parcel], num_posted: int, error: RuntimeError) -> Exception:
+    def _not_posted(self, index: int, parcels: Sequence[Posting], num_posted: int, error: RuntimeError) -> Exception:
         """The error to raise where a message could not be posted: that behind those which were is to blame."""
         return self._explained(index, parcels[num_posted][0], error)
 
@@ -408,9 +393,14 @@ def _beneath(channel: Channel) -> dist.ProcessGroup:
     return channel.group if shared is None else shared.group
 
 
-def _parcel(message: Message, place: int) -> Parcel:
-    region = message.region
-    return place, message.tag, region.buffer, region.start, region.stop
+def _parted(messages: Sequence[Message], peers: Sequence[tuple[int, int]], near: Collection[int]) -> _Parted:
+    """Messages as the transport posts them: those of neighbours, and others."""
+    inside, outside = list[Posting](), list[Posting]()
+    for message in messages:
+        place, region = peers[message.peer][1], message.region
+        parts = inside if place in near else outside
+        parts.append((place, message.tag, region.buffer, region.start, region.stop))
+    return inside, outside
 
 
 class _GlooOneCall:

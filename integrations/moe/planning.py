@@ -21,6 +21,7 @@ from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.overlap import choose_slices
 from commlayer.scheduler.traffic import Traffic
 
@@ -81,7 +82,7 @@ class DispatchPlanner:
         self._ways = ways or WireGroups(grid.ep, grid.all, DispatchWire())
         self._measured = Measurements(grid)
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
-        self._decided: dict[tuple[Any, ...], DispatchDecision] = {}
+        self._decided = Kept[tuple[Any, ...], DispatchDecision](_MOST_KEPT)
 
     def decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         """One decision for calls of about the same counts, within a sixteenth. ``like`` [T, H]: the tokens.
@@ -98,11 +99,8 @@ class DispatchPlanner:
             is_sharded(experts),
         )
         key = (*map(_rounded, sizes), of_tokens, *of_call)  # all of which ranks have agreed on
-        if key not in self._decided:
-            while len(self._decided) >= _MOST_KEPT:
-                self._decided.pop(next(iter(self._decided)))
-            self._decided[key] = self._decide(layout, like, experts)
-        return self._decided[key]
+        found = self._decided.get(key)
+        return self._decided.add(key, self._decide(layout, like, experts)) if found is None else found
 
     def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         kind, kinds_us, why = self._choose_kind(layout, like)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Decision, Policy, choose
+from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.plan import Strategy
@@ -45,7 +46,7 @@ class Pricer:
     ) -> None:
         self.cluster = cluster
         self.policy = Policy(strategies=tuple(strategies), lanes=lanes or LanePolicy(), min_bytes=min_bytes)
-        self._decisions: dict[tuple[str, int, tuple[int, ...], str], Decision] = {}
+        self._decisions = Kept[tuple[str, int, tuple[int, ...], str], Decision](_MOST_DECISIONS)
         self._times: dict[tuple[int, ...], _Times] = {}
         # The same by the identity of nodes: hashing those of a thousand nodes takes longer than everything else. They are
         # kept beside, so that no other object gets that identity.
@@ -81,9 +82,8 @@ class Pricer:
         key = (collective, size, nodes, lane)
         found = self._decisions.get(key)
         if found is None:
-            if len(self._decisions) >= _MOST_DECISIONS:
-                self._decisions.pop(next(iter(self._decisions)))  # the oldest
-            found = self._decisions[key] = choose(_traffic(*key), self.cluster.profile_of(nodes), self.policy)
+            decision = choose(_traffic(*key), self.cluster.profile_of(nodes), self.policy)
+            found = self._decisions.add(key, decision)
         return found
 
     def _of(self, nodes: tuple[int, ...]) -> _Times:

@@ -728,3 +728,25 @@ def test_a_failing_rank_ends_the_run(emulated_cluster: ClusterFactory) -> None:
 
     with pytest.raises(RanksFailedError, match="rank 1"):
         run(emulated_cluster, job, nodes=1)
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_elements_whose_sign_is_put_off(emulated_cluster: ClusterFactory, plan: str) -> None:
+    """The imaginary part of a conjugate is its memory with another sign, which plain Gloo does not see."""
+
+    def job() -> None:
+        os.environ["COMMLAYER_PLAN"] = plan
+        dist.init_process_group("commlayer")
+        negated = [torch.tensor([1 + 2j]).conj().imag for _ in range(4)]
+        assert all(x.is_neg() and x.is_contiguous() for x in negated)
+        for _ in range(2):  # the second call could go to Gloo as it is
+            dist.all_reduce(negated[0])
+            gathered = torch.zeros(4)
+            dist.all_gather_single(gathered, negated[1])
+            assert gathered.tolist() == [-2.0] * 4
+            total = torch.zeros(1)
+            dist.reduce_scatter_single(total, torch.tensor([1 + 2j] * 4).conj().imag.contiguous())
+            assert total.tolist() == [-8.0]
+        assert negated[0].tolist() == [-32.0]
+
+    emulated_cluster(2, 2).run(job)

@@ -17,7 +17,7 @@ from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
-from commlayer.transport.contract import Channel, Memory, SizeMismatch
+from commlayer.transport.contract import CallMemory, Channel, SizeMismatch
 from commlayer.transport.gloo import GlooTransport
 
 
@@ -72,7 +72,7 @@ def test_a_message_of_another_size_is_told_to_the_others() -> None:
     plan = planned.choices.plan("all_gather", 512)
     assert plan is not None
     moves, _ = group_moves(plan, Group(planned.nodes, 0, (256, 256)), 0)
-    buffers = {Buffer.INPUT: Memory(torch.zeros(256).byte()), Buffer.OUTPUT: Memory(torch.zeros(512).byte())}
+    buffers = {Buffer.INPUT: CallMemory(torch.zeros(256).byte()), Buffer.OUTPUT: CallMemory(torch.zeros(512).byte())}
     call = transport.start(transport.compile(plan, moves), buffers, 1.0)
     drive(plan, call)
     with pytest.raises(DisagreementError, match=r"rank 11, got 512: .*COMMLAYER_DEBUG=detail"):

@@ -44,7 +44,7 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.moves import Buffer
-from commlayer.transport.contract import Buffers, Memory, SizeMismatch, break_connections
+from commlayer.transport.contract import Buffers, CallMemory, SizeMismatch, break_connections
 from commlayer.transport.shared_memory.line import Kind, Line
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
 from commlayer.transport.shared_memory.segment import Slab
@@ -57,15 +57,14 @@ from commlayer.transport.shared_memory.work import (
     Peer,
     Receive,
     Send,
-    Sent,
     Waitable,
 )
 
-__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Parcel", "SharedMemoryGroup", "Waitable"]
+__all__ = ["AHEAD_BYTES", "INLINE_BYTES", "Posting", "SharedMemoryGroup", "Waitable"]
 
 INLINE_BYTES = 32 << 10
 """Up to this size a message travels in its line: one write and one read, and nothing to give back."""
-Parcel = tuple[int, int, Buffer, int, int]
+Posting = tuple[int, int, Buffer, int, int]
 """A message to be posted: the other member of the group, its tag, and the bytes of which buffer, from where to where."""
 _INLINE, _SLAB, _READ = int(Kind.INLINE), int(Kind.SLAB), int(Kind.READ)
 """An enumeration's members are compared, and packed, in Python."""
@@ -125,7 +124,7 @@ class SharedMemoryGroup:
         """
         if peer not in self._peers:
             return self._other(self.group.send, tensors[0], peer, tag)
-        works: list[Send | Sent] = []
+        works: list[Waitable] = []
         self.send_all([(peer, tag, Buffer.INPUT, 0, tensors[0].numel())], {Buffer.INPUT: _memory(tensors[0])}, 0, works)
         return works[0]
 
@@ -140,7 +139,7 @@ class SharedMemoryGroup:
         self.receive_all([(peer, tag, Buffer.OUTPUT, 0, tensors[0].numel())], buffers, 0, receive)
         return receive
 
-    def send_all(self, messages: Sequence[Parcel], buffers: Buffers, tag: int, works: list[Send | Sent]) -> None:
+    def send_all(self, messages: Sequence[Posting], buffers: Buffers, tag: int, works: list[Waitable]) -> None:
         """Start sending ``messages``, all to neighbours, whose works are appended; lines to one peer go together.
 
         ``tag``: the first of the call's, to which a message's is added. Where it raises, the message behind those whose works
@@ -182,7 +181,7 @@ class SharedMemoryGroup:
         peer.line.put(_SLAB, tag, size, block.start)
         return Send(self, peer, block)
 
-    def receive_all(self, messages: Sequence[Parcel], buffers: Buffers, tag: int, receive: Receive) -> None:
+    def receive_all(self, messages: Sequence[Posting], buffers: Buffers, tag: int, receive: Receive) -> None:
         """Expect ``messages``, all from neighbours, as part of ``receive``. As :meth:`send_all`; where it raises, the message
         behind those that are missing is to blame."""
         with self._lock:
@@ -408,11 +407,11 @@ class SharedMemoryGroup:
                 peer.line.keep(_READ, 0, 0, place)
 
 
-def _memory(tensor: torch.Tensor) -> Memory:
+def _memory(tensor: torch.Tensor) -> CallMemory:
     """Raises TensorError for a tensor that is not a contiguous row of bytes."""
     if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
         raise TensorError(
             f"expected a contiguous 1-D tensor of uint8, got {tensor.dtype} of shape {list(tensor.shape)}: send its bytes, "
             "x.contiguous().view(-1).view(torch.uint8)"
         )
-    return Memory(tensor)
+    return CallMemory(tensor)

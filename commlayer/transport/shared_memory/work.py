@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from commlayer.transport.contract import Memory
+from commlayer.transport.contract import CallMemory
 from commlayer.transport.shared_memory.line import Line
 from commlayer.transport.shared_memory.segment import Block
 
@@ -22,7 +22,6 @@ __all__ = [
     "Peer",
     "Receive",
     "Send",
-    "Sent",
     "Server",
     "Waitable",
 ]
@@ -41,7 +40,7 @@ class Waitable(Protocol):
         """
 
 
-Expected = tuple["Receive", Memory, int, int]
+Expected = tuple["Receive", CallMemory, int, int]
 """A message that is to come, and the bytes of which memory it goes to, from where to where."""
 Arrival = tuple[int, bytes | int]
 """A message that nobody expects yet: its size [bytes], and its payload, or where it lies in the sender's slab."""
@@ -133,7 +132,7 @@ class Send:
         return True
 
 
-class Sent:
+class _Sent:
     """A message of which nothing is left to be waited for."""
 
     def is_completed(self) -> bool:
@@ -143,7 +142,7 @@ class Sent:
         return True
 
 
-SENT = Sent()
+SENT = _Sent()
 """The handle of a send that took its tensor, and whose line is on its way."""
 
 
