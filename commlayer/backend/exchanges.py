@@ -83,15 +83,16 @@ def _by_plan(
         calls.order.sequence += 1
         started = now()
         with _record(f"commlayer:all_to_all {plan.name}"):
-            planned.run_all_to_all(
+            going = planned.run_all_to_all(
                 plan,
                 source,
                 target.view(torch.uint8),
                 [count * item for count in _elements(input, sent, size)],
                 [count * item for count in _elements(output, received, size)],
                 timeout_s=timeout_s,
+                record=calls.order.record,
             )
-        calls.count_plan(plan, "all_to_all", input.nbytes, now() - started)
+        calls.count_plan(plan, "all_to_all", input.nbytes, now() - started, going)
         land(output, target)
     return True
 

@@ -206,7 +206,7 @@ def _reduce_by_plan(
 ) -> None:
     calls.run_plan(plan, collective, num_bytes, source, target, opts, op=PLAN_NAMES[op])
     if op == AVG:
-        with torch.inference_mode():
+        with torch._C._InferenceMode(True):
             target.div_(calls.members.size)
 
 

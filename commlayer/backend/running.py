@@ -222,9 +222,7 @@ class Calls:
             sent = task()
         self.count_plan(plan, collective, num_bytes, now() - started, sent)
 
-    def count_plan(
-        self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int] = (-1, -1)
-    ) -> None:
+    def count_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Count and record a planned call that has ended. ``sent``: bytes between nodes, and inside this one."""
         if self.order.record is not None:
             fill_plan(self.inner.planned, self.order.record, self.order.sequence, plan, num_bytes, sent)

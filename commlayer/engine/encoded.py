@@ -96,7 +96,7 @@ class EncodedGroup:
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
             call = runner.start(prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec))
-            planned.drive(prepared, call, limit, record)
+            planned.drive(plan, call, limit, record)
             return prepared.sent
 
     @torch.inference_mode()
@@ -123,7 +123,7 @@ class EncodedGroup:
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
             call = runner.start(prepared, *data, limit, None, _RowCoder(codec))
-            planned.drive(prepared, call, limit, record)
+            planned.drive(plan, call, limit, record)
             return prepared.sent
 
     @torch.inference_mode()
@@ -155,7 +155,7 @@ class EncodedGroup:
             buffers = {Buffer.ENCODED: CallMemory(rounded), Buffer.ARRIVED: CallMemory(arrived)}
             limit = timeout_s or planned.timeout_s
             prepared = runner.prepare(plan, steps, {})
-            planned.drive(prepared, runner.transport.start(prepared.script, buffers, limit), limit)
+            planned.drive(plan, runner.transport.start(prepared.script, buffers, limit), limit)
             parts = [
                 (
                     rounded[rank * size : (rank + 1) * size] if k == rank else arrived[places[k].start : places[k].stop]

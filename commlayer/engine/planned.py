@@ -43,7 +43,7 @@ from commlayer.settings import Settings
 from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
-from commlayer.transport.gloo import GlooCall, GlooTransport
+from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
@@ -185,21 +185,20 @@ class PlannedGroup:
                 output = CallMemory(as_bytes(target))
                 data = output if source is target else CallMemory(as_bytes(source))
                 call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op))
-                self.drive(prepared, call, limit_s, record)
+                self.drive(plan, call, limit_s, record)
             except BaseException as error:
                 self.tell(error)
                 raise
         return prepared.sent
 
-    def drive(self, prepared: Prepared, call: Call, timeout_s: float, record: CallRecord | None = None) -> None:
+    def drive(self, plan: Plan, call: Call, timeout_s: float, record: CallRecord | None = None) -> None:
         """Run a call that has been started to its end, held where others go first. ``record`` gets the times of its steps."""
-        plan = prepared.plan
         gate = self.gate(plan, timeout_s) if self.level else None
         if record is None:
             drive(plan, call, gate)
             call.finish()
         else:
-            record_steps(record, prepared, recorded(plan, call, gate))
+            record_steps(record, plan, call, recorded(plan, call, gate))
 
     def predicted(self, plan: Plan) -> Timeline | None:
         """The plan's timeline by the profile; None without one, or where it does not know its operations."""
@@ -218,54 +217,29 @@ class PlannedGroup:
         target_bytes: Sequence[int],
         *,
         timeout_s: float | None = None,
-    ) -> None:
+        record: CallRecord | None = None,
+    ) -> Sent:
         """Run an all_to_all plan: ``source_bytes[k]`` of source go to member k, ``target_bytes[k]`` come from it.
 
-        Contiguous tensors. Raises as :meth:`run`.
+        Contiguous tensors. ``record``, what is returned and raised: as :meth:`run`.
         """
-        splits = tuple(source_bytes), tuple(target_bytes)
+        splits, limit_s = (tuple(source_bytes), tuple(target_bytes)), timeout_s or self.timeout_s
         with torch._C._InferenceMode(True):
             try:
-                self._run_all_to_all(plan, source, target, splits, timeout_s or self.timeout_s)
+                runner = self._runner or self.connect_messages()
+                exchange = self._exchanges.get((id(plan), splits)) or self._exchange(runner, plan, splits)
+                data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
+                call = exchange.start(runner, *data, limit_s)
+                self.drive(plan, call, limit_s, record)
             except BaseException as error:
                 self.tell(error)
                 raise
-
-    def _run_all_to_all(
-        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, splits: Splits, timeout_s: float
-    ) -> None:
-        runner = self._runner or self.connect_messages()
-        exchange = self._exchange(runner, plan, splits)
-        staging = runner.stage(exchange.two_level.staging_bytes, Buffer.STAGING, source.device)
-        staging.bytes[: len(exchange.counts)] = exchange.counts
-        buffers = {
-            Buffer.INPUT: CallMemory(as_bytes(source)),
-            Buffer.OUTPUT: CallMemory(as_bytes(target)),
-            Buffer.STAGING: staging,
-        }
-        call = cast("GlooCall", runner.transport.start(exchange.script, buffers, timeout_s))
-
-        def reveal(index: int) -> None:
-            """The counts are there, so what the ranks of this node send on, and where, is known."""
-            if index == 1:
-                sorted_, passed, transit = exchange.revealed(staging)
-                buffers[Buffer.TRANSIT] = CallMemory(torch.empty(transit, dtype=torch.uint8))
-                call.revise(1, sorted_, buffers)
-                call.revise(2, passed, buffers)
-
-        if (gate := self.gate(plan, timeout_s)) is not None:
-            gate(1)
-        drive(plan, call, reveal=reveal)
-        call.finish()
+        return call.sent
 
     def _exchange(self, runner: Runner, plan: Plan, splits: Splits) -> SplitExchange:
         """The moves of an all_to_all with these splits, which many programs have again and again."""
-        found = self._exchanges.get((id(plan), splits))
-        if found is None:
-            two_level = TwoLevel(self.nodes, self.rank, *splits)
-            transport = cast("GlooTransport", runner.transport)
-            found = self._exchanges.add((id(plan), splits), SplitExchange(plan, two_level, transport))
-        return found
+        two_level, transport = TwoLevel(self.nodes, self.rank, *splits), cast("GlooTransport", runner.transport)
+        return self._exchanges.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
 
     def tell(self, error: BaseException) -> None:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""

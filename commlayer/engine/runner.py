@@ -70,17 +70,11 @@ def require_tags(plan: Plan, num_steps: int) -> None:
         )
 
 
-def drive(plan: Plan, call: Call, gate: Gate | None = None, reveal: Callable[[int], None] | None = None) -> None:
-    """Post every step of a call that has been started, each after those that it waits for, and when ``gate`` lets it.
-
-    ``reveal``: called with a step's index when what it waits for has ended, before it is posted: some calls learn only then
-    what it moves.
-    """
+def drive(plan: Plan, call: Call, gate: Gate | None = None) -> None:
+    """Post every step of a call that has been started, each after those that it waits for, and when ``gate`` lets it."""
     for index, step in enumerate(plan.steps):
         for earlier in step.after:
             call.require(earlier, index)
-        if reveal is not None:
-            reveal(index)
         if gate is not None:
             gate(index)
         call.post(index)

@@ -3,44 +3,100 @@
 from __future__ import annotations
 
 from array import array
-from functools import partial
+from collections.abc import Collection, Sequence
 from itertools import chain
+from typing import NamedTuple
 
-from commlayer.engine.runner import require_tags
+import torch
+
+from commlayer.engine.runner import Runner, Sent, require_tags
+from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.transport.contract import CallMemory
-from commlayer.transport.gloo import GlooStep, GlooTransport
+from commlayer.transport.gloo import GlooCall, GlooStep, GlooTransport
 
-__all__ = ["SplitExchange", "Splits"]
+__all__ = ["Revealed", "SplitCall", "SplitExchange", "Splits"]
 
 Splits = tuple[tuple[int, ...], tuple[int, ...]]
 """Bytes that go to each member, and that come from each."""
+_SORT, _PASS_ON = 1, 2
+"""The steps that need the counts."""
+_COUNT_BYTES = 8
+
+
+class Revealed(NamedTuple):
+    """The rest of an exchange, by the counts of a node's ranks: two steps, the bytes in transit, and what this rank sends in
+    all."""
+
+    sort: GlooStep
+    pass_on: GlooStep
+    transit_bytes: int
+    sent: Sent
 
 
 class SplitExchange:
-    """A two-level all_to_all of certain splits on this rank: what it moves before its node's ranks have told each other their
-    counts (``script``), and then."""
+    """A two-level all_to_all of certain splits, as one rank of it runs it, any number of times. ``near``: see Runner."""
 
-    def __init__(self, plan: Plan, two_level: TwoLevel, transport: GlooTransport) -> None:
+    def __init__(self, plan: Plan, two_level: TwoLevel, transport: GlooTransport, near: Collection[int]) -> None:
         require_tags(plan, len(plan.steps))
         self.plan, self.two_level = plan, two_level
-        self.script = transport.compile(plan, two_level.before())
-        self.counts = array("q", chain.from_iterable(two_level.counts())).tobytes()
+        self._before = two_level.before()
+        self._script = transport.compile(plan, self._before)
+        self._counts = array("q", chain.from_iterable(two_level.counts())).tobytes()
         """What this rank tells the others of its node: int64 [local ranks, nodes]."""
-        self._transport = transport
-        self._revealed: tuple[bytes, tuple[GlooStep, GlooStep, int]] | None = None
+        self._transport, self._near = transport, near
+        self._revealed: tuple[bytes, Revealed] | None = None
 
-    def revealed(self, staging: CallMemory) -> tuple[GlooStep, GlooStep, int]:
-        """Steps 1 and 2, and the bytes in transit, by the counts that have arrived in ``staging``."""
+    def start(self, runner: Runner, source: CallMemory, target: CallMemory, timeout_s: float) -> SplitCall:
+        """Begin a call from ``source`` to ``target``. To be driven, and finished."""
+        staging = runner.stage(self.two_level.staging_bytes, Buffer.STAGING, source.tensor.device)
+        staging.bytes[: len(self._counts)] = self._counts
+        buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target, Buffer.STAGING: staging}
+        return SplitCall(self, self._transport.start(self._script, buffers, timeout_s), buffers)
+
+    def reveal(self, staging: CallMemory) -> Revealed:
+        """Find out the rest by the counts that have arrived in ``staging``; the same ones as last time need no work."""
         region, two_level = self.two_level.counts_region, self.two_level
         arrived, width = staging.bytes[region.start : region.stop], len(two_level.nodes)
-        own = slice(two_level.i * width * 8, (two_level.i + 1) * width * 8)
-        arrived[own] = self.counts[own]  # nobody sends it; what lies there is of another call
+        own = slice(two_level.i * width * _COUNT_BYTES, (two_level.i + 1) * width * _COUNT_BYTES)
+        arrived[own] = self._counts[own]  # nobody sends it; what lies there is of another call
         if self._revealed is None or self._revealed[0] != arrived:
             found = arrived.cast("q").tolist()
-            theirs = [found[at : at + width] for at in range(0, len(found), width)]
-            sorted_, passed, transit = two_level.after(theirs)
-            step = partial(self._transport.compile_step, self.plan)
-            self._revealed = arrived.tobytes(), (step(1, sorted_), step(2, passed), transit)
+            sort, pass_on, transit = two_level.after([found[at : at + width] for at in range(0, len(found), width)])
+            steps = [self._transport.compile_step(self.plan, *each) for each in ((_SORT, sort), (_PASS_ON, pass_on))]
+            sent = Sent.by((*self._before, sort, pass_on), self._near)
+            self._revealed = arrived.tobytes(), Revealed(steps[0], steps[1], transit, sent)
         return self._revealed[1]
+
+
+class SplitCall:
+    """A call of a :class:`SplitExchange`, which learns what it moves in its second step when the first has ended. See Call.
+
+    ``sent``: the bytes that this rank sends, once that is known.
+    """
+
+    __slots__ = ("_buffers", "_call", "_exchange", "sent")
+
+    def __init__(self, exchange: SplitExchange, call: GlooCall, buffers: dict[Buffer, CallMemory]) -> None:
+        self._exchange, self._call, self._buffers = exchange, call, buffers
+        self.sent = Sent(0, 0)
+
+    @property
+    def steps(self) -> Sequence[Moves]:
+        return self._call.steps
+
+    def require(self, earlier: int, index: int) -> None:
+        self._call.require(earlier, index)
+
+    def post(self, index: int) -> None:
+        if index == _SORT:
+            found = self._exchange.reveal(self._buffers[Buffer.STAGING])
+            self._buffers[Buffer.TRANSIT] = CallMemory(torch.empty(found.transit_bytes, dtype=torch.uint8))
+            self._call.revise(_SORT, found.sort, self._buffers)
+            self._call.revise(_PASS_ON, found.pass_on, self._buffers)
+            self.sent = found.sent
+        self._call.post(index)
+
+    def finish(self) -> None:
+        self._call.finish()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from commlayer.engine.runner import GridRunner, Prepared, drive
+from commlayer.engine.runner import GridRunner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Plan
@@ -97,6 +97,11 @@ class RecordedCall:
             self._end_ns[index] = time.perf_counter_ns()
             self._ended[index].set()
 
+    @property
+    def steps(self) -> Sequence[Moves]:
+        """The moves of the call that is timed."""
+        return self._call.steps
+
     def require(self, earlier: int, index: int) -> None:
         """Return when step ``earlier`` has ended. Raises what any step so far has raised."""
         del index  # the host waits, whoever comes next
@@ -162,12 +167,13 @@ def recorded(plan: Plan, call: Call, gate: Callable[[int], int] | None = None) -
     return _driven(plan, call, gate).recorded
 
 
-def record_steps(record: CallRecord, prepared: Prepared, found: Recorded) -> None:
-    """Write into ``record`` of a planned call when its steps ran, what each sent, and for how long they were held."""
+def record_steps(record: CallRecord, plan: Plan, call: Call, found: Recorded) -> None:
+    """Write into ``record`` of a planned call that has ended when its steps ran, what each sent, and for how long they were
+    held."""
     record.held_ns = found.held_ns
     record.steps = tuple(
         StepRecord(step.op.value, step.resource.value, step.chunk, step.bytes, _num_sent(moves), *times)
-        for step, moves, times in zip(prepared.plan.steps, prepared.steps, found.steps, strict=True)
+        for step, moves, times in zip(plan.steps, call.steps, found.steps, strict=True)
     )
 
 

@@ -132,6 +132,10 @@ class Script(Protocol):
 class Call(Protocol):
     """One plan under way on one rank."""
 
+    @property
+    def steps(self) -> Sequence[Moves]:
+        """The moves of this rank in each step; of some calls they are all known only at the end."""
+
     def require(self, earlier: int, index: int) -> None:
         """Step ``index`` must not start before step ``earlier`` has ended (on the host, or on the device's stream)."""
 

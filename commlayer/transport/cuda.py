@@ -100,7 +100,7 @@ class NcclTransport:
 
 class _NcclCall:
     def __init__(self, transport: NcclTransport, plan: Plan, steps: Sequence[Moves], buffers: Buffers) -> None:
-        self._transport, self._plan, self._steps, self._buffers = transport, plan, steps, buffers
+        self._transport, self._plan, self.steps, self._buffers = transport, plan, steps, buffers
         self._ended = [torch.cuda.Event() for _ in steps]
         ready = torch.cuda.current_stream(transport.device).record_event()
         for stream in transport.streams.values():
@@ -117,7 +117,7 @@ class _NcclCall:
         self._stream(index).wait_event(self._ended[earlier])
 
     def post(self, index: int) -> None:
-        step = self._steps[index]
+        step = self.steps[index]
         stream = self._stream(index)
         with torch.cuda.stream(stream):
             for work in self._communicate(index, step):

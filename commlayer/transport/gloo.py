@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -257,6 +256,10 @@ class GlooCall:
             raise self._not_posted(index, (*step.near_receives, *step.far_receives), posted, error) from error
         self._expected[index] = near, far
 
+    @property
+    def steps(self) -> Sequence[Moves]:
+        return [step.moves for step in self._steps]
+
     def require(self, earlier: int, index: int) -> None:
         del index  # the host waits, whoever comes next
         if earlier in self._expected:
@@ -329,9 +332,11 @@ class GlooCall:
     def finish(self) -> None:
         for index in list(self._expected):
             self._wait(index)
-        for work, index, place in self._sends:
-            self._wait_for(work, index, place)
-        self._sends.clear()
+        if self._sends:
+            self._serve(self._sends[0][1])
+            for work, index, place in self._sends:
+                self._wait_for(work, index, place)
+            self._sends.clear()
 
     def _part(self, region: Region) -> torch.Tensor:
         return self._buffers[region.buffer].part(region.start, region.stop)
@@ -348,20 +353,29 @@ class GlooCall:
                 shared.wait_all(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
             except RuntimeError as error:
                 raise self._explained(index, near.blamed, error) from error
-        for work, place in far:
-            self._wait_for(work, index, place)
+        if far:
+            self._serve(index)
+            for work, place in far:
+                self._wait_for(work, index, place)
+
+    def _serve(self, index: int) -> None:
+        """Take in what neighbours have sent: they need not wait for what comes from far away."""
+        shared = self._transport.shared[self._steps[index].op]
+        if shared is not None:
+            shared.serve()
 
     def _wait_for(self, work: Waitable, index: int, place: int) -> None:
         transport = self._transport
-        shared: Any = transport.shared[self._steps[index].op]
-        wait = work.wait if shared is None or work.__class__ is Send else partial(shared.wait_other, work)
-        left = self._timeout_s - (time.monotonic() - self._started)
+        left = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
         # In this order: whoever breaks the board looks at the wait afterwards.
         transport.waited_for.add(work)
         try:
-            if transport.board.is_broken or not wait(timedelta(seconds=max(left, 0.001))):
+            if transport.board.is_broken or not work.wait(timedelta(seconds=left)):
                 raise transport.board.woken()
         except RuntimeError as error:
+            shared = transport.shared[self._steps[index].op]
+            if shared is not None and work.__class__ is not Send:
+                shared.failed_beneath(error, left)
             raise self._explained(index, place, error) from error
         finally:
             transport.waited_for.discard(work)

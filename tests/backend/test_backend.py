@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from commlayer.profiles.errors import (
     UsageError,
 )
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.traces.rank_files import read_folder
 
 pytestmark = pytest.mark.cluster
 
@@ -560,6 +562,36 @@ def test_split_group(emulated_cluster: ClusterFactory) -> None:
 
 
 # Statistics
+
+
+def test_a_planned_all_to_all_is_counted_and_its_steps_recorded(
+    emulated_cluster: ClusterFactory, tmp_path: Path
+) -> None:
+    """By the splits of each call: the rank's own, which it has twice, and others."""
+
+    def job() -> None:
+        os.environ.update(COMMLAYER_PLAN="hierarchical", COMMLAYER_TRACE=str(tmp_path))
+        dist.init_process_group("commlayer")
+        rank, size = dist.get_rank(), 4
+        for rows in ([1, 2, 3, 4], [1, 2, 3, 4], [0, 5, 0, 1]):
+            mine = [rows[(rank + peer) % 4] for peer in range(size)]  # the same to me as from me
+            out = torch.empty(sum(mine))
+            dist.all_to_all_single(out, torch.full((sum(mine),), float(rank)), mine, mine)
+            assert out.tolist() == [float(peer) for peer in range(size) for _ in range(mine[peer])]
+            (row,) = commlayer.stats()["groups"][0]["calls"]
+            commlayer.reset_stats()
+            near = rank ^ 1
+            # Each rank brings its node's ranks what they pass on, and tells them how much: 8 bytes for each node.
+            brought = sum(mine[peer] for peer in (near, near ^ 2))
+            passed = sum(rows[(source + (rank ^ 2)) % 4] for source in (rank, near))
+            assert row["wire_bytes"] == {"inter": 4 * passed, "intra": 4 * brought + 2 * 8}
+        dist.destroy_process_group()
+
+    emulated_cluster(2, 2).run(job)
+    calls = [call for trace in read_folder(tmp_path) for call in trace.calls if call.collective == "all_to_all"]
+    assert len(calls) == 3 * 4
+    assert all(len(call.steps) == 4 for call in calls)
+    assert all(sum(step.sent_bytes for step in call.steps) == call.inter_bytes + call.intra_bytes for call in calls)
 
 
 def test_statistics_say_what_ran(emulated_cluster: ClusterFactory) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -25,6 +25,7 @@ from commlayer.engine.tracing import RecordedCall, recorded, traced
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler import Plan, Traffic, choose
+from commlayer.scheduler.moves import Moves
 from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
 from commlayer.traces.analyse import Selected, Window, lane_times, lateness, plans, select
@@ -627,6 +628,8 @@ def test_a_forked_child_does_not_write_its_parents_file(tmp_path: Path) -> None:
 
 class FakeCall:
     """Does what the executor's loop asks, and remembers it."""
+
+    steps: ClassVar[tuple[Moves, ...]] = ()
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.did: list[str] = []

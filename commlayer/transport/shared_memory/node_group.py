@@ -223,14 +223,18 @@ class SharedMemoryGroup:
                 self._await_news(left)
 
     def wait_other(self, work: dist.Work, timeout: timedelta | None) -> bool:
-        """Wait for a message of the group beneath. Where that times out, Gloo has closed its connections: so must we."""
+        """Wait for a message of the group beneath. Raises as Waitable.wait does."""
         self.serve()  # the neighbours need not wait for what comes from far away
         try:
             return work.wait(timeout) if timeout else work.wait()
         except RuntimeError as error:
-            has_passed = timeout is None or is_timeout(error)
-            self.failed(0 if has_passed or timeout is None else timeout.total_seconds())
+            self.failed_beneath(error, timeout.total_seconds() if timeout else 0.0)
             raise
+
+    def failed_beneath(self, error: RuntimeError, timeout_s: float) -> None:
+        """A wait for a message of the group beneath, of ``timeout_s``, has raised ``error``: where it timed out, Gloo has closed
+        its connections, and so must we."""
+        self.failed(0 if is_timeout(error) else timeout_s)
 
     def wait_all(self, receive: Receive, timeout_s: float) -> None:
         """Return when all messages of ``receive`` have come, serving all neighbours meanwhile. Raises as Waitable.wait does."""
