@@ -6,8 +6,9 @@ nothing else. ``commlayer.profiles.catalog`` holds the shipped profiles, ``comml
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from commlayer.profiles.catalog import load_profile
@@ -34,34 +35,4 @@ __all__ = [
     "read_profile",
 ]
 
-_HOMES = {
-    "COLLECTIVES": "links",
-    "Curve": "curve",
-    "Difference": "compare",
-    "Interference": "profile",
-    "Peaks": "links",
-    "Profile": "profile",
-    "Resource": "links",
-    "Topology": "topology",
-    "bus_factor": "links",
-    "check_shape": "profile",
-    "diff": "compare",
-    "load_profile": "catalog",
-    "parse_profile": "profile",
-    "read_profile": "profile",
-}
-_MODULES = ("catalog", "measure")
-
-
-def __getattr__(name: str) -> Any:
-    if home := _HOMES.get(name):
-        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-        globals()[name] = value  # the next use finds it without coming here
-        return value
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+__getattr__, __dir__ = lazy_names(__name__, modules=("catalog", "measure"))

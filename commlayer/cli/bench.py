@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option
-from commlayer.cli.place import Place, check_place, emulation, place_of, place_options, run_job
+from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option
+from commlayer.cli.place import Place, check_place, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
@@ -32,8 +32,8 @@ _bench_options = in_order(
     click.option("-b", "--min-bytes", type=BYTES, default="64KiB", show_default=True, help="Smallest size, a rank."),
     click.option("-e", "--max-bytes", type=BYTES, default="16MiB", show_default=True, help="Largest size, a rank."),
     click.option("-f", "--factor", type=float, default=4.0, show_default=True, help="Each size over the one before."),
-    click.option("-n", "--rounds", type=click.IntRange(1), default=5, show_default=True, help="Rounds, at least."),
-    click.option("--max-chunks", type=click.IntRange(1), default=16, show_default=True, help="No plan of more chunks."),
+    click.option("-n", "--rounds", type=COUNT, default=5, show_default=True, help="Rounds, at least."),
+    click.option("--max-chunks", type=COUNT, default=16, show_default=True, help="No plan of more chunks."),
     click.option("--all-forms", is_flag=True, help="Also run the plans that gather the whole tensor, as MoNTA does."),
 )
 
@@ -56,7 +56,7 @@ def bench_command(
       commlayer bench --emulate 2x4 --inter 400mbit
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer bench --profile cluster.json
     """
-    place = place_of(*(options.pop(name) for name in ("emulate", "inter", "intra", "delay", "timeout")))
+    place = read_place(options)
     from commlayer.profiles.catalog import load_profile
 
     planned_with = load_profile(profile_name) if profile_name else None

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from commlayer import __version__
-from commlayer.cli.variables import variable_findings
+from commlayer.cli.variables import Verdict, variable_findings
 from commlayer.profiles.errors import CommlayerError, SettingsError
 from commlayer.profiles.profile import Profile
 from commlayer.settings import Settings
@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True):
     """One line: ``mark`` is "ok", "warn" (works, but) or "bad" (does not work); ``advice`` says what to do or why."""
 
     section: str
-    mark: Literal["ok", "warn", "bad"]
+    mark: Verdict
     name: str
     value: str
     advice: str = ""
@@ -83,7 +83,7 @@ def _versions() -> list[Finding]:
             found.append(Finding(section, "ok", name, version))
     for name, (packages, advice) in _EXTRAS.items():
         version = _installed(*packages)
-        mark: Literal["ok", "warn"] = "ok" if version or name == "cupy" else "warn"
+        mark: Verdict = "ok" if version or name == "cupy" else "warn"
         found.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
     return found
 
@@ -168,7 +168,7 @@ def _network() -> list[Finding]:
     section = "Network"
     found = [Finding(section, "ok", f"interface {each.name}", each.describe()) for each in interfaces()]
     choice = gloo_address()
-    mark: Literal["ok", "warn", "bad"] = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
+    mark: Verdict = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
     return [*found, Finding(section, mark, "gloo would use", choice.describe(), choice.advice)]
 
 

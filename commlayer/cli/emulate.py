@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.option_types import DURATION_US
-from commlayer.cli.tables import echo
+from commlayer.cli.option_types import COUNT, DURATION_US
+from commlayer.cli.tables import echo, said_warnings
 from commlayer.profiles.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--nodes", default=2, show_default=True, type=click.IntRange(min=1), help="Number of nodes.")
-@click.option("--ranks-per-node", default=4, show_default=True, type=click.IntRange(min=1), help="Processes on each.")
+@click.option("--nodes", default=2, show_default=True, type=COUNT, help="Number of nodes.")
+@click.option("--ranks-per-node", default=4, show_default=True, type=COUNT, help="Processes on each.")
 @click.option("--inter", metavar="RATE", help="Rate of a node's network interface, each direction: 400mbit, 50mbyte.")
 @click.option("--intra", metavar="RATE", help="Rate of a node's loopback, which its ranks share.")
 @click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
@@ -78,12 +77,8 @@ def emulate(
 def _built(nodes: int, ranks_per_node: int, **links: Any) -> EmulatedCluster:
     from commlayer.emulation import EmulatedCluster
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        cluster = EmulatedCluster(nodes, ranks_per_node, **links)
-    for warning in caught:
-        _say(f"warning: {warning.message}")
-    return cluster
+    with said_warnings("commlayer emulate: "):
+        return EmulatedCluster(nodes, ranks_per_node, **links)
 
 
 def _run(

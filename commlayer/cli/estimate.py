@@ -9,7 +9,6 @@ import click
 
 from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_setup, setup_options
 from commlayer.cli.mapping_output import (
-    draw,
     estimate_dict,
     export_dict,
     first_export,
@@ -17,7 +16,8 @@ from commlayer.cli.mapping_output import (
     print_export,
     traffics_dict,
 )
-from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, REPORT, json_option
+from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, json_option, report_option
+from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
@@ -30,7 +30,6 @@ from commlayer.drawing.mapping_cells import (
     part_cells,
     traffic_cells,
 )
-from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.units import format_us
 
@@ -42,7 +41,7 @@ _TRAFFICS = "What one rank of the slowest stage takes part in, each call priced 
 @click.command("estimate")
 @job_options
 @setup_options
-@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@report_option
 @click.option("--picture", type=PICTURE, help="Draw the course of forward and backward (.svg, .png, .pdf).")
 @click.option("--trace", type=OUTPUT_FILE, help="Write that course for Chrome or Perfetto.")
 @click.option("--export", "trainer", type=EXPORT, help="Print the mapping's configuration for a trainer instead.")
@@ -69,16 +68,18 @@ def estimate_command(
     found = request.estimator().estimate(setup)
     exported = first_export(trainer, request.job, [setup])[1] if trainer else None
     if trace is not None:
-        _write_trace(trace, found)
+        from commlayer.drawing.step_course import step_trace
+
+        write_chrome(trace, step_trace(found))
     if picture is not None:
         from commlayer.drawing.step_course import course_figure
 
-        draw(picture, lambda: course_figure(found, f"{request.job.model.name}: {setup}"))
+        draw(picture, course_figure(found, f"{request.job.model.name}: {setup}"))
     if report is not None:
         from commlayer.drawing.mapping_report import write_estimate_report
 
         write_estimate_report(report, found, request.cluster)
-        echo(f"report: {report}", err=True)
+        tell("report", report)
     for note in _notes(found):
         echo(f"note: {note}", err=True)
     if as_json:
@@ -97,15 +98,6 @@ def _notes(found: StepEstimate) -> list[str]:
             "commlayer search finds what does"
         )
     return notes
-
-
-def _write_trace(path: Path, found: StepEstimate) -> None:
-    import json
-
-    from commlayer.drawing.step_course import step_trace
-
-    write_file(path, json.dumps(step_trace(found)) + "\n")
-    echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
 
 
 def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
@@ -131,11 +123,7 @@ def _show(found: StepEstimate, request: Request) -> None:
     echo()
     print_table(MEMORY_COLUMNS, memory, bold=[len(memory) - 2])
     echo()
-    print_table(
-        TRAFFIC_COLUMNS,
-        traffic_cells(found.traffics),
-        title=_TRAFFICS,
-    )
+    print_table(TRAFFIC_COLUMNS, traffic_cells(found.traffics), title=_TRAFFICS)
     exposed = ", ".join(f"{lane} {format_us(us)}" for lane, us in found.exposed_us.items() if us > 0)
     echo(f"\nexposed, by lane: {exposed or 'nothing'}")
     for line in closed_form_words(closed_forms(request.job, found.setup, request.cluster)):

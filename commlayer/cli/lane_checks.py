@@ -5,19 +5,18 @@ active.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal
+from typing import Any
 
+from commlayer.cli.variables import OFF, Verdict
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES
 
 __all__ = ["at_hand", "lane_lines"]
 
-Mark = Literal["ok", "warn"]
-Line = tuple[Mark, str, str, str]
+Line = tuple[Verdict, str, str, str]
 """The type of a line of the output: (mark, name, value, advice)."""
 
 _NO_CUDA = "not active: no CUDA here"
 _ORDER_SINCE = (2, 26)
-_OFF = ("", "0", "false", "no", "n", "f", "off")
 
 
 def lane_lines(
@@ -88,7 +87,7 @@ def _traffic_class(
     name = "traffic class"
     missing = _missing("traffic_class", nccl_version, config_fields, known)
     if missing:
-        mark: Mark = "warn" if traffic_classes else "ok"
+        mark: Verdict = "warn" if traffic_classes else "ok"
         return (mark, name, f"not active: {missing}", "NCCL_IB_TC sets one class for all communicators")
     if not traffic_classes:
         return ("ok", name, "not active: none is set", "give lanes the classes that the fabric's operator has set up")
@@ -149,7 +148,7 @@ def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str], k
 
 
 def _is_set(environment: Mapping[str, str], name: str) -> bool:
-    return environment.get(name, "").strip().lower() not in _OFF
+    return environment.get(name, "").strip().lower() not in ("", *OFF)
 
 
 def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.mapping_options import MODEL, cluster_options, read_cluster
-from commlayer.cli.mapping_output import draw
-from commlayer.cli.option_types import PICTURE, REPORT, in_order, json_option
+from commlayer.cli.mapping_options import cluster_options, model_option, read_cluster
+from commlayer.cli.option_types import COUNT, PICTURE, in_order, json_option, report_option
+from commlayer.cli.output_files import draw, tell
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.model_files import resolve
@@ -18,6 +18,7 @@ from commlayer.scheduler.mapping.expansion import SEQUENCES, TOKENS_PER_RANK, WA
 from commlayer.scheduler.mapping.job import Job
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.space import RECOMPUTE
 from commlayer.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["long_context"]
 
-_COUNT = click.IntRange(min=1)
 _COLUMNS = [
     ">tokens",
     ">cp",
@@ -38,26 +38,26 @@ _COLUMNS = [
 
 
 _layout_options = in_order(
-    click.option("--ep", type=_COUNT, help="Expert parallelism.  [8, or all experts]"),
-    click.option("--tp", type=_COUNT, help="Tensor parallelism.  [the NVLink domain]"),
-    click.option("--pp", type=_COUNT, default=1, show_default=True, help="Pipeline stages."),
-    click.option("--recompute", type=click.Choice(["none", "selective", "full"]), default="full", show_default=True),
+    click.option("--ep", type=COUNT, help="Expert parallelism.  [8, or all experts]"),
+    click.option("--tp", type=COUNT, help="Tensor parallelism.  [the NVLink domain]"),
+    click.option("--pp", type=COUNT, default=1, show_default=True, help="Pipeline stages."),
+    click.option("--recompute", type=click.Choice(RECOMPUTE), default="full", show_default=True),
     click.option("--sequences", help="Their lengths, such as 32K,128K,1M.  [4K to 1M]"),
     click.option(
         "--tokens-per-rank",
-        type=_COUNT,
+        type=COUNT,
         help=f"Of a sequence, for each rank of cp: what makes cp grow.  [{TOKENS_PER_RANK}: MoNTA's]",
     ),
     click.option("--by-memory", is_flag=True, help="In its place the least cp with which a sequence fits."),
-    click.option("--joined-nodes", type=_COUNT, help="That the network joins at most.  [any number]"),
+    click.option("--joined-nodes", type=COUNT, help="That the network joins at most.  [any number]"),
 )
 
 
 @click.command("long-context")
-@click.option("--model", "-m", "model_name", type=MODEL, required=True, help="Or a Hugging Face config.json.")
+@model_option
 @cluster_options
 @_layout_options
-@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@report_option
 @click.option("--picture", type=PICTURE, help="Draw MFU over tokens (.svg, .png, .pdf).")
 @json_option
 def long_context(model_name: str, report: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:
@@ -74,7 +74,7 @@ def long_context(model_name: str, report: Path | None, picture: Path | None, as_
     cluster = read_cluster(given, Job(model=model, gpus=1, global_batch=1, sequence=1))
     found = _expansion(model, cluster, **given)
     if picture is not None:
-        draw(picture, lambda: _figure(found))
+        draw(picture, _figure(found))
     if report is not None:
         _write_report(report, found, cluster)
     if as_json:
@@ -173,7 +173,7 @@ def _write_report(path: Path, found: Expansion, cluster: Cluster) -> None:
         (_COLUMNS, [_cells(row) for row in found.rows]),
         [("MFU over tokens", _figure(found))] if drawable else [],
     )
-    echo(f"report: {path}", err=True)
+    tell("report", path)
 
 
 def _as_dict(found: Expansion) -> dict[str, Any]:

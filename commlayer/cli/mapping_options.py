@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 import click
-from click.shell_completion import CompletionItem
 
+from commlayer.cli.option_types import COUNT, NameOrPath, in_order
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
@@ -18,18 +17,19 @@ from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
-from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import SOFTWARE, Software, software
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.variations import vary
 
 __all__ = [
-    "CLUSTER",
     "EXPORT",
-    "MODEL",
     "Request",
+    "cluster_options",
     "job_options",
+    "model_option",
+    "read_cluster",
     "read_request",
     "read_setup",
     "read_space",
@@ -37,29 +37,8 @@ __all__ = [
     "space_options",
 ]
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Named(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A known name or a path. Only completes; who resolves it says what is wrong with a bad one."""
-
-    def __init__(self, name: str, known: Callable[[], list[str]]) -> None:
-        self.name = name
-        self._known = known
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return "NAME|PATH"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        files = [CompletionItem(incomplete, type="file")]  # first, as in option_types.PROFILE
-        return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
-
-
-MODEL = _Named("model", catalog.names)
-CLUSTER = _Named("cluster", clusters.names)
 EXPORT = click.Choice(TRAINERS)
 
-_COUNT = click.IntRange(min=1)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _DEGREES = {
     "tp": "Tensor parallelism of attention.",
@@ -71,108 +50,85 @@ _DEGREES = {
     "micro-batch": "Sequences of a micro-batch.",
 }
 _WORDS = {
-    "recompute": (["none", "selective", "full"], "Activations that backward computes again."),
-    "precision": (["bf16", "fp8"], "Of matrix products."),
-    "dispatch": (["all_to_all", "all_gather"], "How tokens go to experts."),
-    "attention": (["tensor", "ulysses"], "How tp splits attention."),
-    "zero": (["0", "1", "2", "3"], "What data parallelism shards."),
+    "recompute": (get_args(Recompute), "Activations that backward computes again."),
+    "precision": (get_args(Precision), "Of matrix products."),
+    "dispatch": (get_args(Dispatch), "How tokens go to experts."),
+    "attention": (get_args(Attention), "How tp splits attention."),
+    "zero": (("0", "1", "2", "3"), "What data parallelism shards."),
 }
 
 
-def _stacked(options: list[Callable[[F], F]]) -> Callable[[F], F]:
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
+model_option = click.option(
+    "--model",
+    "-m",
+    "model_name",
+    type=NameOrPath("model", catalog.names),
+    required=True,
+    help="Or a Hugging Face config.json.",
+)
+cluster_options = in_order(
+    click.option(
+        "--cluster",
+        "-c",
+        "cluster_name",
+        type=NameOrPath("cluster", clusters.names),
+        required=True,
+        help="Or a measured profile, with --gpu.",
+    ),
+    click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
+    click.option("--inter-gbps", type=_POSITIVE, help="Peak between nodes, GB/s of a GPU, one direction."),
+    click.option("--intra-gbps", type=_POSITIVE, help="Peak inside a node."),
+    click.option("--domain", type=COUNT, help="GPUs that NVLink joins."),
+)
+"""Add the option --cluster, and those that change what the cluster has, which :func:`read_cluster` reads."""
 
-    return decorate
+job_options = in_order(
+    model_option,
+    cluster_options,
+    click.option("--gpus", "-g", type=COUNT, required=True, help="In all."),
+    click.option("--global-batch", type=COUNT, required=True, help="Sequences a step."),
+    click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
+    click.option("--capacity-factor", type=_POSITIVE, help="Rows of an expert over its fair share.  [dropless]"),
+    click.option("--imbalance", type=click.FloatRange(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
+    click.option(
+        "--software",
+        "software_name",
+        type=click.Choice(list(SOFTWARE)),
+        default="commlayer",
+        show_default=True,
+        help="Whose way to run a step.",
+    ),
+    click.option(
+        "--efficiency",
+        type=_POSITIVE,
+        help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
+    ),
+)
+"""Add the options of the job, its cluster and its software, which :func:`read_request` reads."""
 
-
-def cluster_options(function: F) -> F:
-    """Add the option --cluster, and those that change what the cluster has."""
-    return _stacked(
-        [
-            click.option(
-                "--cluster",
-                "-c",
-                "cluster_name",
-                type=CLUSTER,
-                required=True,
-                help="Or a measured profile, with --gpu.",
-            ),
-            click.option("--gpu", type=click.Choice(list(hardware.GPUS)), help="In place of the cluster's."),
-            click.option("--inter-gbps", type=_POSITIVE, help="Peak between nodes, GB/s of a GPU, one direction."),
-            click.option("--intra-gbps", type=_POSITIVE, help="Peak inside a node."),
-            click.option("--domain", type=_COUNT, help="GPUs that NVLink joins."),
-        ]
-    )(function)
-
-
-def job_options(function: F) -> F:
-    """Add the options of the job, its cluster and its software, which :func:`read_request` reads."""
-    return _stacked(
-        [
-            click.option(
-                "--model", "-m", "model_name", type=MODEL, required=True, help="Or a Hugging Face config.json."
-            ),
-            cluster_options,
-            click.option("--gpus", "-g", type=_COUNT, required=True, help="In all."),
-            click.option("--global-batch", type=_COUNT, required=True, help="Sequences a step."),
-            click.option("--sequence", type=_COUNT, required=True, help="Tokens in each."),
-            click.option(
-                "--capacity-factor", type=_POSITIVE, help="Rows of an expert over its fair share.  [dropless]"
-            ),
-            click.option(
-                "--imbalance", type=click.FloatRange(min=1), default=1.0, help="Busiest rank over the mean.  [1]"
-            ),
-            click.option(
-                "--software",
-                "software_name",
-                type=click.Choice(list(SOFTWARE)),
-                default="commlayer",
-                show_default=True,
-                help="Whose way to run a step.",
-            ),
-            click.option(
-                "--efficiency",
-                type=_POSITIVE,
-                help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
-            ),
-        ]
-    )(function)
-
-
-def space_options(function: F) -> F:
-    """Add the options that narrow a search, which :func:`read_space` reads. Each may be repeated."""
-    degrees = [
-        click.option(f"--{name}", type=_COUNT, multiple=True, help=f"{words}  [any]")
-        for name, words in _DEGREES.items()
-    ]
-    words = [
+space_options = in_order(
+    *(click.option(f"--{name}", type=COUNT, multiple=True, help=f"{text}  [any]") for name, text in _DEGREES.items()),
+    *(
         click.option(f"--{name}", type=click.Choice(values), multiple=True, help=text)
         for name, (values, text) in _WORDS.items()
-    ]
-    others = [
-        click.option("--folded/--unfolded", default=None, help="Only one kind of mapping.  [both]"),
-        click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
-    ]
-    return _stacked([*degrees, *words, *others])(function)
+    ),
+    click.option("--folded/--unfolded", default=None, help="Only one kind of mapping.  [both]"),
+    click.option("--across-domains", is_flag=True, help="Let tp and etp leave NVLink domains."),
+)
+"""Add the options that narrow a search, which :func:`read_space` reads. Each may be repeated."""
 
-
-def setup_options(function: F) -> F:
-    """Add the options of one mapping, which :func:`read_setup` reads."""
-    degrees = [
-        click.option(f"--{name}", type=_COUNT, default=1, help=f"{words}  [1]") for name, words in _DEGREES.items()
-    ]
-    usual = {"zero": "1"}
-    words = [
+_USUAL = {"zero": "1"}
+setup_options = in_order(
+    *(click.option(f"--{name}", type=COUNT, default=1, help=f"{text}  [1]") for name, text in _DEGREES.items()),
+    *(
         click.option(
-            f"--{name}", type=click.Choice(values), default=usual.get(name, values[0]), show_default=True, help=text
+            f"--{name}", type=click.Choice(values), default=_USUAL.get(name, values[0]), show_default=True, help=text
         )
         for name, (values, text) in _WORDS.items()
-    ]
-    kind = click.option("--folded/--unfolded", default=True, help="Unfolded: etp = tp, ep a part of dp.  [folded]")
-    return _stacked([*degrees, *words, kind])(function)
+    ),
+    click.option("--folded/--unfolded", default=True, help="Unfolded: etp = tp, ep a part of dp.  [folded]"),
+)
+"""Add the options of one mapping, which :func:`read_setup` reads."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Output that the commands about mappings share: estimates as JSON, a mapping for a trainer, where a picture went."""
+"""Output that the commands about mappings share: estimates as JSON, a mapping for a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commlayer.cli.tables import echo, rounded
 from commlayer.profiles.errors import UsageError
@@ -14,10 +13,7 @@ from commlayer.scheduler.mapping.exports import Export, export
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["draw", "estimate_dict", "export_dict", "first_export", "job_dict", "print_export", "traffics_dict"]
+__all__ = ["estimate_dict", "export_dict", "first_export", "job_dict", "print_export", "traffics_dict"]
 
 
 def job_dict(job: Job) -> dict[str, Any]:
@@ -92,10 +88,3 @@ def print_export(exported: Export) -> None:
     for note in exported.notes:
         echo(f"note: {note}", err=True)
     echo(exported.text)
-
-
-def draw(path: Path, make: Callable[[], Figure]) -> None:
-    from commlayer.drawing.style import save_figure
-
-    save_figure(make(), path)
-    echo(f"picture: {path}", err=True)

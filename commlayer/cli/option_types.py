@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,19 @@ from click.shell_completion import CompletionItem
 from commlayer.profiles.errors import UsageError
 from commlayer.units import parse_bytes
 
-__all__ = ["BYTES", "DURATION_US", "OUTPUT_FILE", "PICTURE", "PROFILE", "REPORT", "in_order", "json_option"]
+__all__ = [
+    "BYTES",
+    "COUNT",
+    "DURATION_US",
+    "OUTPUT_FILE",
+    "PICTURE",
+    "PROFILE",
+    "REPORT",
+    "NameOrPath",
+    "in_order",
+    "json_option",
+    "report_option",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _DURATION = re.compile(r"\s*(\d*\.?\d+)\s*(us|µs|ms|s|m|min|h)\s*", re.IGNORECASE)
@@ -49,20 +61,26 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic befor
         return float(match[1]) * _DURATION_US[match[2].lower()]
 
 
-class _ProfileName(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A catalogue name or a path. Only completes; ``catalog.load_profile`` says what is wrong with a bad one."""
+class NameOrPath(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A known name or a path. Only completes; who resolves it says what is wrong with a bad one."""
 
-    name = "profile"
+    def __init__(self, name: str, known: Callable[[], Iterable[str]]) -> None:
+        self.name = name
+        self._known = known
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return "NAME|PATH"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from commlayer.profiles import catalog
-
         # Files first: click's bash script empties the list where it turns on the shell's own file completion.
         files = [CompletionItem(incomplete, type="file")]
-        return files + [CompletionItem(name) for name in catalog.names() if name.startswith(incomplete)]
+        return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
+
+
+def _profile_names() -> Iterable[str]:
+    from commlayer.profiles import catalog
+
+    return catalog.names()
 
 
 class _OutputFile(click.Path):
@@ -108,10 +126,11 @@ class _Report(_OutputFile):
 
 
 BYTES = _Bytes()
+COUNT = click.IntRange(min=1)
 DURATION_US = _Duration()
 OUTPUT_FILE = _OutputFile()
 PICTURE = _Picture()
-PROFILE = _ProfileName()
+PROFILE = NameOrPath("profile", _profile_names)
 REPORT = _Report()
 
 
@@ -127,3 +146,4 @@ def in_order(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+report_option = click.option("--report", type=REPORT, help="Write an HTML page with pictures.")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,16 +13,24 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from commlayer.cli.option_types import DURATION_US
-from commlayer.cli.tables import echo
+from commlayer.cli.option_types import DURATION_US, in_order
+from commlayer.cli.tables import said_warnings
 from commlayer.profiles.errors import ProfileMismatchError, UsageError
 from commlayer.profiles.topology import Topology
 
-__all__ = ["Emulation", "Place", "emulation", "is_first", "place_options", "run_job"]
+__all__ = [
+    "Emulation",
+    "Place",
+    "check_place",
+    "emulation",
+    "is_first",
+    "place_of",
+    "place_options",
+    "read_place",
+    "run_job",
+]
 
 Result = TypeVar("Result")
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 Emulation = Literal["netns", "loopback"]
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -58,23 +65,19 @@ class Place:
         return parse_rate(rate) / 1e9 / self.emulate.ranks_per_node
 
 
-def place_options(command: Command) -> Command:
-    """Add the options that say where; see :func:`place_of`."""
-    for option in (
-        click.option(
-            "--timeout", type=DURATION_US, default="10m", show_default=True, help="Kill an emulated run after."
-        ),
-        click.option(
-            "--delay", type=DURATION_US, default=0.0, help="One-way delay between emulated nodes: 100us, 1ms."
-        ),
-        click.option("--intra", metavar="RATE", help="Rate of an emulated node's loopback.  [unshaped]"),
-        click.option("--inter", metavar="RATE", help="Rate of an emulated node's interface.  [400mbit]"),
-        click.option(
-            "--emulate", metavar="SHAPE", help="Build a cluster of this shape, 2x4, instead of using torchrun's."
-        ),
-    ):
-        command = option(command)
-    return command
+place_options = in_order(
+    click.option("--emulate", metavar="SHAPE", help="Build a cluster of this shape, 2x4, instead of using torchrun's."),
+    click.option("--inter", metavar="RATE", help="Rate of an emulated node's interface.  [400mbit]"),
+    click.option("--intra", metavar="RATE", help="Rate of an emulated node's loopback.  [unshaped]"),
+    click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between emulated nodes: 100us, 1ms."),
+    click.option("--timeout", type=DURATION_US, default="10m", show_default=True, help="Kill an emulated run after."),
+)
+"""Add the options that say where, which :func:`read_place` reads."""
+
+
+def read_place(given: dict[str, Any]) -> Place:
+    """Take what ``place_options`` gave out of ``given``, and return the place. Raises as :func:`place_of`."""
+    return place_of(*(given.pop(name) for name in ("emulate", "inter", "intra", "delay", "timeout")))
 
 
 def place_of(emulate: str | None, inter: str | None, intra: str | None, delay: float, timeout: float) -> Place:
@@ -100,12 +103,8 @@ def _can_shape(inter: str, intra: str | None, delay_us: float) -> bool:
     """Whether the machine grants namespaces; says so on stderr, once, where it does not."""
     from commlayer.emulation.modes import decide_mode, link_spec
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mode = decide_mode("auto", link_spec(inter, intra, delay_us))
-    for warning in caught:
-        echo(f"warning: {warning.message}", err=True)
-    return mode == "netns"
+    with said_warnings():
+        return decide_mode("auto", link_spec(inter, intra, delay_us)) == "netns"
 
 
 def is_first() -> bool:

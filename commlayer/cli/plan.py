@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.output_files import draw, write_chrome
 from commlayer.cli.plan_options import (
     check_strategies,
     given_options,
@@ -22,7 +23,6 @@ from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.traffic_options import group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.choose import Decision, choose
 from commlayer.scheduler.plan import Strategy
@@ -30,6 +30,9 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import Wire
 from commlayer.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["as_dict", "best_of_each", "plan"]
 
@@ -63,9 +66,11 @@ def plan(ctx: click.Context, /, profile_name: str, trace: Path | None, picture: 
     decision = choose(_traffic(profile, options), profile, policy_of(options))
     check_strategies(decision, options["strategies"])
     if trace is not None:
-        _write_trace(trace, decision)
+        from commlayer.traces.chrome import chrome_trace
+
+        write_chrome(trace, chrome_trace(best_of_each(decision)))
     if picture is not None:
-        _draw(picture, decision, profile)
+        draw(picture, _figure(decision, profile))
     if options["as_json"]:
         print_json(as_dict(decision, profile))
     else:
@@ -203,19 +208,9 @@ def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
     ]
 
 
-def _write_trace(path: Path, decision: Decision) -> None:
-    import json
-
-    from commlayer.traces.chrome import chrome_trace
-
-    write_file(path, json.dumps(chrome_trace(best_of_each(decision))) + "\n")
-    echo(f"trace: {path} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
-
-
-def _draw(path: Path, decision: Decision, profile: Profile) -> None:
-    from commlayer.drawing.figures import plans_figure, save_figure
+def _figure(decision: Decision, profile: Profile) -> Figure:
+    from commlayer.drawing.figures import plans_figure
 
     traffic = decision.traffic
     title = f"{traffic.collective} of {format_bytes(traffic.logical_bytes)} on {profile.name} ({profile.kind})"
-    save_figure(plans_figure(best_of_each(decision), title, chosen=decision.plan.name), path)
-    echo(f"picture: {path}", err=True)
+    return plans_figure(best_of_each(decision), title, chosen=decision.plan.name)

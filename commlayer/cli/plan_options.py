@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.option_types import BYTES, PROFILE, in_order
+from commlayer.cli.option_types import BYTES, COUNT, PROFILE, in_order
 from commlayer.cli.traffic_options import GROUPS
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.choose import Decision, Policy
@@ -33,19 +33,15 @@ traffic_options = in_order(
     click.option("--hidden", type=int, help="… elements a token."),
     click.option("--dtype", default="bf16", show_default=True, help="… type of an element."),
     click.option("--top-k", type=int, default=1, show_default=True, help="… experts a token."),
-    click.option(
-        "--tp", type=click.IntRange(min=1), help="Ranks of a node that hold the same tokens.  [the whole node]"
-    ),
-    click.option("--ep", type=click.IntRange(min=1), help="Ranks that exchange tokens.  [one on each node]"),
+    click.option("--tp", type=COUNT, help="Ranks of a node that hold the same tokens.  [the whole node]"),
+    click.option("--ep", type=COUNT, help="Ranks that exchange tokens.  [one on each node]"),
     click.option("--link", type=click.Choice(["inter", "intra"]), help="What the ep group crosses.  [inter]"),
 )
 """Add the options that say what moves, and between whom."""
 
 policy_options = in_order(
     click.option("--strategy", "strategies", type=_STRATEGIES, multiple=True, help="Allow only this; may be repeated."),
-    click.option(
-        "--max-chunks", type=click.IntRange(min=1), default=32, show_default=True, help="Most chunks of a pipeline."
-    ),
+    click.option("--max-chunks", type=COUNT, default=32, show_default=True, help="Most chunks of a pipeline."),
     click.option(
         "--gather",
         type=click.Choice([gather.value for gather in Gather]),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PICTURE, in_order, json_option
-from commlayer.cli.place import Place, emulation, place_of, place_options, run_job
+from commlayer.cli.place import Place, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 from commlayer.profiles.sampling import doubts
@@ -61,7 +61,7 @@ def profile(
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer profile -o cluster.json
       commlayer profile --emulate 2x4 --inter 400mbit -o emulated.json
     """
-    place = place_of(*(options.pop(each) for each in ("emulate", "inter", "intra", "delay", "timeout")))
+    place = read_place(options)
     found = measure_here(place, _sweep(**options), name)
     if found is None:
         return

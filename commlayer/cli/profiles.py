@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from commlayer.cli.option_types import PICTURE, PROFILE, json_option
+from commlayer.cli.output_files import draw
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
@@ -58,10 +59,9 @@ def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
     """Show one profile: peaks, curves in nccl-tests' columns, interference, where it comes from."""
     profile = catalog.load_profile(profile_name)
     if picture is not None:
-        from commlayer.drawing import efficiency_figure, save_figure
+        from commlayer.drawing import efficiency_figure
 
-        save_figure(efficiency_figure(profile), picture)
-        echo(f"picture: {picture}", err=True)
+        draw(picture, efficiency_figure(profile))
     if as_json:
         print_json({**_summary(profile), "curves": [_curve_dict(profile, curve) for curve in profile.curves]})
     else:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.mapping_options import EXPORT, Request, job_options, read_request, read_space, space_options
-from commlayer.cli.mapping_output import draw, estimate_dict, export_dict, first_export, job_dict, print_export
-from commlayer.cli.option_types import PICTURE, REPORT, json_option
+from commlayer.cli.mapping_output import estimate_dict, export_dict, first_export, job_dict, print_export
+from commlayer.cli.option_types import COUNT, PICTURE, json_option, report_option
+from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
-from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells
+from commlayer.drawing.mapping_cells import MAPPING_COLUMNS, job_words, mapping_cells, other_bests
 from commlayer.scheduler.mapping.explain import explain
 from commlayer.scheduler.mapping.exports import Export
-from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
 
@@ -28,8 +28,8 @@ __all__ = ["search_command"]
 @click.command("search")
 @job_options
 @space_options
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="How many mappings to show.")
-@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@click.option("--top", type=COUNT, default=10, show_default=True, help="How many mappings to show.")
+@report_option
 @click.option("--picture", type=PICTURE, help="Draw what their steps are made of (.svg, .png, .pdf).")
 @click.option("--export", "trainer", type=EXPORT, help="Print the best mapping's configuration for a trainer instead.")
 @json_option
@@ -55,12 +55,12 @@ def search_command(
     reasons = explain(result)
     exported = _export(trainer, result)
     if picture is not None:
-        draw(picture, lambda: _figure(result))
+        draw(picture, _figure(result))
     if report is not None:
         from commlayer.drawing.mapping_report import write_search_report
 
         write_search_report(report, result, reasons, request.cluster)
-        echo(f"report: {report}", err=True)
+        tell("report", report)
     if as_json:
         print_json(_as_dict(result, reasons, request, exported))
     elif exported is not None:
@@ -69,17 +69,10 @@ def search_command(
         _show(result, reasons)
 
 
-def _others(result: SearchResult) -> dict[str, StepEstimate]:
-    """The best folded and unfolded one, where the ranking does not show it."""
-    shown = {estimate.setup for estimate in result.ranked}
-    others = {"folded": result.best_folded, "unfolded": result.best_unfolded}
-    return {kind: best for kind, best in others.items() if best is not None and best.setup not in shown}
-
-
 def _export(trainer: str | None, result: SearchResult) -> Export | None:
     if trainer is None:
         return None
-    candidates = [*result.ranked, *_others(result).values()]
+    candidates = [*result.ranked, *other_bests(result).values()]
     place, exported = first_export(trainer, result.job, [estimate.setup for estimate in candidates])
     chosen = candidates[place]
     which = "the best mapping" if place == 0 else f"the best mapping found that {trainer} can run"
@@ -98,7 +91,7 @@ def _figure(result: SearchResult) -> Figure:
 def _show(result: SearchResult, reasons: list[str]) -> None:
     echo(job_words(result.job, result.cluster, result.software) + "\n")
     rows = [mapping_cells(str(rank), estimate) for rank, estimate in enumerate(result.ranked, start=1)]
-    others = [mapping_cells("–", estimate) for estimate in _others(result).values()]
+    others = [mapping_cells("–", estimate) for estimate in other_bests(result).values()]
     print_table(MAPPING_COLUMNS, rows + others, bold=[0], dim=range(len(rows), len(rows) + len(others)))
     echo()
     for reason in reasons:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["cell_text", "console", "echo", "echo_json", "print_json", "print_table", "rounded"]
+__all__ = ["cell_text", "console", "echo", "echo_json", "print_json", "print_table", "rounded", "said_warnings"]
 
 _PIPE_WIDTH = 160
 
@@ -35,6 +37,16 @@ def echo_json(text: str) -> None:
     if not text.isascii():  # JSON allows only control characters of C1 and above to stand for themselves
         text = "".join(char if char == "\n" or printable(char) == char else _escaped(char) for char in text)
     click.echo(text.replace("\x7f", "\\u007f"), nl=False)  # noqa: TID251
+
+
+@contextmanager
+def said_warnings(lead: str = "") -> Iterator[None]:
+    """Say on stderr, after ``lead``, what warns inside, once it is done."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        echo(f"{lead}warning: {warning.message}", err=True)
 
 
 def _escaped(char: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PICTURE, json_option
+from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
@@ -62,9 +63,11 @@ def trace(
     merged = output or folder / "merged.json"
     events = merged_events([(rank.trace, rank.calls) for rank in ranks])
     write_trace(merged, events, otherData=_about(ranks))
-    echo(f"trace: {merged} (open it at ui.perfetto.dev or chrome://tracing)", err=True)
+    tell("trace", merged)
     if picture is not None:
-        _draw(picture, ranks, step)
+        from commlayer.drawing.trace_figure import lanes_figure
+
+        draw(picture, lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")))
     for note in notes:
         echo(f"note: {note}", err=True)
     if as_json:
@@ -286,11 +289,3 @@ def _show_plans(ranks: Sequence[Selected]) -> None:
 
 def _cell(value: float | None, unit: float = 1.0) -> str:
     return "–" if value is None else f"{value / unit:.3f}"
-
-
-def _draw(path: Path, ranks: Sequence[Selected], step: int | None) -> None:
-    from commlayer.drawing.figures import save_figure
-    from commlayer.drawing.trace_figure import lanes_figure
-
-    save_figure(lanes_figure(ranks, "Lanes over time" + (f", step {step}" if step is not None else "")), path)
-    echo(f"picture: {path}", err=True)

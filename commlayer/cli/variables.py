@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-__all__ = ["Effect", "variable_findings"]
+__all__ = ["OFF", "Effect", "Verdict", "variable_findings"]
 
-Mark = Literal["ok", "warn", "bad"]
+Verdict = Literal["ok", "warn", "bad"]
+"""The verdict on what was found: fine, works but, does not work."""
 
 
 class Effect(NamedTuple):
@@ -19,7 +20,7 @@ class Effect(NamedTuple):
 
 
 _ON = ("1", "true", "yes", "y", "t", "on")
-_OFF = ("0", "false", "no", "n", "f", "off")
+OFF = ("0", "false", "no", "n", "f", "off")
 
 _EFFECTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": Effect(
@@ -30,7 +31,7 @@ _EFFECTS = {
     "CUDA_VISIBLE_DEVICES": Effect("the GPUs that torch sees"),
     "NCCL_LAUNCH_ORDER_IMPLICIT": Effect(
         "several communicators of one device are launched in the program's order (NCCL 2.26 and later)",
-        _OFF,
+        OFF,
         "several communicators of one device must be issued in one order on all ranks by the program itself",
     ),
     "NCCL_PXN_DISABLE": Effect(
@@ -60,16 +61,16 @@ _EFFECTS = {
     "GLOO_SOCKET_IFNAME": Effect("the interface that Gloo uses"),
     "OMP_NUM_THREADS": Effect("threads of each rank's CPU copies; torchrun sets 1"),
     "TORCH_NCCL_BLOCKING_WAIT": Effect("wait() blocks the host: stages that are posted after it do not overlap", _ON),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Effect("a rank that dies leaves the others hanging", _OFF),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Effect("a rank that dies leaves the others hanging", OFF),
     "TORCH_NCCL_HIGH_PRIORITY": Effect("all NCCL streams are of high priority: no lane is above another", _ON),
     "TORCH_NCCL_AVOID_RECORD_STREAMS": Effect("torch keeps tensors alive until the wait, without recording streams"),
 }
 _FAMILY = "TORCH_NCCL_"
 
 
-def variable_findings(environment: Mapping[str, str]) -> list[tuple[Mark, str, str, str]]:
+def variable_findings(environment: Mapping[str, str]) -> list[tuple[Verdict, str, str, str]]:
     """List (mark, name, value, effect) of each variable that is set; one line saying so where none is."""
-    found: list[tuple[Mark, str, str, str]] = []
+    found: list[tuple[Verdict, str, str, str]] = []
     for name, value in sorted(environment.items()):
         effect = _EFFECTS.get(name)
         if effect is None:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.mapping_options import Request, job_options, read_request, read_space, space_options
-from commlayer.cli.mapping_output import draw, estimate_dict, job_dict
-from commlayer.cli.option_types import PICTURE, REPORT, in_order, json_option
+from commlayer.cli.mapping_output import estimate_dict, job_dict
+from commlayer.cli.option_types import PICTURE, in_order, json_option, report_option
+from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.cli.what_if_values import WORDS, values_of
-from commlayer.drawing.mapping_cells import job_words
+from commlayer.drawing.mapping_cells import exposed_share, job_words, speed_cells
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
 from commlayer.scheduler.mapping.crossing import Crossover
@@ -90,7 +91,7 @@ _variation_options = in_order(
 @click.option(
     "--measure", type=click.Choice(list(_MEASURES)), default="mfu", show_default=True, help="What the picture shows."
 )
-@click.option("--report", type=REPORT, help="Write an HTML page with pictures.")
+@report_option
 @click.option("--picture", type=PICTURE, help="Draw it over the values (.svg, .png, .pdf).")
 @json_option
 def what_if_command(measure: str, report: Path | None, picture: Path | None, as_json: bool, **given: Any) -> None:
@@ -113,7 +114,7 @@ def what_if_command(measure: str, report: Path | None, picture: Path | None, as_
     _check_some(found)
     crossing = _crossing(request, variation, ways) if pair and kind not in WORDS else None
     if picture is not None:
-        draw(picture, lambda: _figure(found, crossing, measure))
+        draw(picture, _figure(found, crossing, measure))
     if report is not None:
         _write_report(report, request, found, crossing)
     if as_json:
@@ -205,28 +206,18 @@ def _cells(way: str, point: WhatIfPoint) -> list[str]:
     value, estimate = _written(point.value), point.estimate
     if estimate is None:
         return [way, value, "–", "–", "–", "–", "–", point.note]
-    exposed = sum(estimate.exposed_us.values()) / estimate.step_us
-    return [
-        way,
-        value,
-        str(estimate.setup),
-        f"{estimate.step_us / 1e3:,.1f}",
-        f"{estimate.tokens_per_s:,.0f}",
-        f"{estimate.mfu:.1%}",
-        f"{exposed:.1%}",
-        "",
-    ]
+    return [way, value, *speed_cells(estimate), f"{exposed_share(estimate):.1%}", ""]
 
 
 def _sentences(found: dict[str, WhatIf], crossing: Crossover | None) -> list[str]:
     sentences = []
     for name, each in found.items():
+        lead = f"{name}: " if name else ""
         if each.setup is not None:
-            sentences.append(f"{name + ': ' if name else ''}{each.setup} at every value")
+            sentences.append(f"{lead}{each.setup} at every value")
         if each.fastest is not None and each.fastest.estimate is not None:
-            speed = f"{each.fastest.estimate.tokens_per_s:,.0f} tokens/s"
-            best = f"most tokens at {_LABELS[each.variation.kind]} {_written(each.fastest.value)}: {speed}"
-            sentences.append(f"{name + ': ' if name else ''}{best}")
+            where = f"{_LABELS[each.variation.kind]} {_written(each.fastest.value)}"
+            sentences.append(f"{lead}most tokens at {where}: {each.fastest.estimate.tokens_per_s:,.0f} tokens/s")
     return [*sentences, str(crossing)] if crossing else sentences
 
 
@@ -271,7 +262,7 @@ def _write_report(path: Path, request: Request, found: dict[str, WhatIf], crossi
         (_COLUMNS, _rows(found)),
         figures,
     )
-    echo(f"report: {path}", err=True)
+    tell("report", path)
 
 
 def _as_dict(request: Request, found: dict[str, WhatIf], crossing: Crossover | None) -> dict[str, Any]:

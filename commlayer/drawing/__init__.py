@@ -8,8 +8,9 @@ when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from commlayer.drawing.efficiency import efficiency_figure
@@ -34,20 +35,4 @@ __all__ = [
     "write_report",
 ]
 
-_HOMES = {
-    "chrome_trace": "commlayer.traces.chrome",
-    "efficiency_figure": "commlayer.drawing.efficiency",
-    "lanes_figure": "commlayer.drawing.trace_figure",
-    "write_report": "commlayer.drawing.report",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(_HOMES.get(name, "commlayer.drawing.figures")), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from commlayer.drawing.style import (
     BLUE,
@@ -14,6 +15,7 @@ from commlayer.drawing.style import (
     OP_COLOURS,
     PAPER,
     VERMILLION,
+    name_rows,
     new_figure,
     save_figure,
     styled,
@@ -164,16 +166,9 @@ def _bars(
     for step, (start, end) in zip(timeline.plan.steps, timeline.spans, strict=True):
         y = rows.index(step.resource) + offset
         width = (end - start) / unit_us
-        bar: dict[str, Any] = {
-            "y": y,
-            "width": width,
-            "height": height,
-            "left": start / unit_us,
-            "linewidth": 0.7,
-            "zorder": 2,
-        }
-        axes.barh(**bar, color=PAPER, edgecolor=PAPER)  # else the grid shines through
-        axes.barh(**bar, color=OP_COLOURS[step.op], edgecolor=PAPER, alpha=alpha)
+        draw = partial(axes.barh, y, width, height, start / unit_us, edgecolor=PAPER, linewidth=0.7, zorder=2)
+        draw(color=PAPER)  # else the grid shines through
+        draw(color=OP_COLOURS[step.op], alpha=alpha)
         label = _bar_label(step, timeline.plan.chunks, (end - start) / end_us)
         if label:
             colour = INK if alpha < _MEASURED else "white"
@@ -188,11 +183,8 @@ def _bar_label(step: Step, chunks: int, share: float) -> str:
 
 
 def _time_axes(axes: Axes, rows: Sequence[Resource], end_us: float, unit_us: float) -> None:
-    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.02 * end_us / unit_us)
-    axes.set_yticks(range(len(rows)), [resource.value.upper() for resource in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
+    name_rows(axes, [resource.value.upper() for resource in rows])
 
 
 def _totals(predicted: Timeline, measured: Timeline | None) -> str:

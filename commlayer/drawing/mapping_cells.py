@@ -13,6 +13,7 @@ from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
+from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.volumes import (
     compute_over_communication,
     expert_parallel_ffn,
@@ -29,11 +30,14 @@ __all__ = [
     "TRAFFIC_COLUMNS",
     "closed_form_words",
     "closed_forms",
+    "exposed_share",
     "job_words",
     "mapping_cells",
     "memory_cells",
     "nodes_words",
+    "other_bests",
     "part_cells",
+    "speed_cells",
     "traffic_cells",
 ]
 
@@ -58,21 +62,28 @@ def job_words(job: Job, cluster: str, software: str) -> str:
     return words + (f", imbalance {job.imbalance:g}" if job.imbalance != 1 else "")
 
 
+def exposed_share(estimate: StepEstimate) -> float:
+    """Return the share of a step that waits for communication."""
+    return sum(estimate.exposed_us.values()) / estimate.step_us
+
+
+def speed_cells(estimate: StepEstimate) -> list[str]:
+    """Return the cells of a mapping and its speed: from ``~mapping`` to ``>MFU`` of :data:`MAPPING_COLUMNS`."""
+    speed = f"{estimate.step_us / 1e3:,.1f}", f"{estimate.tokens_per_s:,.0f}", f"{estimate.mfu:.1%}"
+    return [str(estimate.setup), *speed]
+
+
 def mapping_cells(rank: str, estimate: StepEstimate) -> list[str]:
     """A row of :data:`MAPPING_COLUMNS`."""
-    exposed = sum(estimate.exposed_us.values()) / estimate.step_us
-    return [
-        rank,
-        str(estimate.setup),
-        f"{estimate.step_us / 1e3:,.1f}",
-        f"{estimate.tokens_per_s:,.0f}",
-        f"{estimate.mfu:.1%}",
-        f"{estimate.memory.total / _GB:.1f} of {estimate.memory_limit / _GB:.1f}"
-        + "" * estimate.fits
-        + " !" * (not estimate.fits),
-        f"{exposed:.1%}",
-        f"{estimate.bubble:.1%}",
-    ]
+    memory = f"{estimate.memory.total / _GB:.1f} of {estimate.memory_limit / _GB:.1f}" + " !" * (not estimate.fits)
+    return [rank, *speed_cells(estimate), memory, f"{exposed_share(estimate):.1%}", f"{estimate.bubble:.1%}"]
+
+
+def other_bests(result: SearchResult) -> dict[str, StepEstimate]:
+    """Return the best folded and the best unfolded mapping, where the ranking does not show it."""
+    shown = {estimate.setup for estimate in result.ranked}
+    others = {"folded": result.best_folded, "unfolded": result.best_unfolded}
+    return {kind: best for kind, best in others.items() if best is not None and best.setup not in shown}
 
 
 def part_cells(estimate: StepEstimate) -> list[list[str]]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from commlayer.drawing.mapping_cells import other_bests
 from commlayer.drawing.style import COLOURS, INK, MARKERS, PAPER, new_figure, styled
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Setup
@@ -92,11 +93,8 @@ def labelled(result: SearchResult) -> dict[str, StepEstimate]:
     it is not among them.
     """
     found = {f"{rank}  {mapping_name(each.setup)}": each for rank, each in enumerate(result.ranked, start=1)}
-    shown = {each.setup for each in result.ranked}
-    for kind, best in (("folded", result.best_folded), ("unfolded", result.best_unfolded)):
-        if best is not None and best.setup not in shown:
-            found[f"best {kind}  {mapping_name(best.setup)}"] = best
-    return found
+    others = {f"best {kind}  {mapping_name(best.setup)}": best for kind, best in other_bests(result).items()}
+    return found | others
 
 
 @styled

@@ -14,13 +14,16 @@ from commlayer.drawing.mapping_cells import (
     TRAFFIC_COLUMNS,
     closed_form_words,
     closed_forms,
+    exposed_share,
     job_words,
     mapping_cells,
     memory_cells,
     part_cells,
     traffic_cells,
 )
-from commlayer.drawing.page import cards, definitions, figure, page, section
+from commlayer.drawing.mapping_figures import breakdown_figure, labelled, memory_figure
+from commlayer.drawing.page import cards, definitions, figure, page, section, table
+from commlayer.drawing.step_course import course_figure
 from commlayer.profiles.files import write_file
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job
@@ -64,6 +67,7 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
         kind = "unfolded" if best.setup.folded else "folded"
         boxes.append((f"{other.step_us / best.step_us:.2f}×", f"as long takes a step of the best {kind} mapping"))
     rows = [mapping_cells(str(rank), each) for rank, each in enumerate(result.ranked, start=1)]
+    bars = labelled(result)
     words = (
         f"{result.num_valid:,} valid mappings, {result.num_estimated:,} estimated to the end, in {result.seconds:.1f} s. All "
         "others cannot be faster, or do not fit."
@@ -75,8 +79,8 @@ def write_search_report(path: _Path, result: SearchResult, reasons: Sequence[str
         section(
             "The fastest mappings", _table(MAPPING_COLUMNS, rows, chosen=0), f'<p class="reason">{escape(words)}</p>'
         ),
-        section("Where a step's time goes", figure("breakdown", lambda: _breakdown(result), "Parts of the steps")),
-        section("What fills the memory", figure("memory", lambda: _memory(result), "Parts of the memory")),
+        section("Where a step's time goes", figure("breakdown", lambda: breakdown_figure(bars), "Parts of the steps")),
+        section("What fills the memory", figure("memory", lambda: memory_figure(bars), "Parts of the memory")),
         *_in_full(best, cluster),
         section("How to read this", _GUIDE),
     ]
@@ -103,13 +107,13 @@ def write_what_if_report(
     title: str,
     facts: Sequence[str],
     sentences: Sequence[str],
-    table: tuple[Sequence[str], Sequence[Sequence[str]]],
+    each_value: tuple[Sequence[str], Sequence[Sequence[str]]],
     figures: Sequence[tuple[str, Figure]],
 ) -> None:
     """Write the report of a what-if: what would change.
 
     Args:
-        facts: below the title. sentences: what was found. table: columns and rows. figures: each with its label.
+        facts: below the title. sentences: what was found. each_value: columns and rows. figures: each with its label.
 
     Raises OSError where the file cannot be written.
     """
@@ -118,34 +122,31 @@ def write_what_if_report(
         f'<header>\n<h1>{escape(title)}</h1>\n<p class="facts">{" · ".join(map(escape, facts))}</p></header>',
         section("What was found", *(f"<p>{escape(sentence)}</p>" for sentence in sentences)) if sentences else "",
         section("Pictures", *drawn) if drawn else "",
-        section("Each value", _table(*table)),
+        section("Each value", _table(*each_value)),
         section("How to read this", _GUIDE),
     ]
     write_file(path, page(title, parts))
 
 
 def _header(title: str, job: Job, cluster: Cluster, software: str) -> str:
-
     return f'<header>\n<h1>{escape(title)}</h1>\n<p class="facts">{escape(job_words(job, cluster.name, software))}</p></header>'
 
 
 def _cards(estimate: StepEstimate) -> list[tuple[str, str]]:
     used = estimate.memory.total / estimate.memory_limit
-    exposed = sum(estimate.exposed_us.values()) / estimate.step_us
     return [
         (format_us(estimate.step_us), "a step"),
         (f"{estimate.mfu:.1%}", f"MFU, {estimate.tflops:,.0f} TFLOP/s a GPU"),
         (f"{estimate.tokens_per_s:,.0f}", "tokens a second"),
         (f"{used:.0%}", f"of the memory that a GPU has for it, {estimate.memory.total / 1e9:.1f} GB"),
-        (f"{exposed:.1%}", "of a step waits for communication"),
+        (f"{exposed_share(estimate):.1%}", "of a step waits for communication"),
     ]
 
 
 def _in_full(estimate: StepEstimate, cluster: Cluster) -> Iterable[str]:
     forms = closed_form_words(closed_forms(estimate.job, estimate.setup, cluster))
-    title = f"{estimate.setup}"
     yield section(
-        f"In full: {title}",
+        f"In full: {estimate.setup}",
         _table(PART_COLUMNS, part_cells(estimate)),
         _table(MEMORY_COLUMNS, memory_cells(estimate)),
     )
@@ -155,7 +156,7 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> Iterable[str]:
         *(f'<p class="reason">{escape(words)}</p>' for words in forms),
     )
     if estimate.forward is not None or estimate.backward is not None:
-        yield section("The course of a step", figure("course", lambda: _course(estimate), "The course of a step"))
+        yield section("The course of a step", figure("course", lambda: course_figure(estimate), "The course of a step"))
     peaks = f"inter {cluster.peaks.inter_gbps:g} GB/s, intra {cluster.peaks.intra_gbps:g} GB/s, {cluster.domain} GPUs on NVLink"
     facts = [
         ("cluster", f"{cluster.name} ({cluster.kind}): {peaks}"),
@@ -180,23 +181,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = 
         + "</tr>"
         for index, row in enumerate(rows)
     ]
-    rows_html = "\n".join(body)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows_html}\n</tbody></table></div>'
-
-
-def _breakdown(result: SearchResult) -> Figure:
-    from commlayer.drawing.mapping_figures import breakdown_figure, labelled
-
-    return breakdown_figure(labelled(result))
-
-
-def _memory(result: SearchResult) -> Figure:
-    from commlayer.drawing.mapping_figures import labelled, memory_figure
-
-    return memory_figure(labelled(result))
-
-
-def _course(estimate: StepEstimate) -> Figure:
-    from commlayer.drawing.step_course import course_figure
-
-    return course_figure(estimate)
+    return table(head, body)

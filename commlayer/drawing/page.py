@@ -11,7 +11,7 @@ from commlayer.profiles.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["GUIDE", "STYLE", "cards", "definitions", "figure", "page", "section"]
+__all__ = ["GUIDE", "STYLE", "cards", "definitions", "figure", "page", "section", "table"]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2429; --faint: #6b747e; --grid: #dde2e8; --paper: #fefefe; --tint: #f3f6f9;
@@ -110,6 +110,12 @@ def definitions(facts: Iterable[tuple[str, str]]) -> str:
     """List names and what they are."""
     lines = [f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts]
     return f"<dl>{''.join(lines)}</dl>"
+
+
+def table(head: str, rows: Iterable[str]) -> str:
+    """Return a table that scrolls where the page is narrow: ``head`` is the cells of its first row, ``rows`` are elements."""
+    body = "\n".join(rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from html import escape
 from statistics import median
-from typing import TYPE_CHECKING
 
-from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section
+from commlayer.drawing.efficiency import efficiency_figure
+from commlayer.drawing.figures import bench_figure, timeline_figure
+from commlayer.drawing.page import GUIDE, cards, definitions, figure, page, section, table
 from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.price import Timeline
 from commlayer.units import format_bytes, format_us
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["write_report"]
 
@@ -50,9 +49,9 @@ def write_report(
         _header(result, profile),
         _cards(result),
         section("Results", *_points(result)) if result.points else "",
-        section("Time and ratio over size", figure("size", lambda: _bench_figure(result))) if is_drawn else "",
+        section("Time and ratio over size", figure("size", lambda: bench_figure(result))) if is_drawn else "",
         section("Predicted over measured", *_timelines(timelines)) if timelines else "",
-        section("What the links can do", _profile(profile), figure("links", lambda: _efficiency_figure(profile))),
+        section("What the links can do", _profile(profile), figure("links", lambda: efficiency_figure(profile))),
         section("Environment", _environment(result, profile)),
         section("How to read this", GUIDE),
     ]
@@ -148,12 +147,12 @@ def _point_table(point: BenchPoint, with_ratios: bool) -> str:
     widest = max([row.ratio for row in point.rows] + [1.0])
     kinds = {"torch": 0, "baseline": 1, "plan": 2}
     ordered = sorted(point.rows, key=lambda row: kinds.get(row.kind, 3))
-    body = "\n".join(_row(row, widest, with_ratios) for row in ordered)
+    body = [_row(row, widest, with_ratios) for row in ordered]
     if point.wire_limit_us is not None and with_ratios:
         limit = point.wire_limit_us / point.torch.p50_us
         cells = ["wire limit", "", "", format_us(point.wire_limit_us), "", "", f"{limit:.3f}"]
-        body += f'\n<tr class="limit">{_cells(cells)}{_bar(limit, widest)}<td></td></tr>'
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+        body.append(f'<tr class="limit">{_cells(cells)}{_bar(limit, widest)}<td></td></tr>')
+    return table(head, body)
 
 
 def _row(row: BenchRow, widest: float, with_ratios: bool) -> str:
@@ -210,22 +209,4 @@ def _environment(result: BenchResult, profile: Profile) -> str:
 
 def _timelines(timelines: Sequence[tuple[str, Timeline, Timeline]]) -> Iterable[str]:
     for index, (title, predicted, measured) in enumerate(timelines):
-
-        def draw(title: str = title, predicted: Timeline = predicted, measured: Timeline = measured) -> Figure:
-            from commlayer.drawing.figures import timeline_figure
-
-            return timeline_figure(predicted, measured, title)
-
-        yield figure(f"timeline{index}", draw, title)
-
-
-def _bench_figure(result: BenchResult) -> Figure:
-    from commlayer.drawing.figures import bench_figure
-
-    return bench_figure(result)
-
-
-def _efficiency_figure(profile: Profile) -> Figure:
-    from commlayer.drawing.efficiency import efficiency_figure
-
-    return efficiency_figure(profile)
+        yield figure(f"timeline{index}", partial(timeline_figure, predicted, measured, title), title)

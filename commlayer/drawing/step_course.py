@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commlayer.drawing.style import FAINT, INK, PAPER, new_figure, styled
+from commlayer.drawing.style import FAINT, INK, PAPER, name_rows, new_figure, styled
 from commlayer.drawing.trace_figure import LANE_COLOURS
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
@@ -163,10 +163,7 @@ def _draw_pipeline(axes: Axes, estimate: StepEstimate, tasks: list[Task]) -> Non
         for is_forward, colour in ((True, _FORWARD), (False, _BACKWARD)):
             own = [(task.start, task.end) for task in tasks if task.rank == stage and task.is_forward is is_forward]
             _bars(axes, stage, own, unit_us, colour, 1.0)
-    axes.set_ylim(shown - 0.5, -0.5)
-    axes.set_yticks(range(shown), [f"stage {stage}" for stage in range(shown)])
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
+    name_rows(axes, [f"stage {stage}" for stage in range(shown)])
     left_out = f" (the first {shown} of {estimate.setup.pp} stages)" if shown < estimate.setup.pp else ""
     axes.set_title(
         f"micro-batches through the pipeline{left_out}   bubble {estimate.bubble:.1%} of a step", fontsize=9.5, pad=3
@@ -249,10 +246,7 @@ def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> N
         colour = LANE_COLOURS.get(lane, FAINT)
         _bars(axes, row, [(each.issued_us, each.end_us) for each in times], unit_us, colour, _PALE)
         _bars(axes, row, [span for each in times for span in each.spans], unit_us, colour, 1.0)
-    axes.set_ylim(len(lanes) + 0.5, -0.5)
-    axes.set_yticks(range(len(lanes) + 1), ["program", *(lane or "no lane" for lane in lanes)])
-    axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
+    name_rows(axes, ["program", *(lane or "no lane" for lane in lanes)])
 
 
 def _bars(axes: Axes, row: int, spans: list[tuple[float, float]], unit_us: float, colour: str, opacity: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -18,6 +18,7 @@ from commlayer.profiles.files import replacing
 from commlayer.scheduler.plan import Op
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "PAPER",
     "check_drawing",
     "check_picture",
+    "name_rows",
     "new_figure",
     "save_figure",
     "styled",
@@ -125,6 +127,14 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Give the y axis a row for each name, the first one on top."""
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
 
 
 def check_picture(path: str | Path) -> None:

@@ -44,7 +44,7 @@ class _Run:
             self._selector.register(rank.channel, selectors.EVENT_READ, rank)
             self._selector.register(rank.pid_fd, selectors.EVENT_READ, rank)
         for stream in self._streams():
-            self._selector.register(stream.read_fd, selectors.EVENT_READ, stream)
+            stream.follow(self._selector)
         while not all(rank.reported for rank in self.ranks):
             now = time.monotonic()
             if self._deadline is not None and now >= self._deadline:
@@ -78,7 +78,7 @@ class _Run:
         # Deaths first: a rank that was killed says nothing, and what its peers say is the consequence.
         for key, _ in sorted(events, key=lambda event: isinstance(event[0].fileobj, int), reverse=True):
             if isinstance(key.data, OutputStream):
-                self._pass_on(key.data)
+                key.data.take_from(self._selector)
                 continue
             rank: RankProcess = key.data
             if key.fd == rank.pid_fd:
@@ -90,12 +90,6 @@ class _Run:
         if failed and self._first_failed is None:
             self._first_failed = min(failed, key=lambda rank: rank.outcome()[0])
             self._grace_deadline = time.monotonic() + self._grace_s
-
-    def _pass_on(self, stream: OutputStream) -> None:
-        fd = stream.read_fd
-        self._selector.unregister(fd)
-        if stream.take():
-            self._selector.register(fd, selectors.EVENT_READ, stream)
 
     def _time_is_up(self) -> None:
         self.timed_out = [rank.job.rank for rank in self.ranks if not rank.reported]

@@ -21,7 +21,7 @@ from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
 from commlayer.emulation.rank_process import masked_signals
 from commlayer.emulation.ranks import RankJob
-from commlayer.emulation.requests import KEEP, Keep, shape_message
+from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, shape_message
 from commlayer.emulation.rights import rights
 from commlayer.profiles.errors import RightsError, UsageError
 
@@ -219,7 +219,7 @@ class EmulatedCluster:
     def _request(self, message: dict[str, object]) -> dict[str, Any]:
         self._check_open()
         if self._fabric is None:
-            raise RightsError("ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'")
+            raise RightsError(NO_SHAPING)
         with self._line:
             return self._fabric.request(message)
 

@@ -45,6 +45,16 @@ class OutputStream:
             self.close()
         return bool(data)
 
+    def follow(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector`` tell, with the stream as its data, when there is something to take."""
+        selector.register(self.read_fd, selectors.EVENT_READ, self)
+
+    def take_from(self, selector: selectors.BaseSelector) -> None:
+        """Pass on what ``selector`` has told of; at the end it follows the stream no more."""
+        selector.unregister(self.read_fd)  # before the descriptor is closed
+        if self.take():
+            self.follow(selector)
+
     def _pass_on(self, data: bytes) -> None:
         lines = (self._rest + data).splitlines(keepends=True)  # also at carriage returns, as progress bars have them
         self._rest = b"" if not lines or lines[-1].endswith(b"\n") else lines.pop()  # a line feed may follow the return
@@ -101,13 +111,10 @@ def drain(streams: Iterable[OutputStream], timeout_s: float) -> None:
     with selectors.DefaultSelector() as selector:
         for stream in streams:
             if stream.is_open:
-                selector.register(stream.read_fd, selectors.EVENT_READ, stream)
+                stream.follow(selector)
         while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left_s):
-                stream = key.data
-                selector.unregister(key.fd)
-                if stream.take():
-                    selector.register(stream.read_fd, selectors.EVENT_READ, stream)
+                key.data.take_from(selector)
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -7,11 +7,12 @@ import json
 import os
 import socket
 
-from commlayer.emulation.protocol import CONTROL_ADDRESS, raise_reply
+from commlayer.emulation.protocol import CONTROL_ADDRESS, MESSAGE_BYTES, raise_reply
 from commlayer.profiles.errors import RightsError, UsageError
 
-__all__ = ["KEEP", "Keep", "request_shape", "shape_message"]
+__all__ = ["KEEP", "NO_SHAPING", "Keep", "request_shape", "shape_message"]
 
+NO_SHAPING = "ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'"
 _PATIENCE_S = 10.0
 
 
@@ -48,13 +49,13 @@ def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None =
     if mode is None:
         raise UsageError("request_shape is for ranks of an emulated cluster; outside, call EmulatedCluster.shape")
     if mode != "netns":
-        raise RightsError("ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'")
+        raise RightsError(NO_SHAPING)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.settimeout(_PATIENCE_S)
         try:
             line.connect(CONTROL_ADDRESS)
             line.send(json.dumps(shape_message(inter, intra, node)).encode())
-            reply = line.recv(65536)
+            reply = line.recv(MESSAGE_BYTES)
         except OSError as error:
             raise RightsError(f"the emulated cluster of this rank does not answer: {error}") from error
     if not reply:

@@ -34,15 +34,11 @@ class Rights:
     """Whether the rights come from a user namespace of our own, not from the process itself."""
 
 
+@functools.cache
 def rights() -> Rights:
     """Find out which rights there are, once per process, by trying: a forked child makes a namespace and a veth pair
     with a token bucket.
     """
-    return _probe()
-
-
-@functools.cache
-def _probe() -> Rights:
     if importlib.util.find_spec("pyroute2") is None:
         return Rights(False, False, "none", INSTALL_HINT)
     import pyroute2  # noqa: F401 - here, so that no forked child pays for the import

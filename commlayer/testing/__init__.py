@@ -7,8 +7,9 @@ Names are loaded on first use: pytest loads this package with its plugin, and mu
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from commlayer.testing.conformance import (
@@ -48,23 +49,4 @@ __all__ = [
     "wrong_bytes_at",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("DTYPES", "OPS", "REDUCE_DTYPES"), "conformance"),
-    **dict.fromkeys(("ConformanceError", "FailedCheck", "check_communicator"), "conformance"),
-    **dict.fromkeys(("FakeVerbs", "FakeWorld"), "fake"),
-    **dict.fromkeys(("Fault", "FaultyVerbs", "InjectedFault", "delay_at", "fail_at", "wrong_bytes_at"), "faults"),
-    **dict.fromkeys(("outcomes_on_nodes", "run_on_nodes"), "nodes"),
-    "ProcessGroupVerbs": "process_group",
-    **dict.fromkeys(("AsyncCall", "ReduceOp", "Verbs"), "verbs_contract"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.testing.check_pieces import ROWS, Claims
+from commlayer.testing.check_pieces import ROWS, Claims, short
 from commlayer.testing.conformance_checks import checks
 from commlayer.testing.verbs_contract import ReduceOp, Verbs
 
@@ -132,4 +132,4 @@ def _run(name: str, check: Callable[[], None], rank: int) -> tuple[FailedCheck |
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return ", ".join(sorted(map(short, dtypes)))

@@ -11,7 +11,7 @@ A call is its number on that rank, counted from 0 over all verbs, or the name of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,54 +106,48 @@ class FaultyVerbs:
         *,
         async_op: bool = False,
     ) -> AsyncCall | None:
-        return self._call(
-            "all_to_all",
-            output,
-            lambda: self._inner.all_to_all(output, source, output_splits, source_splits, async_op=async_op),
-        )
+        return self._call("all_to_all", output, output, source, output_splits, source_splits, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
-        return self._call("all_gather", output, lambda: self._inner.all_gather(output, source, async_op=async_op))
+        return self._call("all_gather", output, output, source, async_op=async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> AsyncCall | None:
-        return self._call(
-            "reduce_scatter", output, lambda: self._inner.reduce_scatter(output, source, op, async_op=async_op)
-        )
+        return self._call("reduce_scatter", output, output, source, op, async_op=async_op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
-        return self._call("all_reduce", tensor, lambda: self._inner.all_reduce(tensor, op, async_op=async_op))
+        return self._call("all_reduce", tensor, tensor, op, async_op=async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> AsyncCall | None:
-        return self._call("broadcast", tensor, lambda: self._inner.broadcast(tensor, root, async_op=async_op))
+        return self._call("broadcast", tensor, tensor, root, async_op=async_op)
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
     ) -> AsyncCall | None:
-        return self._call("gather", output, lambda: self._inner.gather(output, source, root, async_op=async_op))
+        return self._call("gather", output, output, source, root, async_op=async_op)
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
     ) -> AsyncCall | None:
-        return self._call("scatter", output, lambda: self._inner.scatter(output, source, root, async_op=async_op))
+        return self._call("scatter", output, output, source, root, async_op=async_op)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> AsyncCall | None:
-        result = tensor if self.rank == root else None
-        return self._call("reduce", result, lambda: self._inner.reduce(tensor, root, op, async_op=async_op))
+        return self._call("reduce", tensor if self.rank == root else None, tensor, root, op, async_op=async_op)
 
     def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
-        return self._call("send", None, lambda: self._inner.send(tensor, to, async_op=async_op))
+        return self._call("send", None, tensor, to, async_op=async_op)
 
     def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> AsyncCall | None:
-        return self._call("recv", tensor, lambda: self._inner.recv(tensor, source, async_op=async_op))
+        return self._call("recv", tensor, tensor, source, async_op=async_op)
 
     def barrier(self) -> None:
-        self._call("barrier", None, self._inner.barrier)
+        self._call("barrier", None)
 
-    def _call(self, verb: str, result: torch.Tensor | None, start: Callable[[], AsyncCall | None]) -> AsyncCall | None:
+    def _call(self, verb: str, result: torch.Tensor | None, *arguments: object, **how: bool) -> AsyncCall | None:
+        """Call the inner communicator's ``verb``; ``result`` is the argument that holds what this rank gets, if it gets any."""
         number, self._num_calls = self._num_calls, self._num_calls + 1
         due = [fault for fault in self._faults if fault.rank == self.rank and fault.call in (number, verb)]
         for fault in due:
@@ -163,7 +157,7 @@ class FaultyVerbs:
             elif fault.kind == "fail":
                 fault.num_fired += 1
                 raise InjectedFault(f"rank {self.rank}: {verb}, call {number}: failed on purpose")
-        pending = start()
+        pending: AsyncCall | None = getattr(self._inner, verb)(*arguments, **how)
         lies = [fault for fault in due if fault.kind == "wrong_bytes"]
         if not lies or result is None or not result.numel():
             return pending

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
@@ -47,16 +47,7 @@ def emulated_cluster() -> Iterator[ClusterFactory]:
 
     with contextlib.ExitStack() as stack:
 
-        def build(
-            nodes: int = 2,
-            ranks_per_node: int = 4,
-            *,
-            inter: str | None = None,
-            intra: str | None = None,
-            delay_us: float = 0.0,
-            mode: Mode = "auto",
-        ) -> EmulatedCluster:
-            cluster = EmulatedCluster(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay_us, mode=mode)
-            return stack.enter_context(cluster)
+        def build(*shape: Any, **links: Any) -> EmulatedCluster:
+            return stack.enter_context(EmulatedCluster(*shape, **links))
 
         yield build

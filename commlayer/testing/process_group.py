@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,67 +56,52 @@ class ProcessGroupVerbs:
         async_op: bool = False,
     ) -> AsyncCall | None:
         received, sent = (None if each is None else list(each) for each in (output_splits, source_splits))
-        work: AsyncCall | None = dist.all_to_all_single(output, source, received, sent, self._group, async_op)
-        return work
+        return self._call(dist.all_to_all_single, output, source, received, sent, async_op=async_op)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, *, async_op: bool = False) -> AsyncCall | None:
-        work: AsyncCall | None = _all_gather(output, source, group=self._group, async_op=async_op)
-        return work
+        return self._call(_all_gather, output, source, async_op=async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> AsyncCall | None:
-        work: AsyncCall | None = _reduce_scatter(output, source, op=_OPS[op], group=self._group, async_op=async_op)
-        return work
+        return self._call(_reduce_scatter, output, source, op=_OPS[op], async_op=async_op)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum", *, async_op: bool = False) -> AsyncCall | None:
-        work: AsyncCall | None = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=async_op)
-        return work
+        return self._call(dist.all_reduce, tensor, op=_OPS[op], async_op=async_op)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, async_op: bool = False) -> AsyncCall | None:
-        work: AsyncCall | None = dist.broadcast(tensor, src=self._global(root), group=self._group, async_op=async_op)
-        return work
+        return self._call(dist.broadcast, tensor, src=self._global(root), async_op=async_op)
 
     def gather(
         self, output: torch.Tensor | None, source: torch.Tensor, root: int, *, async_op: bool = False
     ) -> AsyncCall | None:
         blocks = self._blocks(output, source, root)
-        work: AsyncCall | None = dist.gather(
-            source, blocks, dst=self._global(root), group=self._group, async_op=async_op
-        )
-        return work
+        return self._call(dist.gather, source, blocks, dst=self._global(root), async_op=async_op)
 
     def scatter(
         self, output: torch.Tensor, source: torch.Tensor | None, root: int, *, async_op: bool = False
     ) -> AsyncCall | None:
         blocks = self._blocks(source, output, root)
-        work: AsyncCall | None = dist.scatter(
-            output, blocks, src=self._global(root), group=self._group, async_op=async_op
-        )
-        return work
+        return self._call(dist.scatter, output, blocks, src=self._global(root), async_op=async_op)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: ReduceOp = "sum", *, async_op: bool = False
     ) -> AsyncCall | None:
-        work: AsyncCall | None = dist.reduce(
-            tensor, dst=self._global(root), op=_OPS[op], group=self._group, async_op=async_op
-        )
-        return work
+        return self._call(dist.reduce, tensor, dst=self._global(root), op=_OPS[op], async_op=async_op)
 
     def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
-        if async_op:
-            return dist.isend(tensor, dst=self._global(to), group=self._group)
-        dist.send(tensor, dst=self._global(to), group=self._group)
-        return None
+        return self._call(dist.isend if async_op else dist.send, tensor, dst=self._global(to))
 
     def recv(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> AsyncCall | None:
-        if async_op:
-            return dist.irecv(tensor, src=self._global(source), group=self._group)
-        dist.recv(tensor, src=self._global(source), group=self._group)
-        return None
+        pending = self._call(dist.irecv if async_op else dist.recv, tensor, src=self._global(source))
+        return pending if async_op else None  # torch's blocking one returns who sent
 
     def barrier(self) -> None:
-        dist.barrier(group=self._group)
+        self._call(dist.barrier)
+
+    def _call(self, collective: Callable[..., Any], *arguments: object, **options: object) -> AsyncCall | None:
+        work: AsyncCall | None = collective(*arguments, group=self._group, **options)
+        return work
 
     def _global(self, rank: int) -> int:
         """torch names the peers of a group by their ranks in the job."""

@@ -704,7 +704,7 @@ def test_an_unprivileged_user_gets_a_user_namespace(netns_cluster: ClusterFactor
         pytest.skip("needs root to become someone else")
 
     def as_nobody() -> tuple[list[tuple[int, str]], list[str]]:
-        rights.__globals__["_probe"].cache_clear()
+        rights.cache_clear()
         os.setgroups([])
         os.setgid(65_534)
         os.setuid(65_534)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -148,17 +147,9 @@ class Wrong(FakeVerbs):
 
 
 class WrongBlockOrder(Wrong):
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        source_splits: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-    ) -> AsyncCall | None:
-        pending = super().all_to_all(output, source, output_splits, source_splits, async_op=async_op)
-        if output_splits is None:  # right with splits: only the even form is wrong
+    def all_to_all(self, output: torch.Tensor, source: torch.Tensor, *splits: Any, **how: Any) -> AsyncCall | None:
+        pending = super().all_to_all(output, source, *splits, **how)
+        if not splits:  # right with splits: only the even form is wrong
             output.copy_(output.view(self.size, -1).flip(0).reshape(output.shape))
         return pending
 
@@ -176,17 +167,9 @@ class DroppedLastElement(Wrong):
 class StaleBuffer(Wrong):
     """Keeps the result of the first call for the same output buffer, as a cache keyed by address would."""
 
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_splits: Sequence[int] | None = None,
-        source_splits: Sequence[int] | None = None,
-        *,
-        async_op: bool = False,
-    ) -> AsyncCall | None:
+    def all_to_all(self, output: torch.Tensor, *given: Any, **how: Any) -> AsyncCall | None:
         last = getattr(self, "last", (None, None))
-        pending = super().all_to_all(output, source, output_splits, source_splits, async_op=async_op)
+        pending = super().all_to_all(output, *given, **how)
         if last[0] is output:
             output.copy_(last[1])
         else:
