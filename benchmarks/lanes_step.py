@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from common import add_output, dated_stem, facts, measure_links, today, write_results
 from moe_tables import ratios
 
@@ -40,7 +39,6 @@ from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.shares import even_rows
 from commlayer.measure.profiler import SweepOptions
 from commlayer.scheduler.mapping.folded import AXES, FoldedMapping
 from commlayer.statistics import reset_stats, stats
@@ -132,7 +130,7 @@ def lanes_of(mesh: FoldedMesh) -> dict[Any, str]:
 
 
 def plain_pipeline(
-    stage: Callable[[int, torch.Tensor | None], torch.Tensor], group: dist.ProcessGroup, shapes: Sequence[Sequence[int]]
+    stage: Callable[[int, torch.Tensor | None], torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
     """GPipe on send and recv, each waited for where it stands."""
     rank, size = group.rank(), group.size()
@@ -161,20 +159,7 @@ def plain_step(
 ) -> torch.Tensor:
     """What ``train_step`` computes, with :func:`plain_pipeline`, and gradients at the end."""
     assert model.mesh is not None
-    for layer in model._layers():
-        layer.scale_losses(num_micro_batches)
-    mine, wanted = model.split(tokens), model.split(labels)
-    sizes = even_rows(mine.shape[1], num_micro_batches)
-    inputs, targets = mine.split(sizes, dim=1), wanted.split(sizes, dim=1)
-
-    def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
-        y: torch.Tensor = model(inputs[m] if x is None else x, tokens.shape[0])
-        if not model.is_last:
-            return y
-        return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
-
-    shapes = [(mine.shape[0], size, model.config.hidden) for size in sizes]
-    losses = plain_pipeline(stage, model.mesh.group("pp"), shapes)
+    losses = plain_pipeline(*model.pipeline_stage(tokens, labels, num_micro_batches), model.mesh.group("pp"))
     synchronise_gradients(model, model.mesh)
     loss = torch.stack(losses).sum() if losses else torch.zeros(())
     dist.all_reduce(loss, group=model.mesh.group("world"))

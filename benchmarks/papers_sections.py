@@ -30,7 +30,41 @@ _NAMES = {O1: "O1", O2: "O2", O3: "O3"}
 
 
 def megascale_section(found: Sequence[Gain], kinds: Sequence[Kind], synchronised: Sequence[Synchronised]) -> str:
-    gains = table(
+    crossing = table(
+        ("k", *(str(each.top_k) for each in kinds)),
+        (
+            ("two all_to_all, µs", *(f"{each.all_to_all_us:.0f}" for each in kinds)),
+            ("all_gather and reduce_scatter, µs", *(f"{each.all_gather_us:.0f}" for each in kinds)),
+        ),
+    )
+    ratio = table(
+        ("model", "R inside the node", "R over the network"),
+        ((name, f"{inside:.2f}", f"{beyond:.2f}") for name, inside, beyond in ratios()),
+    )
+    published = " to ".join(map(percent, MEGASCALE_GAIN))
+    return "\n\n".join(
+        [
+            "## MegaScale-MoE",
+            "### SP+EP over TP+TP (figure 13)",
+            prose(_GAIN.format(published=published)),
+            _gains(found),
+            "### Tokens gathered or exchanged (figure 7)",
+            "Mixtral-8x7B's hidden size, 8192 tokens, eight H800, by the library's own calls; the paper: all_gather from "
+            "k > 6.",
+            crossing,
+            "### Parameter synchronisation (figure 14)",
+            prose(_SYNC),
+            _synchronisation(synchronised),
+            "### Compute over communication (equations 5 to 9)",
+            "R of equation 8 on eight H800, in bytes and FLOPs: 200 GB/s inside a node, 50 GB/s over a card. Above 1 "
+            "dispatch and combine can hide.",
+            ratio,
+        ]
+    )
+
+
+def _gains(found: Sequence[Gain]) -> str:
+    return table(
         ("model", "layers", "TP+TP MFU", "SP+EP MFU", "gain", "off by a factor of"),
         (
             (
@@ -44,14 +78,10 @@ def megascale_section(found: Sequence[Gain], kinds: Sequence[Kind], synchronised
             for each in found
         ),
     )
-    crossing = table(
-        ("k", *(str(each.top_k) for each in kinds)),
-        (
-            ("two all_to_all, µs", *(f"{each.all_to_all_us:.0f}" for each in kinds)),
-            ("all_gather and reduce_scatter, µs", *(f"{each.all_gather_us:.0f}" for each in kinds)),
-        ),
-    )
-    synchronisation = table(
+
+
+def _synchronisation(found: Sequence[Synchronised]) -> str:
+    return table(
         ("groups", "attention MB", "FFN, ms", "TP, ms", "SP, ms", "SP by A.1's steps, ms", "difference", "eq. 10"),
         (
             (
@@ -64,32 +94,8 @@ def megascale_section(found: Sequence[Gain], kinds: Sequence[Kind], synchronised
                 percent(each.difference, signed=True),
                 f"{each.inter_over_intra:.2f}",
             )
-            for each in synchronised
+            for each in found
         ),
-    )
-    ratio = table(
-        ("model", "R inside the node", "R over the network"),
-        ((name, f"{inside:.2f}", f"{beyond:.2f}") for name, inside, beyond in ratios()),
-    )
-    published = " to ".join(map(percent, MEGASCALE_GAIN))
-    return "\n\n".join(
-        [
-            "## MegaScale-MoE",
-            "### SP+EP over TP+TP (figure 13)",
-            prose(_GAIN.format(published=published)),
-            gains,
-            "### Tokens gathered or exchanged (figure 7)",
-            "Mixtral-8x7B's hidden size, 8192 tokens, eight H800, by the library's own calls; the paper: all_gather from "
-            "k > 6.",
-            crossing,
-            "### Parameter synchronisation (figure 14)",
-            prose(_SYNC),
-            synchronisation,
-            "### Compute over communication (equations 5 to 9)",
-            "R of equation 8 on eight H800, in bytes and FLOPs: 200 GB/s inside a node, 50 GB/s over a card. Above 1 "
-            "dispatch and combine can hide.",
-            ratio,
-        ]
     )
 
 

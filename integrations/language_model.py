@@ -5,6 +5,7 @@ Weights, losses and gradients are the same under every mapping, up to rounding, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -172,19 +173,7 @@ class MoELanguageModel(nn.Module):
             )
         if num_micro_batches < 1:
             raise UsageError(f"num_micro_batches must be 1 or more, got {num_micro_batches}")
-        for layer in self._layers():
-            layer.scale_losses(num_micro_batches)
-        mine, wanted = self.split(tokens), self.split(labels)
-        sizes = even_rows(mine.shape[1], num_micro_batches)
-        inputs, targets = mine.split(sizes, dim=1), wanted.split(sizes, dim=1)
-
-        def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
-            y: torch.Tensor = self(inputs[m] if x is None else x, tokens.shape[0])
-            if not self.is_last:
-                return y
-            return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
-
-        shapes = [(mine.shape[0], size, self.config.hidden) for size in sizes]
+        stage, shapes = self.pipeline_stage(tokens, labels, num_micro_batches)
         wire = None if self.config.wires is None else self.config.wires.dp
         buckets = self._gradient_buckets(wire) if self.config.overlap_gradients else None
         try:
@@ -204,6 +193,26 @@ class MoELanguageModel(nn.Module):
             return loss
         # On the first lane: the step waits for this number alone, and its group may be that of the experts.
         return GroupCommunicator(self.mesh.group("world"), "ep").all_reduce(loss)
+
+    def pipeline_stage(
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
+    ) -> tuple[Callable[[int, torch.Tensor | None], torch.Tensor], list[tuple[int, int, int]]]:
+        """Return this rank's stage of a step, and the shape of each micro-batch's activations, as
+        :func:`~commlayer.integrations.pipeline_schedules.run_pipeline` takes both. Arguments as of :meth:`train_step`.
+        """
+        for layer in self._layers():
+            layer.scale_losses(num_micro_batches)
+        mine, wanted = self.split(tokens), self.split(labels)
+        sizes = even_rows(mine.shape[1], num_micro_batches)
+        inputs, targets = mine.split(sizes, dim=1), wanted.split(sizes, dim=1)
+
+        def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
+            y: torch.Tensor = self(inputs[m] if x is None else x, tokens.shape[0])
+            if not self.is_last:
+                return y
+            return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
+
+        return stage, [(mine.shape[0], size, self.config.hidden) for size in sizes]
 
     def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
         """Those of the last step, unless parameters were replaced or frozen since, or the configuration was."""

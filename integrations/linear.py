@@ -22,6 +22,7 @@ from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.shares import even_rows, gather_shares
 from commlayer.integrations.wire_choice import WireChoice, wired
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.mapping.divisors import divisors, nearest
 
 __all__ = [
     "ColumnParallelLinear",
@@ -281,15 +282,7 @@ class ReplicatedLinear(_Linear):
 
 def _check_divides(name: str, features: int, size: int) -> None:
     if features % size:
-        nearest = _nearest_divisors(features, size)
+        sizes = " and ".join(map(str, nearest(size, divisors(features))))
         raise UsageError(
-            f"{name}={features} cannot be split over tp={size}; the nearest sizes of tp that divide it: {nearest}"
+            f"{name}={features} cannot be split over tp={size}; the nearest sizes of tp that divide it: {sizes}"
         )
-
-
-def _nearest_divisors(total: int, size: int) -> str:
-    """The divisors of ``total`` next below and above ``size``."""
-    divisors = [divisor for divisor in range(1, total + 1) if total % divisor == 0]
-    below = [str(divisor) for divisor in divisors if divisor < size][-1:]
-    above = [str(divisor) for divisor in divisors if divisor > size][:1]
-    return " and ".join(below + above)

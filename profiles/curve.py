@@ -25,7 +25,7 @@ import msgspec
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.links import COLLECTIVES, Resource, bus_factor
 
-__all__ = ["Curve"]
+__all__ = ["Curve", "median"]
 
 # How many points at each end of a curve tell latency and bandwidth. Two would take all noise of the neighbour; with
 # many the fit would describe the middle of the curve.
@@ -147,7 +147,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             group_size,
             tuple(sizes),
             _monotone(raw),
-            holdout_error=_median(errors) if errors else None,
+            holdout_error=median(errors) if errors else None,
             p50_us=raw,
             p99_us=tuple(p99_us),
             samples=tuple(samples),
@@ -256,7 +256,8 @@ def _monotone(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate((math.exp(t) for t in fitted), max))
 
 
-def _median(values: Sequence[float]) -> float:
+def median(values: Sequence[float]) -> float:
+    """The median of some values (``statistics`` would cost the offline commands its import)."""
     ordered, middle = sorted(values), len(values) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 

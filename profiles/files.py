@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from typing import BinaryIO, Union
@@ -75,7 +74,7 @@ def replacing(path: StrPath, *, new_only: bool = False) -> Iterator[BinaryIO]:
         with _opened_stream(os.fspath(path)) as stream:
             yield stream
         return
-    draft = os.path.join(os.path.dirname(name), f".commlayer-{secrets.token_hex(8)}.tmp")
+    draft = os.path.join(os.path.dirname(name), f".commlayer-{os.urandom(8).hex()}.tmp")
     try:
         # The mode is what the umask, or the folder's default, makes of this. O_EXCL follows no link.
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from commlayer.profiles.curve import Curve
+from commlayer.profiles.curve import Curve, median
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 
@@ -147,14 +147,14 @@ def summarize(times_us: Sequence[float], confidence: float = 0.95) -> Samples:
     if not times_us:
         raise UsageError("expected at least one time, got none")
     ordered = sorted(times_us)
-    median = _quantile_midpoint(ordered)
-    deviation = _quantile_midpoint(sorted(abs(t - median) for t in ordered)) * _OUTLIER_DEVIATIONS
-    kept = [t for t in ordered if t <= median + (deviation or _LEAST_DEVIATION * median)]
+    middle = median(ordered)
+    deviation = median([abs(t - middle) for t in ordered]) * _OUTLIER_DEVIATIONS
+    kept = [t for t in ordered if t <= middle + (deviation or _LEAST_DEVIATION * middle)]
     mean = sum(kept) / len(kept)
     variance = sum((t - mean) ** 2 for t in kept) / (len(kept) - 1) if len(kept) > 1 else 0.0
     return Samples(
         mean_us=mean,
-        p50_us=_quantile_midpoint(kept),
+        p50_us=median(kept),
         p99_us=kept[math.ceil(0.99 * len(kept)) - 1],
         cv=math.sqrt(variance) / mean,
         num=len(ordered),
@@ -162,12 +162,6 @@ def summarize(times_us: Sequence[float], confidence: float = 0.95) -> Samples:
         half_width=_half_width(ordered, confidence),
         raw=tuple(times_us),
     )
-
-
-def _quantile_midpoint(ordered: Sequence[float]) -> float:
-    """The median of sorted values (``statistics`` would cost the offline commands its import)."""
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _half_width(ordered: Sequence[float], confidence: float) -> float:
@@ -182,8 +176,8 @@ def _half_width(ordered: Sequence[float], confidence: float) -> float:
         k += 1
     if k == 0:
         return math.inf
-    median = _quantile_midpoint(ordered)
-    return max(ordered[n - k] - median, median - ordered[k - 1]) / median
+    middle = median(ordered)
+    return max(ordered[n - k] - middle, middle - ordered[k - 1]) / middle
 
 
 @dataclass(frozen=True)

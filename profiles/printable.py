@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
-
 __all__ = ["printable", "shortened"]
 
 
@@ -19,6 +17,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def _is_hidden(char: str) -> bool:
+    import unicodedata  # lazy: nearly all text is printable, and offline commands start without it
+
     category = unicodedata.category(char)
     return category[0] == "C" or category in ("Zl", "Zp")
 

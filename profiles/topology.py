@@ -10,7 +10,7 @@ from functools import cached_property
 from commlayer.profiles.errors import TopologyError
 from commlayer.profiles.links import Resource
 
-__all__ = ["Topology"]
+__all__ = ["Topology", "shape_text"]
 
 _EXPECTED = 'expected "NODESxRANKS" such as "2x4", or the ranks of each node such as "3+4"'
 # A typing error such as 2x80000000 should be an answer, not a machine that swaps.
@@ -98,8 +98,7 @@ class Topology:
     @property
     def shape(self) -> str:
         """ "2x4" when all nodes are alike, else "3+4". It says how many ranks, not which."""
-        sizes = [len(node) for node in self.nodes]
-        return f"{len(sizes)}x{sizes[0]}" if self.is_uniform else "+".join(map(str, sizes))
+        return shape_text([len(node) for node in self.nodes])
 
     @property
     def num_nodes(self) -> int:
@@ -182,6 +181,11 @@ class Topology:
 
     def _name(self, node: int) -> str:
         return f"node {node} ({self.hostnames[node]})" if self.hostnames else f"node {node}"
+
+
+def shape_text(sizes: Sequence[int]) -> str:
+    """Write numbers of ranks, one for each node, as "2x4" when all are alike, else as "3+4"."""
+    return f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
 
 
 def _check_size(text: str, num_ranks: int) -> None:

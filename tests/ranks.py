@@ -1,13 +1,34 @@
-"""What jobs of many ranks in these tests share: a timeout that nobody waits for, and how a rank stays away."""
+"""What jobs of many ranks in these tests share: dtypes, a timeout that nobody waits for, and how a rank stays away."""
 
 from __future__ import annotations
 
 import time
 
+import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["HALF_AN_HOUR", "be_absent", "tell", "wait_until"]
+__all__ = ["DTYPES", "HALF_AN_HOUR", "be_absent", "tell", "wait_until"]
 
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+"""What collectives that only move bytes must move."""
 HALF_AN_HOUR = 1800.0
 """A timeout in seconds that no test waits for: a job that ends before the time limit of its run ends for another reason."""
 

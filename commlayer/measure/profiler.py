@@ -26,7 +26,7 @@ from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.measure import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.profile import Interference, Profile, parse_profile
-from commlayer.profiles.topology import Topology
+from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side
 from commlayer.transport.connect import device_type
@@ -267,8 +267,7 @@ def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
             f"groups: expected groups of two ranks or more that lie alike on the nodes, got {', '.join(map(str, shapes))} ranks "
             "on their nodes: measure each shape by itself"
         )
-    uniform = len(set(shapes[0])) == 1
-    return Topology.parse(f"{len(shapes[0])}x{shapes[0][0]}" if uniform else "+".join(map(str, shapes[0])))
+    return Topology.parse(shape_text(shapes[0]))
 
 
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:

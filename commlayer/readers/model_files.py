@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,7 @@ def _own(content: dict[str, Any], where: str) -> ModelShape:
             raise UsageError(f"{where}: unknown field {place}{unknown[0]}: expected {', '.join(known)}")
     try:
         return msgspec.convert(content, ModelShape)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {error}") from error
-    except UsageError as error:
+    except (msgspec.ValidationError, UsageError) as error:
         raise UsageError(f"{where}: {error}") from error
 
 
@@ -245,15 +244,10 @@ def _common(config: _Config, width: str) -> dict[str, Any]:
     }
 
 
-def _mixtral(config: _Config) -> dict[str, Any]:
-    """Also phimoe: every layer has experts, and none is shared."""
+def _mixtral(config: _Config, experts: str = "num_local_experts") -> dict[str, Any]:
+    """Also phimoe and olmoe: every layer has experts, and none is shared. ``experts``: the field with their number."""
     found = _common(config, "intermediate_size")
-    return found | {"experts": config.whole("num_local_experts"), "top_k": config.whole("num_experts_per_tok")}
-
-
-def _olmoe(config: _Config) -> dict[str, Any]:
-    found = _common(config, "intermediate_size")
-    return found | {"experts": config.whole("num_experts"), "top_k": config.whole("num_experts_per_tok")}
+    return found | {"experts": config.whole(experts), "top_k": config.whole("num_experts_per_tok")}
 
 
 def _qwen(config: _Config) -> dict[str, Any]:
@@ -330,7 +324,7 @@ def _hunyuan(config: _Config) -> dict[str, Any]:
 MODEL_TYPES: dict[Any, Callable[[_Config], dict[str, Any]]] = {
     "mixtral": _mixtral,
     "phimoe": _mixtral,
-    "olmoe": _olmoe,
+    "olmoe": partial(_mixtral, experts="num_experts"),
     "qwen2_moe": _qwen2,
     "qwen3_moe": _qwen,
     "deepseek": _deepseek,

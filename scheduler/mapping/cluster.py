@@ -14,7 +14,7 @@ from typing import Any, Literal
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile
-from commlayer.profiles.topology import Topology
+from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.mapping.group_curves import curves_of_group
 from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
 from commlayer.scheduler.mapping.hardware import Gpu, Link, Points
@@ -137,8 +137,7 @@ class Cluster:
             raise PlanError(
                 f"cluster {self.name!r}: expected 1 to {self.domain} ranks on each node, got the group {nodes}"
             )
-        even = len(set(nodes)) == 1
-        shape = f"{len(nodes)}x{nodes[0]}" if even else "+".join(map(str, nodes))
+        shape = shape_text(nodes)
         return Profile.create(
             name=f"{self.name} {shape}",
             kind="published",

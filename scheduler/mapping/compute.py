@@ -14,7 +14,7 @@ from commlayer.scheduler.mapping.calibrated import FACTORS
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.model import ModelShape
 
-__all__ = ["DEFAULT_FACTOR", "TILE", "GpuCompute", "MeasuredCompute", "efficiency_for", "efficiency_of"]
+__all__ = ["DEFAULT_FACTOR", "TILE", "GpuCompute", "MeasuredCompute", "efficiency_for"]
 
 TILE = 128
 """Rows and columns of the result that one multiprocessor computes at a time: CUTLASS's and cuBLAS's common tile."""
@@ -43,11 +43,6 @@ class GpuCompute:
             raise UsageError(f"factor: expected a positive number, got {factor!r}")
         self.gpu = gpu
         self.factor = factor
-
-    @staticmethod
-    def measured(points: Sequence[tuple[float, float]], memory_gbps: float) -> MeasuredCompute:
-        """Make the model of a machine whose products were timed: see :class:`MeasuredCompute`."""
-        return MeasuredCompute(points, memory_gbps)
 
     def gemm_us(
         self,
@@ -155,23 +150,18 @@ class MeasuredCompute:
         return nbytes / (self.memory_gbps * 1e3)
 
 
-def efficiency_of(family: str) -> float | None:
-    """The calibrated factor of a family of models (``ModelShape.family``); None: nobody calibrated it."""
-    return FACTORS.get(family)
-
-
 def efficiency_for(model: ModelShape) -> tuple[float, tuple[str, ...]]:
     """The factor on a GPU's declared rates that ``model`` gets, and notes on where it comes from: that of its family, of the same
     model under another name, or the median of all that were calibrated.
 
     Large products in a benchmark reach more than those of a model in training, whichever it is.
     """
-    found = efficiency_of(model.family or model.name)
+    found = FACTORS.get(model.family or model.name)
     if found is not None:
         return found, ()
     for name in catalog.names():  # the same model from a file has another name
         known = catalog.load(name)
-        factor = efficiency_of(known.family or known.name)
+        factor = FACTORS.get(known.family or known.name)
         if factor is not None and _core(known) == _core(model):
             return factor, (f"compute runs at {factor:.2f} of the GPU's declared rates, as calibrated for {name}",)
     typical = median(FACTORS.values())

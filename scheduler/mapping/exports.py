@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes
+from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes, refuse
 from commlayer.scheduler.mapping.job import Job, Setup
 
 __all__ = ["TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
@@ -66,7 +66,7 @@ def torchtitan(job: Job, setup: Setup) -> Section:
     Raises as :func:`export`.
     """
     micro_batches = setup.micro_batches(job)
-    _refuse("torchtitan", setup, _torchtitan_limits(job, setup))
+    refuse("torchtitan", f"{setup}", _torchtitan_limits(job, setup))
     shards = setup.zero >= 1
     config: Section = {
         "training": {
@@ -117,7 +117,7 @@ def _layers_per_stage(job: Job, setup: Setup) -> int:
 def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
     model, divisor = job.model, setup.tp * setup.cp * 2
     stages = math.ceil(model.layers / _layers_per_stage(job, setup))
-    kv_heads = model.kv_heads if model.latent is None else model.heads
+    kv_heads = model.expanded_kv_heads
     return {
         f"tensor parallelism needs heads={model.heads} and kv_heads={kv_heads} to be multiples of tp={setup.tp}": (
             model.heads % setup.tp > 0 or kv_heads % setup.tp > 0
@@ -168,7 +168,7 @@ def _torchtitan_notes(job: Job, setup: Setup) -> tuple[str, ...]:
 def deepspeed(job: Job, setup: Setup) -> Section:
     """The JSON configuration. Raises as :func:`export`."""
     micro_batches = setup.micro_batches(job)
-    _refuse("DeepSpeed", setup, _deepspeed_limits(job, setup))
+    refuse("DeepSpeed", f"{setup}", _deepspeed_limits(job, setup))
     config: Section = {
         "train_batch_size": job.global_batch,
         "train_micro_batch_size_per_gpu": setup.micro_batch,
@@ -189,7 +189,7 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
     model = job.model
     is_tensor = setup.tp > 1 and setup.attention == "tensor"
     ulysses = setup.tp if setup.attention == "ulysses" else 1
-    kv_heads = model.kv_heads if model.latent is None else model.heads
+    kv_heads = model.expanded_kv_heads
     return {
         f"experts={model.experts} is no multiple of autoep_size={setup.ep}": model.experts % setup.ep > 0,
         f"AutoTP leaves ranks without keys: tp={setup.tp} is more than kv_heads={kv_heads}": (
@@ -237,12 +237,6 @@ def _deepspeed_notes(job: Job, setup: Setup) -> tuple[str, ...]:
 
 
 # Shared
-
-
-def _refuse(trainer: str, setup: Setup, limits: Mapping[str, bool]) -> None:
-    reasons = [reason for reason, stands in limits.items() if stands]
-    if reasons:
-        raise UsageError(f"{trainer} cannot run {setup}: {'; '.join(reasons)}")
 
 
 def _ranks(setup: Setup, axis: str) -> list[int]:

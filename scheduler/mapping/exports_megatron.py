@@ -15,7 +15,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 
-__all__ = ["megatron", "megatron_notes"]
+__all__ = ["megatron", "megatron_notes", "refuse"]
 
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """Of Megatron-FSDP, by ZeRO's stage."""
@@ -54,7 +54,7 @@ def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
             "Ulysses is a kind of context parallelism there (--cp-comm-type a2a): --context-parallel-size is tp × cp, and the "
             "vocabulary is not split"
         )
-    tp, kv_heads = _own_degrees(setup)[0], _kv_heads(job.model)
+    tp, kv_heads = _own_degrees(setup)[0], job.model.expanded_kv_heads
     if tp > kv_heads:
         notes.append(
             f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
@@ -79,13 +79,17 @@ def _check(job: Job, setup: Setup) -> None:
         raise UsageError(
             f"Megatron-Core has no chunks of layers without a pipeline: got vpp={setup.vpp} with pp=1; set vpp=1"
         )
-    reasons = [reason for reason, stands in _limits(job, setup).items() if stands]
-    if reasons:
-        raise UsageError(f"Megatron-LM cannot run {setup} of {job.model.name}: {'; '.join(reasons)}")
+    refuse("Megatron-LM", f"{setup} of {job.model.name}", _limits(job, setup))
+
+
+def refuse(trainer: str, what: str, limits: Mapping[str, bool]) -> None:
+    """Raise UsageError with each reason of ``limits`` that stands, if one does. ``what``: the mapping that is refused."""
+    if reasons := [reason for reason, stands in limits.items() if stands]:
+        raise UsageError(f"{trainer} cannot run {what}: {'; '.join(reasons)}")
 
 
 def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
-    model, kv_heads = job.model, _kv_heads(job.model)
+    model, kv_heads = job.model, job.model.expanded_kv_heads
     tp, cp, sequence = _own_degrees(setup)
     micro_batches = setup.micro_batches(job)
     halves = 2 * cp if cp > 1 else 1  # of the causal mask: each rank has one from the front and one from the back
@@ -107,11 +111,6 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
     return limits | {
         f"{name}={width} is no multiple of tp={by}": width % by > 0 for name, (width, by) in widths.items()
     }
-
-
-def _kv_heads(model: ModelShape) -> int:
-    """What Megatron calls query groups; latent attention has one for each head."""
-    return model.kv_heads if model.latent is None else model.heads
 
 
 def _own_degrees(setup: Setup) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes
 from commlayer.scheduler.mapping.parameters import layer_of
 
 __all__ = ["Flops", "forward", "mfu", "of_step"]
@@ -54,20 +54,14 @@ def forward(model: ModelShape, sequence: int) -> Flops:
     bias = (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias and model.latent is None else 0
     return Flops(
         attention_projections=2.0 * model.layers * (one.attention - bias),
-        attention_core=float(model.layers * sequence * model.heads * _core_width(model)),
+        # of a head's key and its value: 2 products · 2 FLOPs · s / 2 positions leave s of each element
+        attention_core=float(model.layers * sequence * model.heads * head_sizes(model)[1]),
         router=2.0 * sparse * one.router,
         experts=2.0 * sparse * one.experts * model.top_k / model.experts,
         shared=2.0 * sparse * one.shared,
         dense_ffn=2.0 * model.dense_layers * one.dense_ffn,
         head=2.0 * model.vocabulary * model.hidden,
     )
-
-
-def _core_width(model: ModelShape) -> int:
-    """Elements of a head's query plus those of its value: 2 products · 2 FLOPs · s / 2 positions leave s of each."""
-    if model.latent is None:
-        return 2 * model.head_dim
-    return model.latent.nope_dim + model.latent.rope_dim + model.latent.value_dim
 
 
 def of_step(job: Job) -> float:

@@ -18,6 +18,7 @@ from itertools import product
 from commlayer.profiles.errors import GroupError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.mapping.describe import MeshDescription, describe_groups
+from commlayer.scheduler.mapping.divisors import divisors, nearest
 
 __all__ = ["ATTENTION_AXES", "AXES", "MOE_AXES", "FoldedMapping"]
 
@@ -220,16 +221,16 @@ def _instead(name: str, value: object, world_size: int) -> str:
         or not math.isfinite(value)
     ):
         return ""
-    nearest = min(_divisors(world_size), key=lambda size: abs(size - value))
-    return f"; the nearest that divides world_size {world_size} is {nearest}"
+    closest = min(divisors(world_size), key=lambda size: abs(size - value))
+    return f"; the nearest that divides world_size {world_size} is {closest}"
 
 
 def _nearest(world_size: int, degrees: dict[str, int], side: Sequence[str]) -> str:
     """One degree changed, the others kept; where no single change helps, the nearest valid degrees of the whole side."""
     single = []
     for axis in side:
-        valid = [size for size in _divisors(world_size) if _fits(world_size, degrees | {axis: size}, [axis])]
-        if around := _around(degrees[axis], valid):
+        valid = [size for size in divisors(world_size) if _fits(world_size, degrees | {axis: size}, [axis])]
+        if around := nearest(degrees[axis], valid):
             single.append(f"{axis} {' or '.join(map(str, around))}")
     if single:
         return "; ".join(single)
@@ -248,20 +249,9 @@ def _fits(world_size: int, degrees: Mapping[str, int], changed: Sequence[str]) -
     return all(world_size % math.prod(degrees[axis] for axis in side) == 0 for side in sides)
 
 
-def _around(value: int, valid: Sequence[int]) -> list[int]:
-    """The valid sizes next to ``value``, on both sides."""
-    below, above = [size for size in valid if size < value], [size for size in valid if size > value]
-    return below[-1:] + above[:1]
-
-
 def _distance(sizes: Mapping[str, int], wanted: Mapping[str, int]) -> float:
     """As ratios: 2 is as far from 4 as 8 is."""
     return sum(abs(math.log(size / wanted[axis])) for axis, size in sizes.items())
-
-
-def _divisors(number: int) -> list[int]:
-    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*low, *(number // size for size in low)})
 
 
 def _products_within(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -269,6 +259,6 @@ def _products_within(number: int, count: int) -> Iterator[tuple[int, ...]]:
     if count == 0:
         yield ()
         return
-    for size in _divisors(number):
+    for size in divisors(number):
         for rest in _products_within(number // size, count - 1):
             yield (size, *rest)

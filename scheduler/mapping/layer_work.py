@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from commlayer.scheduler.mapping.compute import GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes
 
 __all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "tokens_of"]
 
@@ -182,7 +182,7 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
         projections=_products(_projections(model, at, split), precision, compute),
         rotation=_memory(rotated, rotated, compute),
         core=_core(model, key.sequence, whole, tp, precision, compute),
-        out=_products([Product(at, _values(model) / split, hidden)], precision, compute),
+        out=_products([Product(at, model.heads * head_sizes(model)[2] / split, hidden)], precision, compute),
         middle=_memory(5 * tokens, 6 * tokens, compute) + _memory(3 * tokens, 2 * tokens, compute),
         router=router,
         permute=permute,
@@ -238,9 +238,7 @@ def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
 def _core(model: ModelShape, sequence: int, tokens: float, tp: int, precision: str, compute: AnyCompute) -> Times:
     """Causal attention: each token meets half the sequence. Backward takes 2.5 times the FLOPs: scores are made again (Dao
     2022)."""
-    latent = model.latent
-    each = 2 * model.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
-    flops = 2.0 * tokens * sequence / 2 * each * model.heads / tp
+    flops = 2.0 * tokens * sequence / 2 * head_sizes(model)[1] * model.heads / tp
     return Times(compute.attention_us(flops, precision), compute.attention_us(2.5 * flops, precision, backward=True))
 
 
@@ -249,7 +247,7 @@ def _projections(model: ModelShape, rows: float, split: int) -> list[Product]:
     if latent is None:
         keys = max(model.kv_heads / split, 1.0)  # fewer key-value heads than ranks: each has one
         return [Product(rows, model.hidden, (model.heads / split + 2 * keys) * model.head_dim)]
-    query = model.heads * (latent.nope_dim + latent.rope_dim) / split
+    query = model.heads * head_sizes(model)[0] / split
     down = [Product(rows, model.hidden, latent.kv_rank + latent.rope_dim + latent.q_rank)]
     up = [Product(rows, latent.q_rank or model.hidden, query)]
     return [*down, *up, Product(rows, latent.kv_rank, model.heads * (latent.nope_dim + latent.value_dim) / split)]
@@ -260,8 +258,3 @@ def _rotated(model: ModelShape) -> float:
     if model.latent is not None:
         return model.latent.rope_dim * (model.heads + 1)
     return model.head_dim * (model.heads + model.kv_heads)
-
-
-def _values(model: ModelShape) -> float:
-    """Elements per token that attention gives to its output projection."""
-    return model.heads * (model.head_dim if model.latent is None else model.latent.value_dim)

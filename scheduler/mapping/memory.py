@@ -61,16 +61,13 @@ def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention,
     if recompute == "full":
         return LayerElements(model.hidden, 0, 0, 0)
     first = model.matrices - 1  # products of the first matrices: gate and up, or one
-    if model.latent is None:
-        query = output = model.heads * model.head_dim
-        keys_values = 2 * model.head_dim * max(model.kv_heads, tp)  # tp ranks hold at least one head each
-        down = 0
-    else:
-        latent = model.latent
-        key = latent.nope_dim + latent.rope_dim
-        query, output = model.heads * key, model.heads * latent.value_dim
-        keys_values = query + output
-        down = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
+    latent = model.latent
+    kv_heads = model.heads if latent else max(model.kv_heads, tp)  # tp ranks hold at least one head each
+    query, keys_values, output = (
+        heads * size for heads, size in zip((model.heads, kv_heads, model.heads), head_sizes(model), strict=True)
+    )
+    # of latent attention before and after the norms
+    down = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0
     if recompute == "selective":
         kept = 2 * model.hidden + query + keys_values + output
         return LayerElements(kept, first * model.dense_width, first * model.shared_width, first * model.width / etp)

@@ -94,6 +94,11 @@ class ModelShape:
         """The number of matrices of an FFN: 3 where it is gated, else 2."""
         return 3 if self.gated else 2
 
+    @property
+    def expanded_kv_heads(self) -> int:
+        """The heads of keys and values that attention works on: latent attention expands one for each query's."""
+        return self.kv_heads if self.latent is None else self.heads
+
 
 @lru_cache(maxsize=1024)
 def kv_heads_of_rank(heads: int, kv_heads: int, parts: int) -> tuple[int, ...]:
@@ -108,7 +113,7 @@ def kv_heads_of_rank(heads: int, kv_heads: int, parts: int) -> tuple[int, ...]:
 
 def kv_heads_needed(model: ModelShape, tp: int) -> tuple[int, ...]:
     """How many heads of keys and values each tp rank attends with; latent attention expands as many as it has queries."""
-    return kv_heads_of_rank(model.heads, model.heads if model.latent else model.kv_heads, tp)
+    return kv_heads_of_rank(model.heads, model.expanded_kv_heads, tp)
 
 
 def head_sizes(model: ModelShape) -> tuple[int, int, int]:

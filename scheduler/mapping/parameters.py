@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
@@ -224,19 +225,14 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
         ]
     for axis, degree, name, number in parts:
         if number % degree:
+            instead = " or ".join(map(str, nearest(degree, divisors(number))))
             raise UsageError(
-                f"{axis}={degree}: expected a divisor of the {name} of {model.name}, {number}: {_near(degree, number)}"
+                f"{axis}={degree}: expected a divisor of the {name} of {model.name}, {number}: take {instead}"
             )
     if model.latent is None and model.kv_heads % sharding.tp and sharding.tp % model.kv_heads:
         raise UsageError(
             f"tp={sharding.tp}: expected a divisor or a multiple of the {model.kv_heads} key-value heads of {model.name}"
         )
-
-
-def _near(degree: int, number: int) -> str:
-    below = next(each for each in range(min(degree, number), 0, -1) if number % each == 0)
-    above = next((each for each in range(degree + 1, number + 1) if number % each == 0), below)
-    return f"take {below}" + (f" or {above}" if above != below else "")
 
 
 @lru_cache(maxsize=4096)

@@ -32,6 +32,7 @@ from typing import NamedTuple, get_args
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 
 __all__ = ["RECOMPUTE", "Family", "Space", "families", "setups", "simplicity"]
@@ -255,5 +256,4 @@ def _divisors(number: int, allowed: tuple[int, ...] | None, most: int) -> list[i
     """The divisors of ``number`` up to ``most``, of those allowed, ascending."""
     if allowed is not None:
         return [value for value in sorted(set(allowed)) if value <= most and number % value == 0]
-    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
-    return [value for value in sorted({*small, *(number // value for value in small)}) if value <= most]
+    return [value for value in divisors(number) if value <= most]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import DTYPES
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -21,25 +22,6 @@ from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
 ADDABLE = [dtype for dtype in DTYPES if "float8" not in str(dtype)]
 Op = Any
 

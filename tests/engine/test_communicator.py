@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, tell
+from ranks import DTYPES, HALF_AN_HOUR, be_absent, tell
 
 from commlayer import Communicator, discover_topology
 from commlayer.emulation import EmulatedCluster, RanksFailedError
@@ -37,23 +37,6 @@ from commlayer.testing.synthetic import synthetic_profile
 pytestmark = pytest.mark.cluster
 
 OF_REPLICATED = [strategy for strategy in Strategy if strategy is not Strategy.DIRECT]
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
 
 
 def start(profile: Any = None, timeout_s: float = 20.0, **options: Any) -> tuple[Communicator, Any, Any]:

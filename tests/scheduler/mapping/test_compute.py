@@ -12,7 +12,7 @@ from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping import compute as module
 from commlayer.scheduler.mapping.cluster import Gpu
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for, efficiency_of
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, MeasuredCompute, efficiency_for
 from commlayer.scheduler.mapping.hardware import GPUS
 
 H100 = GpuCompute(GPUS["h100"])
@@ -114,20 +114,19 @@ def test_what_is_refused() -> None:
 
 
 def test_a_measured_machine_takes_the_time_of_its_points() -> None:
-    measured = GpuCompute.measured([(2e6, 10.0), (2e9, 4000.0)], memory_gbps=10)
+    measured = MeasuredCompute([(2e6, 10.0), (2e9, 4000.0)], memory_gbps=10)
     assert measured.gemm_us(100, 100, 100) == pytest.approx(10.0)
     assert measured.gemm_us(1000, 1000, 1000, groups=3) == pytest.approx(12000.0)
     assert 10 < measured.attention_us(1e8, backward=True) < 4000
     assert measured.memory_us(1e6) == pytest.approx(100.0)
     with pytest.raises(ProfileError, match="expected times that do not fall"):
-        GpuCompute.measured([(2e6, 10.0), (2e9, 4.0)], memory_gbps=10)
+        MeasuredCompute([(2e6, 10.0), (2e9, 4.0)], memory_gbps=10)
     with pytest.raises(UsageError, match="memory_gbps: expected a positive number"):
-        GpuCompute.measured([(2e6, 10.0)], memory_gbps=0)
+        MeasuredCompute([(2e6, 10.0)], memory_gbps=0)
 
 
 def test_a_model_gets_its_own_calibrated_factor_its_twins_or_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FACTORS", {"mixtral-8x7b": 0.75, "one": 0.5, "another": 0.9})
-    assert (efficiency_of("mixtral-8x7b"), efficiency_of("qwen")) == (0.75, None)
     mixtral = catalog.load("mixtral-8x7b")
     assert efficiency_for(mixtral) == (0.75, ())
     factor, (note,) = efficiency_for(dataclasses.replace(mixtral, name="mine"))
