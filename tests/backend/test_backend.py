@@ -769,7 +769,7 @@ def test_elements_whose_sign_is_put_off(emulated_cluster: ClusterFactory, plan: 
     def job() -> None:
         os.environ["COMMLAYER_PLAN"] = plan
         dist.init_process_group("commlayer")
-        negated = [torch.tensor([1 + 2j]).conj().imag for _ in range(4)]
+        negated = [torch.tensor([complex(1, 2)]).conj().imag for _ in range(4)]
         assert all(x.is_neg() and x.is_contiguous() for x in negated)
         for _ in range(2):  # the second call could go to Gloo as it is
             dist.all_reduce(negated[0])
@@ -777,7 +777,7 @@ def test_elements_whose_sign_is_put_off(emulated_cluster: ClusterFactory, plan: 
             dist.all_gather_single(gathered, negated[1])
             assert gathered.tolist() == [-2.0] * 4
             total = torch.zeros(1)
-            dist.reduce_scatter_single(total, torch.tensor([1 + 2j] * 4).conj().imag.contiguous())
+            dist.reduce_scatter_single(total, torch.tensor([complex(1, 2)] * 4).conj().imag.contiguous())
             assert total.tolist() == [-8.0]
         assert negated[0].tolist() == [-32.0]
 
