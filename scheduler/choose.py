@@ -195,8 +195,11 @@ def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tu
 
 
 def _yielding(chosen: Timeline, priced: Sequence[Timeline], profile: Profile, policy: Policy) -> Timeline:
-    """Of the plans in the format of ``chosen`` that keep its speed and the link's, as the lanes' policy says, the one that puts
-    least on the slowest link at once: so much a higher lane finds in its way. ``chosen`` where none puts less."""
+    """The plan whose exchanges on the slowest link are smallest, because a higher lane waits for one that is under way.
+
+    Among plans in the format of ``chosen`` that keep its speed and the link's, as the lanes' policy says; ``chosen`` where none
+    has smaller ones.
+    """
     most_us = chosen.total_us * (1 + policy.lanes.most_loss)
     fast = [t for t in priced if t.plan.wire == chosen.plan.wire and t.total_us <= most_us]
     # Of chunks that are no smaller than the speed asks for, and of the chosen plan: pieces cost less than chunks do.

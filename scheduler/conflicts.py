@@ -18,7 +18,7 @@ curves were measured with all of them at it.
   as the profile says, COMPUTE among them.
 - With lanes, an exchange of a lower lane is not posted while a higher lane has issued work, but for no longer than
   ``longest_hold_us``; of each leg ``CHUNKS_IN_FLIGHT`` are posted at a time. What is posted goes on: nothing is
-  pre-empted, so a higher lane finds so many chunks in its way at most. While a call is held nothing behind that step in
+  pre-empted, so a higher lane waits for that many chunks at most. While a call is held nothing behind that step in
   its plan is posted either, as in the executor, whose one loop is where it is held.
 
 Not modelled, beside what the step model leaves out: ranks that differ, and the patience of :mod:`commlayer.engine.lane_holds`, by

@@ -6,7 +6,7 @@ goes with the experts'.
 
 A collective on a lane that others go before is cut into *chunks*, the finest that keep :attr:`LanePolicy.efficiency` of the
 link's bandwidth and cost the call no more than :attr:`LanePolicy.most_loss`. ``CHUNKS_IN_FLIGHT`` of them, its *credits*, are on
-the link at a time: so much a higher lane finds in its way at most. At each edge the call is *held* while a higher lane has issued
+the link at a time: a higher lane waits for these at most. At each edge the call is *held* while a higher lane has issued
 work; for how long at most says :func:`longest_hold_us`. Who holds it is :mod:`commlayer.engine.lane_holds`.
 
 Why this cannot deadlock. A hold ends by itself: its length has a bound that depends on nobody. So a program on lanes is the same

@@ -132,6 +132,7 @@ def in_place(row: Verb) -> Method:
                 and x.is_cpu
                 and x.layout is _STRIDED
                 and x.is_contiguous()
+                and not x.is_neg()
                 and not x.requires_grad
                 and order.latest is None
                 and not order.progress.pending
@@ -199,6 +200,7 @@ def pair(row: Verb) -> Method:
             and input.is_cpu
             and input.is_contiguous()
             and output.is_contiguous()
+            and not (input.is_neg() or output.is_neg())
             and not (output.requires_grad or input.requires_grad)
             and order.latest is None
             and not order.progress.pending
@@ -324,6 +326,7 @@ def exchange(row: Verb) -> Method:
             and input.is_cpu
             and input.is_contiguous()
             and output.is_contiguous()
+            and not (input.is_neg() or output.is_neg())
             and not (output.requires_grad or input.requires_grad)
             and order.latest is None
             and not order.progress.pending

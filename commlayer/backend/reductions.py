@@ -55,7 +55,7 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     ):  # sparse, or a tensor for each of a rank's devices: Gloo's own
         _all_reduce_unusual(calls, tensors, op, opts)
         return
-    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous() or tensor.is_neg():
+    if not _is_reduced_as_it_is(tensor, op):
         with torch.inference_mode():
             _all_reduce_carried(calls, tensor, opts)
         return
@@ -65,6 +65,10 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
         calls.flat("all_reduce", num_bytes, calls.inner.gloo.allreduce, tensors, opts)
     else:
         _reduce_by_plan(calls, plan, "all_reduce", num_bytes, tensor, tensor, op, opts)
+
+
+def _is_reduced_as_it_is(x: torch.Tensor, op: ReduceOp.RedOpType) -> bool:
+    return x.dtype in GLOO_REDUCES[op] and x.is_contiguous() and not x.is_neg()
 
 
 def _all_reduce_unusual(calls: Calls, tensors: Tensors, op: ReduceOp.RedOpType, opts: Any) -> None:
@@ -108,7 +112,7 @@ def reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
     if len(tensors) != 1:
         raise TensorError(f"{calls.members.who}: reduce takes one tensor, got {len(tensors)}")
     calls.members.require_root("reduce to", opts.rootRank)
-    if tensor.dtype not in GLOO_REDUCES[op] or not tensor.is_contiguous():
+    if not _is_reduced_as_it_is(tensor, op):
         with torch.inference_mode():
             how = carrier(opts.reduceOp, tensor.dtype, calls.members.size)
             moved = how.load(plain_row(tensor))
@@ -130,7 +134,7 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
             f"{size} times the elements of the output, which has {output.numel()} of {output.dtype}"
         )
     op = opts.reduceOp.op
-    if input.dtype not in GLOO_REDUCES[op] or not (input.is_contiguous() and output.is_contiguous()):
+    if not (_is_reduced_as_it_is(input, op) and output.is_contiguous() and not output.is_neg()):
         with torch.inference_mode():
             _reduce_scatter_carried(calls, output, input, opts)
         return

@@ -762,23 +762,27 @@ def test_a_failing_rank_ends_the_run(emulated_cluster: ClusterFactory) -> None:
         run(emulated_cluster, job, nodes=1)
 
 
-@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+@pytest.mark.parametrize("plan", ["", "flat", "hierarchical"])
 def test_elements_whose_sign_is_put_off(emulated_cluster: ClusterFactory, plan: str) -> None:
     """The imaginary part of a conjugate is its memory with another sign, which plain Gloo does not see."""
 
     def job() -> None:
-        os.environ["COMMLAYER_PLAN"] = plan
+        os.environ.update(COMMLAYER_PLAN=plan, COMMLAYER_PROFILE="none")
         dist.init_process_group("commlayer")
         negated = [torch.tensor([complex(1, 2)]).conj().imag for _ in range(4)]
         assert all(x.is_neg() and x.is_contiguous() for x in negated)
-        for _ in range(2):  # the second call could go to Gloo as it is
+        for turn in range(2):  # the second call could go to Gloo as it is
             dist.all_reduce(negated[0])
             gathered = torch.zeros(4)
             dist.all_gather_single(gathered, negated[1])
-            assert gathered.tolist() == [-2.0] * 4
-            total = torch.zeros(1)
-            dist.reduce_scatter_single(total, torch.tensor([complex(1, 2)] * 4).conj().imag.contiguous())
-            assert total.tolist() == [-8.0]
+            assert gathered.tolist() == [-2.0] * 4, turn
+            dist.reduce_scatter_single(negated[2], torch.full((4,), 3.0))
+            assert negated[2].tolist() == [12.0], turn
+            negated[3].fill_(float(dist.get_rank()))
+            dist.broadcast(negated[3], 2)
+            assert negated[3].tolist() == [2.0], turn
+            dist.reduce(negated[3], 1)
+            assert dist.get_rank() != 1 or negated[3].tolist() == [8.0], turn
         assert negated[0].tolist() == [-32.0]
 
     emulated_cluster(2, 2).run(job)
