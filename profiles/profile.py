@@ -6,7 +6,6 @@ foreign, newer or edited is refused with the file, the field and the reason.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -330,6 +329,8 @@ def _content(profile: Profile) -> dict[str, Any]:
 
 
 def _fingerprint(profile: Profile) -> str:
+    import hashlib  # lazy: it loads OpenSSL, and what plans on no file needs none
+
     content = _content(profile)
     del content["fingerprint"]
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -18,7 +18,7 @@ from commlayer.scheduler.moves import Buffer
 from commlayer.scheduler.plan import CurveKey, Cut, Gather, Leg, Op, Plan, Span, Step, Strategy
 from commlayer.scheduler.replicated import EXCHANGE_SLICES, GATHER, LOCAL_BLOCK
 from commlayer.scheduler.strategies import candidates, flat, hierarchical, pipelined, pipelined_copy
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import Traffic, link_over
 from commlayer.scheduler.wire import Wire, WireFormat
 
 __all__ = [
@@ -133,7 +133,7 @@ def probes_of_grid(e: int, t: int, link: Resource) -> list[Probe]:
 
 def probes_of_group(where: str, nodes: tuple[int, ...]) -> list[Probe]:
     """List those of a group with so many ranks on each node: what its calls are timed by, and in a group of two, messages."""
-    n, link = sum(nodes), Resource.INTER if len(nodes) > 1 else Resource.INTRA
+    n, link = sum(nodes), link_over(nodes)
     plans = (
         plan
         for wire in _WIRES

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "dtype_bytes", "moe_bytes"]
+__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "dtype_bytes", "link_over", "moe_bytes"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -78,6 +79,11 @@ class Traffic:
                 f"got {self.logical_bytes}: pad the tensor, or give a size that the group divides"
             )
 
+    @classmethod
+    def on_nodes(cls, collective: str, logical_bytes: int, nodes: tuple[int, ...], lane: str = "") -> Traffic:
+        """The traffic of a group with so many ranks on each of ``nodes``."""
+        return cls(logical_bytes, sum(nodes), 1, link_over(nodes), collective, nodes, lane=lane)
+
     def __str__(self) -> str:
         """In words, for messages."""
         what = f"{self.collective} of {self.logical_bytes} bytes over {self.group_size} ranks"
@@ -113,6 +119,11 @@ class Traffic:
     def block_bytes(self) -> int:
         """Bytes that one rank sends to each rank of the group (itself included)."""
         return self.logical_bytes // self.group_size
+
+
+def link_over(nodes: Sequence[int]) -> Resource:
+    """The slowest link class that a group with so many ranks on each of ``nodes`` crosses."""
+    return Resource.INTER if len(nodes) > 1 else Resource.INTRA
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -18,6 +18,7 @@ from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.mapping.group_curves import curves_of_group
 from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
 from commlayer.scheduler.mapping.hardware import Gpu, Link, Points
+from commlayer.scheduler.traffic import link_over
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
 
@@ -153,11 +154,10 @@ class Cluster:
         for profile in self.measured:
             if nodes in measured_shapes(profile):
                 return profile
-        link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
         have = "; ".join(f"{p.name!r}: {', '.join(map(str, measured_shapes(p)))}" for p in self.measured)
         raise PlanError(
-            f"cluster {self.name!r} was measured, but has no curves on {link} for a group of {sum(nodes)} ranks on nodes "
-            f"{nodes}; measured were {have}. Choose degrees whose groups are among those, give Cluster.from_profile a "
+            f"cluster {self.name!r} was measured, but has no curves on {link_over(nodes)} for a group of {sum(nodes)} ranks on "
+            f"nodes {nodes}; measured were {have}. Choose degrees whose groups are among those, give Cluster.from_profile a "
             "profile of that shape as well (`commlayer profile` with so many ranks on each node), or plan with a declared "
             "cluster"
         )

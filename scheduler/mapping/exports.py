@@ -14,11 +14,11 @@ import math
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.exports_megatron import megatron, megatron_notes, refuse
+from commlayer.scheduler.mapping.folded import offsets
 from commlayer.scheduler.mapping.job import Job, Setup
 
 __all__ = ["TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
@@ -129,7 +129,9 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
         f"expert_tensor_parallel_degree is 1 or tp={setup.tp}": setup.ep > 1 and setup.etp not in (1, setup.tp),
         f"without ep the experts have tp={setup.tp} as all else": setup.ep == 1 and setup.etp != setup.tp,
         "its ep ranks are neighbours, an unfolded ep lies beyond cp: fold": (
-            not setup.folded and setup.ep > 1 and _ranks(setup, "ep") != _ranks(replace(setup, folded=True), "ep")
+            not setup.folded
+            and setup.ep > 1
+            and offsets(setup.layout("ep")) != offsets(replace(setup, folded=True).layout("ep"))
         ),
         "ep cannot go beyond cp · tp where data parallelism shards nothing: choose zero 1 or more": (
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
@@ -237,11 +239,6 @@ def _deepspeed_notes(job: Job, setup: Setup) -> tuple[str, ...]:
 
 
 # Shared
-
-
-def _ranks(setup: Setup, axis: str) -> list[int]:
-    """The group of rank 0."""
-    return sorted(map(sum, product(*(range(0, size * stride, stride) for size, stride in setup.layout(axis)))))
 
 
 def _lines(flags: list[str]) -> str:

@@ -20,7 +20,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.mapping.describe import MeshDescription, describe_groups
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 
-__all__ = ["ATTENTION_AXES", "AXES", "MOE_AXES", "FoldedMapping"]
+__all__ = ["ATTENTION_AXES", "AXES", "MOE_AXES", "FoldedMapping", "offsets"]
 
 ATTENTION_AXES = ("tp", "cp", "dp", "pp")
 MOE_AXES = ("etp", "ep", "edp", "pp")
@@ -123,16 +123,16 @@ class FoldedMapping:
         Raises GroupError for an unknown axis.
         """
         layout = self._layout(axis)
-        offsets = _offsets(layout)
+        places = offsets(layout)
         first = (rank for rank in range(self.world_size) if _place(rank, layout) == 0)
-        return [tuple(rank + offset for offset in offsets) for rank in first]
+        return [tuple(rank + place for place in places) for rank in first]
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of ``axis`` in which ``rank`` is. Raises GroupError for an unknown axis or rank."""
         self._check_rank(rank)
         layout = self._layout(axis)
         first = rank - _place(rank, layout)
-        return tuple(first + offset for offset in _offsets(layout))
+        return tuple(first + offset for offset in offsets(layout))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of ``rank`` on tp, cp, dp, pp, etp, ep and edp. Raises GroupError for an unknown rank."""
@@ -189,8 +189,8 @@ def _place(rank: int, layout: Sequence[tuple[int, int]]) -> int:
     return sum(rank // stride % size * stride for size, stride in layout)
 
 
-def _offsets(layout: Sequence[tuple[int, int]]) -> list[int]:
-    """How far the ranks of a group are from its lowest."""
+def offsets(layout: Sequence[tuple[int, int]]) -> list[int]:
+    """How far the ranks of a group are from its lowest; ``layout``: size and stride of each part."""
     return sorted(map(sum, product(*(range(0, size * stride, stride) for size, stride in layout))))
 
 

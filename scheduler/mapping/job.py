@@ -41,10 +41,7 @@ class Job:
     imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "global_batch", "sequence"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        _check_whole(self, "gpus", "global_batch", "sequence")
         if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
             raise UsageError(f"capacity_factor: expected a positive number or None, got {self.capacity_factor!r}")
         if not 1 <= self.imbalance < math.inf:
@@ -93,10 +90,7 @@ class Setup:
     folded: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+        _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
         if type(self.zero) is not int or not 0 <= self.zero <= 3:
             raise UsageError(f"zero: expected 0, 1, 2 or 3, got {self.zero!r}")
         words = {"recompute": Recompute, "precision": Precision, "dispatch": Dispatch, "attention": Attention}
@@ -200,3 +194,10 @@ class Setup:
             "" if self.folded else "unfolded",
         ]
         return ", ".join(word for word in words if word)
+
+
+def _check_whole(given: Job | Setup, *names: str) -> None:
+    for name in names:
+        value = getattr(given, name)
+        if type(value) is not int or value < 1:
+            raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from commlayer.profiles.errors import InternalError
-from commlayer.profiles.links import Resource
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -261,9 +260,7 @@ def group_nodes(cluster: Cluster, setup: Setup, exchange: StepCollective) -> tup
 
 def _around(exchange: StepCollective, nodes: tuple[int, ...]) -> Traffic:
     """Take a ring's rounds together as one call: what every rank has comes to every other."""
-    link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
-    size = sum(nodes)
-    return Traffic(exchange.logical_bytes * size, size, link=link, collective="all_gather", nodes=nodes)
+    return Traffic.on_nodes("all_gather", exchange.logical_bytes * sum(nodes), nodes)
 
 
 def _sync(calls: Iterable[PlannedCall]) -> list[Item]:

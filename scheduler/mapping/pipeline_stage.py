@@ -20,6 +20,7 @@ from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequen
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.step_collectives import StepCollective, step_exchanges
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, run_alone
+from commlayer.scheduler.traffic import link_over
 
 __all__ = ["Exposed", "boundary_us", "ends", "exposed_gradients", "exposed_parameters"]
 
@@ -72,7 +73,7 @@ def boundary_us(builder: LayerBuilder, setup: Setup) -> tuple[float, str]:
     exchanges = step_exchanges(builder.job, setup, builder.software, stage=0)
     boundary = next(each for each in exchanges if each.place == "boundary")
     nodes = group_nodes(builder.cluster, setup, boundary)
-    return builder.pricer.us("send_recv", boundary.logical_bytes, nodes), "inter" if len(nodes) > 1 else "intra"
+    return builder.pricer.us("send_recv", boundary.logical_bytes, nodes), link_over(nodes).value
 
 
 def exposed_gradients(

@@ -11,13 +11,12 @@ import math
 from collections.abc import Sequence
 
 from commlayer.profiles.errors import PlanError
-from commlayer.profiles.links import Resource
 from commlayer.scheduler.choose import Decision, Policy, choose
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.plan import Strategy
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import Traffic, link_over
 
 __all__ = ["Pricer"]
 
@@ -82,7 +81,7 @@ class Pricer:
         key = (collective, size, nodes, lane)
         found = self._decisions.get(key)
         if found is None:
-            decision = choose(_traffic(*key), self.cluster.profile_of(nodes), self.policy)
+            decision = choose(Traffic.on_nodes(*key), self.cluster.profile_of(nodes), self.policy)
             found = self._decisions.add(key, decision)
         return found
 
@@ -98,19 +97,14 @@ class Pricer:
             return 0.0
         if collective == "send_recv":
             return self._send(logical_bytes, nodes)
-        traffic = _traffic(collective, math.ceil(logical_bytes), nodes, lane)
+        traffic = Traffic.on_nodes(collective, math.ceil(logical_bytes), nodes, lane)
         return choose(traffic, self.cluster.profile_of(nodes), self.policy).predicted_us
 
     def _send(self, nbytes: float, nodes: tuple[int, ...]) -> float:
         if sum(nodes) != 2:
             raise PlanError(f"send_recv: expected two ranks, nodes (2,) or (1, 1), got {nodes}")
         profile = self.cluster.profile_of(nodes)
-        link = Resource.INTER if len(nodes) == 2 else Resource.INTRA
+        link = link_over(nodes)
         curve = profile.find("send_recv", link, 2)
         # Measured profiles have none. Two ranks that exchange S send S/2 each.
         return curve.at(nbytes) if curve is not None else profile.curve("all_to_all", link, 2).at(2 * nbytes)
-
-
-def _traffic(collective: str, logical_bytes: int, nodes: tuple[int, ...], lane: str) -> Traffic:
-    link = Resource.INTER if len(nodes) > 1 else Resource.INTRA
-    return Traffic(logical_bytes, sum(nodes), link=link, collective=collective, nodes=nodes, lane=lane)

@@ -44,6 +44,7 @@ from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
 from commlayer.scheduler.programs import Breakdown, Item, run_alone
+from commlayer.scheduler.traffic import link_over
 
 __all__ = ["RESERVE", "Estimator"]
 
@@ -380,7 +381,7 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, coun
     nodes = group_nodes(builder.cluster, setup, exchange)
     collective, size = exchange.collective, exchange.logical_bytes
     if collective == SEND_RECV:
-        us, plan, link = builder.pricer.us(SEND_RECV, size, nodes), SEND_RECV, "inter" if len(nodes) > 1 else "intra"
+        us, plan, link = builder.pricer.us(SEND_RECV, size, nodes), SEND_RECV, link_over(nodes).value
     else:
         decision = builder.pricer.decide(collective, size, nodes, exchange.lane if builder.software.lanes else "")
         us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value
