@@ -15,7 +15,7 @@ from typing import Protocol
 
 from commlayer.profiles.errors import ClusterError
 
-__all__ = ["CLIENT", "Awaiting", "explained", "of_gloo", "require", "set_aside", "shortfall"]
+__all__ = ["CLIENT", "Awaiting", "explained", "of_gloo", "of_shared_memory", "require", "set_aside", "shortfall"]
 
 CLIENT = 4
 """Descriptors that connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
@@ -44,6 +44,12 @@ def of_gloo(size: int) -> int:
     """Count the descriptors of a Gloo group of ``size`` ranks: a connection to each other rank, and four for its listener and
     its loop."""
     return size + 3
+
+
+def of_shared_memory(size: int) -> int:
+    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank, the memory and the poll,
+    and one for each rank's slab, which Python's mmap keeps open."""
+    return 2 * size + 1
 
 
 def limit() -> int:

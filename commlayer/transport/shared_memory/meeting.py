@@ -96,9 +96,11 @@ class _Meeting:
 
 
 def meet(
-    group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float
+    group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float, *, is_able: bool = True
 ) -> tuple[Neighbourhood | None, tuple[bool, ...]]:
     """Share memory among the ranks of each node. Collective over ``group``, whose members ``nodes`` lists.
+
+    ``is_able``: whether this rank can open the files for it; one that cannot comes all the same, and its node does not share.
 
     Returns this rank's neighbourhood (None: alone on its node, or its node cannot share) and for each node whether it
     shares, the same on every rank. Where a node cannot, the rank that failed warns. Raises RuntimeError (Gloo's) where a
@@ -108,14 +110,14 @@ def meet(
     if all(len(node) == 1 for node in nodes):
         return None, (False,) * len(nodes)
     with ExitStack() as stack:
-        found, shares = _meet(meeting, stack)
+        found, shares = _meet(meeting, stack, is_able=is_able)
         if found is not None:
             stack.pop_all()  # what was opened is kept
     return found, shares
 
 
-def _meet(meeting: _Meeting, stack: ExitStack) -> tuple[Neighbourhood | None, tuple[bool, ...]]:
-    listener, segment = _prepared(len(meeting.here), is_first=meeting.me == 0)
+def _meet(meeting: _Meeting, stack: ExitStack, *, is_able: bool) -> tuple[Neighbourhood | None, tuple[bool, ...]]:
+    listener, segment = _prepared(len(meeting.here), is_first=meeting.me == 0) if is_able else (None, None)
     with listener or nullcontext():
         secret = os.urandom(32)
         cards = meeting.show(listener, secret)

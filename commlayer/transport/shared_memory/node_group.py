@@ -39,10 +39,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from commlayer.failures.descriptors import explained
+from commlayer.failures.descriptors import explained, of_shared_memory, shortfall
 from commlayer.failures.forks import disown_in_child
 from commlayer.failures.waits import is_timeout
-from commlayer.profiles.errors import TensorError
+from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
 from commlayer.transport.contract import Buffers, CallMemory, SizeMismatch, break_connections
 from commlayer.transport.shared_memory.line import Kind, Line
@@ -79,7 +79,8 @@ class SharedMemoryGroup:
     members together; where a node's ranks cannot share memory a rank that sees why warns, and everything there goes through
     ``group``. ``shares[k]`` says whether node k's ranks do, and is the same on all ranks.
 
-    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come within ``timeout_s``.
+    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come within ``timeout_s``,
+    ClusterError where this process may open too few files.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float) -> None:
@@ -93,9 +94,14 @@ class SharedMemoryGroup:
         self._is_closed = False
         self._peers: dict[int, Peer] = {}
         self._matched: deque[tuple[Peer, Expected, Arrival]] = deque()
-        found, self.shares = meet(group, rank, nodes, timeout_s)
+        here = next(node for node in nodes if rank in node)
+        what = f"member {rank} of the group, memory shared by {len(here)} ranks of a node"
+        short = shortfall(of_shared_memory(len(here)), what) if len(here) > 1 else ""
+        found, self.shares = meet(group, rank, nodes, timeout_s, is_able=not short)
+        if short:  # only now: a rank that does not come leaves the others waiting in there
+            raise ClusterError(short)
         if found is not None:
-            self._move_in(found, next(node for node in nodes if rank in node))
+            self._move_in(found, here)
             disown_in_child(self)
 
     def _move_in(self, found: Neighbourhood, here: Sequence[int]) -> None:
