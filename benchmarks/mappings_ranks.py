@@ -23,7 +23,7 @@ from commlayer.integrations.language_model import MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions, measure_groups
-from commlayer.profiles.measure import Repeats
+from commlayer.profiles.sweep import Repeats
 
 __all__ = ["ComputeTimes", "Layer", "run_compute", "run_curves", "run_steps"]
 

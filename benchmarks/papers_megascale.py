@@ -16,7 +16,7 @@ from papers_data import MEGASCALE_GAIN, MEGASCALE_MODELS, SYNCHRONISATION, Check
 
 from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import Policy, Strategy, Traffic, choose
-from commlayer.scheduler.choose import Decision
+from commlayer.scheduler.decision import Decision
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.calibrated import FACTORS
 from commlayer.scheduler.mapping.cluster import Cluster

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commlayer.profiles.profile import Profile
     from commlayer.readers.cluster_files import resolve as load_cluster
     from commlayer.readers.model_files import resolve as load_model
-    from commlayer.scheduler.choose import Policy
+    from commlayer.scheduler.decision import Policy
     from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy
     from commlayer.statistics import reset_stats, stats
     from commlayer.traces.recorder import recorder

@@ -17,9 +17,9 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it t
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.dlpack import from_dlpack
 
+from commlayer.agree.communicator_signatures import Signature, check_signatures, signature
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
-from commlayer.agree.signature import Signature, check_signatures, signature
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
@@ -43,7 +43,7 @@ from commlayer.profiles.errors import (
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.choose import Decision, Planner, Policy
+from commlayer.scheduler.decision import Decision, Planner, Policy
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of, longest_hold_us
 from commlayer.scheduler.plan import Plan

@@ -1,7 +1,7 @@
 """Profiles of clusters: topology, curves, the file of what links can do, and the sweep that measures it.
 
 The names below are loaded when first used: importing this package loads neither numpy nor scipy nor torch, and next to
-nothing else. ``commlayer.profiles.catalog`` holds the shipped profiles, ``commlayer.profiles.measure`` the sweep.
+nothing else. ``commlayer.profiles.catalog`` holds the shipped profiles, ``commlayer.profiles.sweep`` the sweep.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ def lazy_names(package: str, modules: Sequence[str] = ()) -> tuple[Callable[[str
 
     @cache
     def homes() -> dict[str, tuple[str, str]]:
-        import ast
-        from inspect import getsource  # neither of which is needed where no name is asked for
+        import ast  # not needed where no name is asked for
 
-        blocks = [node for node in ast.parse(getsource(here)).body if isinstance(node, ast.If)]
+        loader: Any = here.__loader__
+        blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
         imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
         return {name.asname or name.name: (str(node.module), name.name) for node in imports for name in node.names}
 

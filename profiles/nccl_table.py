@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from commlayer.profiles.links import bus_factor
 
 if TYPE_CHECKING:
-    from commlayer.profiles.measure import Point
+    from commlayer.profiles.sweep import Point
 
 __all__ = ["COLUMNS", "NcclRow"]
 

@@ -45,12 +45,12 @@ def test_the_import_contracts_hold() -> None:
     [
         ("profiles/links.py", "import commlayer.scheduler.plan", "profiles import no other floor"),
         ("profiles/curve.py", "from commlayer.settings import Settings", "profiles import no other floor"),
-        ("profiles/measure.py", "def later() -> None:\n    import torch", "profiles import no other floor"),
+        ("profiles/sweep.py", "def later() -> None:\n    import torch", "profiles import no other floor"),
         ("scheduler/price.py", "from commlayer.engine import runner", "the scheduler imports profiles only"),
         ("scheduler/moves.py", "import numpy", "the scheduler imports profiles only"),
         ("scheduler/plan.py", "import commlayer.integrations", "the scheduler imports profiles only"),
         ("scheduler/mapping/compute.py", "def later() -> None:\n    import pathlib", "the scheduler opens no files"),
-        ("scheduler/choose.py", "from commlayer.profiles import files", "the scheduler opens no files"),
+        ("scheduler/decision.py", "from commlayer.profiles import files", "the scheduler opens no files"),
         ("commlayer/engine/runner.py", "import commlayer.integrations", "the runtime does not know its integrations"),
         (
             "commlayer/drawing/style.py",

@@ -140,7 +140,7 @@ def test_every_name_of_the_scheduler_does_without_torch_and_numpy() -> None:
 
 def test_a_function_is_not_replaced_by_the_module_of_its_name() -> None:
     loaded_by(
-        "import commlayer.scheduler.price, commlayer.scheduler.choose, commlayer.scheduler.mapping.search\n"
+        "import commlayer.scheduler.price, commlayer.scheduler.decision, commlayer.scheduler.mapping.search\n"
         "from commlayer.scheduler import choose, price, search\n"
         "assert callable(choose) and callable(price) and callable(search)"
     )

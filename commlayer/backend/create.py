@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
 
 from commlayer.backend import world
-from commlayer.backend.comparison import SignatureCheck
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
+from commlayer.backend.signature_check import SignatureCheck
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-from commlayer.backend.comparison import described
 from commlayer.backend.running import Calls
+from commlayer.backend.signature_check import described
 from commlayer.engine.encoded import EncodedGroup
 from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan

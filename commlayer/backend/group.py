@@ -23,13 +23,13 @@ from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
-from commlayer.backend.forms import add_methods
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages
 from commlayer.backend.running import Calls
+from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
 from commlayer.engine.planned import PlannedGroup
@@ -184,7 +184,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **wire: Any
     ) -> float | None:
         """Predict by the profile what a call takes, µs, also in ``wire``: see
-        :meth:`commlayer.engine.choices.Choices.predicted_us`. Talks to nobody."""
+        :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody."""
         predicted: float | None = self._inner.planned.choices.predicted_us(collective, num_bytes, shape, **wire)
         return predicted
 

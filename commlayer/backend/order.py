@@ -1,8 +1,8 @@
 """The order of a group's calls: which run now, which are queued, which are under way, and on which lane.
 
 A call of plain tensors, with nothing queued and no plans, signatures, lanes or records to look at, goes to Gloo in the verb
-itself (``is_direct``; forms.py). It takes no lock: without calls under way there is only its caller's thread, unless a program
-issues on one group from several threads that nothing orders, and then ranks do not agree on an order anyway.
+itself (``is_direct``; verb_methods.py). It takes no lock: without calls under way there is only its caller's thread, unless a
+program issues on one group from several threads that nothing orders, and then ranks do not agree on an order anyway.
 """
 
 from __future__ import annotations

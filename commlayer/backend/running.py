@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
-from commlayer.backend.comparison import described
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.recording import fill_flat, fill_plan
+from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.progress import DONE
 from commlayer.failures.waits import SLICE, bounded, wait

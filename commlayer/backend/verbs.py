@@ -1,8 +1,8 @@
 """The collectives of the backend, as a table: a row for each form in which c10d has one.
 
-To add a verb: write its body (gathers.py, reductions.py, exchanges.py) and a row here. :class:`commlayer.backend.forms.Verb` says
-what the columns mean; the form of a row makes the method of the group that torch calls. Barriers, which have no tensors, and
-messages, which have no place in the order of calls, are no rows.
+To add a verb: write its body (gathers.py, reductions.py, exchanges.py) and a row here. What the columns mean says
+:class:`commlayer.backend.verb_methods.Verb`; the form of a row makes the method of the group that torch calls. Barriers, which
+have no tensors, and messages, which have no place in the order of calls, are no rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import (
 
 from commlayer.backend import exchanges, gathers, reductions
 from commlayer.backend.arithmetic import FLOATS
-from commlayer.backend.forms import Direct, Verb, exchange, in_place, lists_in, lists_out, pair, pairs, rows_out
 from commlayer.backend.tensors import MOVABLE
+from commlayer.backend.verb_methods import Direct, Verb, exchange, in_place, lists_in, lists_out, pair, pairs, rows_out
 from commlayer.failures.waits import bounded_reduce_scatter
 
 __all__ = ["VERBS"]

@@ -22,7 +22,7 @@ from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
 from commlayer.transport.connect import wants_shared_memory
 

@@ -83,7 +83,7 @@ def _job_options(
     min_bytes: int, max_bytes: int, factor: float, rounds: int, max_chunks: int, all_forms: bool, has_report: bool
 ) -> BenchOptions:
     from commlayer.measure.benchmark import BenchOptions
-    from commlayer.profiles.measure import sizes_between
+    from commlayer.profiles.sweep import sizes_between
     from commlayer.scheduler.plan import Gather
 
     sizes = sizes_between(min_bytes, max_bytes, factor)

@@ -49,7 +49,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
     from commlayer.cli.bench import bench_job, refuse_wrong
     from commlayer.measure.benchmark import BenchOptions
     from commlayer.measure.profiler import SweepOptions
-    from commlayer.profiles.measure import Repeats
+    from commlayer.profiles.sweep import Repeats
 
     output.mkdir(parents=True, exist_ok=True)
     if not as_json:

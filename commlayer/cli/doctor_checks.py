@@ -282,7 +282,7 @@ _DOUBTS = {
 
 def _decision(section: str, profile: Profile) -> Finding:
     from commlayer.cli.traffic_options import traffic_for
-    from commlayer.scheduler.choose import choose
+    from commlayer.scheduler.decision import choose
     from commlayer.units import format_bytes
 
     what = f"{format_bytes(_SAMPLE_BYTES)} a rank"

@@ -24,7 +24,7 @@ from commlayer.cli.traffic_options import group_traffic, size_of, traffic_for, w
 from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.choose import Decision, choose
+from commlayer.scheduler.decision import Decision, choose
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
@@ -66,7 +66,7 @@ def plan(ctx: click.Context, /, profile_name: str, trace: Path | None, picture: 
     decision = choose(_traffic(profile, options), profile, policy_of(options))
     check_strategies(decision, options["strategies"])
     if trace is not None:
-        from commlayer.traces.chrome import chrome_trace
+        from commlayer.traces.chrome_of_plan import chrome_trace
 
         write_chrome(trace, chrome_trace(best_of_each(decision)))
     if picture is not None:

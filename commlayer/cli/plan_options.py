@@ -10,7 +10,7 @@ import click
 from commlayer.cli.option_types import BYTES, COUNT, PROFILE, in_order
 from commlayer.cli.traffic_options import GROUPS
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.choose import Decision, Policy
+from commlayer.scheduler.decision import Decision, Policy
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 

@@ -85,7 +85,7 @@ def profile(
 
 def _sweep(min_bytes: int, max_bytes: int, factor: float, iters: int, warmup: int, check: int) -> SweepOptions:
     from commlayer.measure.profiler import SweepOptions
-    from commlayer.profiles.measure import Repeats
+    from commlayer.profiles.sweep import Repeats
 
     few = min(6, iters)
     repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1e6)
@@ -106,8 +106,8 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
     from commlayer.agree.discovery import discover_topology
     from commlayer.cli.progress_bars import progress
     from commlayer.measure.profiler import measure_cluster, num_points
-    from commlayer.profiles.measure import Point
     from commlayer.profiles.nccl_table import NcclRow
+    from commlayer.profiles.sweep import Point
     from commlayer.units import format_bytes
 
     topology = discover_topology()

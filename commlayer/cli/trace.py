@@ -13,7 +13,7 @@ from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress
 from commlayer.cli.tables import echo, print_json, print_table, rounded
 from commlayer.traces.analyse import LaneTimes, Selected, Window, lane_times, lateness, plans, select
-from commlayer.traces.events import merged_events
+from commlayer.traces.chrome_of_job import merged_events
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
 from commlayer.units import format_bytes, format_us
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from commlayer.drawing.report import write_report
     from commlayer.drawing.trace_figure import lanes_figure
-    from commlayer.traces.chrome import chrome_trace
+    from commlayer.traces.chrome_of_plan import chrome_trace
 
 __all__ = [
     "bench_figure",

@@ -17,8 +17,8 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast
 from commlayer.scheduler.mapping.pipeline_schedule import Task, timetable
 from commlayer.scheduler.mapping.result import StepEstimate
-from commlayer.traces.chrome import metadata_event
-from commlayer.traces.events import lane_place
+from commlayer.traces.chrome_of_job import lane_place
+from commlayer.traces.chrome_of_plan import metadata_event
 from commlayer.units import format_us
 
 if TYPE_CHECKING:

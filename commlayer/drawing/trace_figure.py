@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from commlayer.drawing.style import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, VERMILLION, new_figure, styled
 from commlayer.profiles.errors import UsageError
 from commlayer.traces.analyse import Selected
-from commlayer.traces.events import lane_place, running
+from commlayer.traces.chrome_of_job import lane_place, running
 from commlayer.traces.intervals import Interval, union
 
 if TYPE_CHECKING:

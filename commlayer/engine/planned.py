@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
 from commlayer.agree.maximum import AgreedMaximum
-from commlayer.engine.choices import Choices
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
@@ -31,7 +31,7 @@ from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import bounded, end_wait, keep
 from commlayer.profiles.errors import ClusterError, PlanError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of
@@ -44,7 +44,7 @@ from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
+from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
 

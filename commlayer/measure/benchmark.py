@@ -26,7 +26,7 @@ from commlayer.measure.results import BenchPoint, BenchResult, BenchRow
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.choose import Decision
+from commlayer.scheduler.decision import Decision
 from commlayer.scheduler.plan import Gather, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.strategies import candidates

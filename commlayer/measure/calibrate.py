@@ -25,12 +25,12 @@ from commlayer.measure.profiler import SweepOptions, measure_cluster
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
 from commlayer.profiles.files import read_file
-from commlayer.profiles.measure import Repeats
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
+from commlayer.profiles.sweep import Repeats
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
 
 __all__ = ["PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]

@@ -24,8 +24,8 @@ from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource
-from commlayer.profiles.measure import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.profile import Interference, Profile, parse_profile
+from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side

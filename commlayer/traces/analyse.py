@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from commlayer.profiles.errors import UsageError
-from commlayer.traces.events import lane_place, running
+from commlayer.traces.chrome_of_job import lane_place, running
 from commlayer.traces.intervals import length
 from commlayer.traces.rank_files import RankTrace
 from commlayer.traces.records import CallRecord, Mark

@@ -101,7 +101,7 @@ class Recorder:
             if self.is_closed:
                 return
             self.is_closed = True
-        from commlayer.traces.events import rank_events
+        from commlayer.traces.chrome_of_job import rank_events
         from commlayer.traces.rank_files import RankTrace, installed_versions, write_trace
 
         trace = RankTrace(

@@ -22,7 +22,7 @@ from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.shared_memory.node_group import SharedMemoryGroup
+from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
 

@@ -34,7 +34,7 @@ from commlayer.transport.contract import (
     Whole,
     break_connections,
 )
-from commlayer.transport.shared_memory.node_group import Posting, SharedMemoryGroup
+from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
 from commlayer.transport.shared_memory.work import SENT, Receive, Send, Waitable
 
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooScript", "GlooStep", "GlooTransport"]

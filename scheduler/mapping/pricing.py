@@ -1,6 +1,6 @@
 """Prices of a group's collectives on a cluster: the decision that the run time would make, and its predicted time.
 
-There is no second cost model here: candidates, prices and the choice are :func:`commlayer.scheduler.choose.choose`'s, on
+There is no second cost model here: candidates, prices and the choice are :func:`commlayer.scheduler.decision.choose`'s, on
 the cluster's profile of the group. What is here is the memory of what was asked before, because a search asks a million
 times for a few thousand different things.
 """
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from commlayer.profiles.errors import PlanError
-from commlayer.scheduler.choose import Decision, Policy, choose
+from commlayer.scheduler.decision import Decision, Policy, choose
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.mapping.cluster import Cluster

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer import __version__
-from commlayer.agree import discovery, signature
+from commlayer.agree import discovery
 from commlayer.agree import messages as agree_codec
+from commlayer.agree.communicator_signatures import Signature
 from commlayer.agree.discovery import Member
 from commlayer.agree.messages import (
     LIMIT_BYTES,
@@ -47,7 +48,7 @@ MESSAGES: dict[type[ControlMessage], st.SearchStrategy[Any]] = {
     ProfileText: st.builds(ProfileText, st.text()),
     world._Card: st.builds(world._Card, st.text(), values, reasons),
     calibrate._Held: st.builds(calibrate._Held, st.text(), reasons),
-    signature.Signature: st.builds(signature.Signature, small, st.text(), st.text(), ranks, st.text(), small),
+    Signature: st.builds(Signature, small, st.text(), st.text(), ranks, st.text(), small),
     agree_codec._Row: st.builds(
         agree_codec._Row, ranks, st.lists(st.binary(), max_size=3).map(tuple), st.none() | st.text()
     ),

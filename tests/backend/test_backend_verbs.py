@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.backend import dynamo
-from commlayer.backend.forms import Verb, add_methods, in_place
 from commlayer.backend.group import CommlayerGroup
+from commlayer.backend.verb_methods import Verb, add_methods, in_place
 from commlayer.backend.verbs import VERBS
 from commlayer.testing.plugin import ClusterFactory
 

@@ -20,9 +20,9 @@ from commlayer.cli.profile import link_rates
 from commlayer.measure.results import BenchResult
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.measure import Point, summarize
 from commlayer.profiles.nccl_table import COLUMNS, NcclRow
 from commlayer.profiles.profile import parse_profile, read_profile
+from commlayer.profiles.sweep import Point, summarize
 from commlayer.testing.synthetic import synthetic_profile
 
 SMALL = ("-b", "16KiB", "-e", "64KiB", "-f", "4")

@@ -12,7 +12,7 @@ from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.choose import Planner, Policy
+from commlayer.scheduler.decision import Planner, Policy
 from commlayer.scheduler.group_strategies import build_group
 from commlayer.scheduler.lanes import (
     CHUNKS_IN_FLIGHT,

@@ -20,7 +20,7 @@ from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.choose import Planner, choose
+from commlayer.scheduler.decision import Planner, choose
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory

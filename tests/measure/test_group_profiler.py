@@ -10,8 +10,8 @@ import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
 from commlayer.measure.profiler import SweepOptions, measure_groups
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.measure import Repeats
 from commlayer.profiles.profile import Profile
+from commlayer.profiles.sweep import Repeats
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 from commlayer.scheduler.mapping.folded import FoldedMapping

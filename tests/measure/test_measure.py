@@ -21,7 +21,9 @@ from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ClusterError, CommlayerError, TopologyError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.profiles.measure import (
+from commlayer.profiles.nccl_table import COLUMNS, NcclRow
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.sweep import (
     MAX_SLOWDOWN,
     Point,
     Repeats,
@@ -31,8 +33,6 @@ from commlayer.profiles.measure import (
     summarize,
     sweep,
 )
-from commlayer.profiles.nccl_table import COLUMNS, NcclRow
-from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.broadcast import Scatter
 from commlayer.scheduler.plan import Plan

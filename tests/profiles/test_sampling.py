@@ -13,8 +13,8 @@ from commlayer.measure import calibrate
 from commlayer.profiles import catalog
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.profiles.measure import summarize
 from commlayer.profiles.sampling import doubts, least_samples
+from commlayer.profiles.sweep import summarize
 from commlayer.testing.synthetic import synthetic_profile
 
 SIZES = (4096, 8192, 16384)

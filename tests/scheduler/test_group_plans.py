@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.engine.choices import Choices, parse_plan
+from commlayer.engine.group_plans import Choices, parse_plan
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource

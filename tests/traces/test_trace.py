@@ -29,8 +29,8 @@ from commlayer.scheduler.moves import Moves
 from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
 from commlayer.traces.analyse import Selected, Window, lane_times, lateness, plans, select
+from commlayer.traces.chrome_of_job import merged_events, rank_events, running
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
-from commlayer.traces.events import merged_events, rank_events, running
 from commlayer.traces.intervals import length, rows_without_overlap, union
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
 from commlayer.traces.recorder import Recorder, close_recorder, open_recorder, recorder

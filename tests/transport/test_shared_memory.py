@@ -32,8 +32,8 @@ from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.contract import break_connections
 from commlayer.transport.shared_memory import meeting
-from commlayer.transport.shared_memory.node_group import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
-from commlayer.transport.shared_memory.segment import FirstFit, Segment
+from commlayer.transport.shared_memory.shared_messages import AHEAD_BYTES, INLINE_BYTES, SharedMemoryGroup
+from commlayer.transport.shared_memory.slabs import FirstFit, Segment
 
 pytestmark = pytest.mark.cluster
 

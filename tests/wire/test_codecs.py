@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from commlayer.profiles.errors import NonFiniteError, TensorError, UsageError
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
-from commlayer.wire.codecs import Codec, host, reference, tiles
+from commlayer.wire.codecs import Codec, cpu_rows, reference, tiles
 from commlayer.wire.kernels import row_kernels
 
 FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
@@ -238,7 +238,7 @@ def assert_close_enough(
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 7001)])
 def test_bf16_is_one_rounding_to_nearest_even(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
-    monkeypatch.setattr(host, "_SUM_ELEMENTS", 4096)
+    monkeypatch.setattr(cpu_rows, "_SUM_ELEMENTS", 4096)
     x = with_specials(draw(shape, torch.float32))
     codec, out = Codec(BF16, torch.float32), torch.empty(shape)
     message = encoded(codec, x)
@@ -254,7 +254,7 @@ def test_bf16_is_one_rounding_to_nearest_even(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_bf16_by_a_map_and_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "TILE_ELEMENTS", 64)
+    monkeypatch.setattr(cpu_rows, "TILE_ELEMENTS", 64)
     codec, x = Codec(BF16, torch.float32), draw((9, 33), torch.float32)
     index, weights = torch.tensor([8, 0, 0, 3]), torch.tensor([1.0, 0.5, 2.0, -1.0])
     message = encoded(codec, x, index)

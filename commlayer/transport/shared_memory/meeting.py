@@ -24,7 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from commlayer.transport.shared_memory.segment import Segment
+from commlayer.transport.shared_memory.slabs import Segment
 
 __all__ = ["Neighbourhood", "meet"]
 

@@ -1,4 +1,4 @@
-"""Messages under way between the ranks of one node: peers, their messages, and what a caller waits for (see node_group.py)."""
+"""Messages under way between the ranks of one node: peers, their messages, and handles to wait for (see shared_messages.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch.distributed as dist
 
 from commlayer.transport.contract import CallMemory
-from commlayer.transport.shared_memory.line import Line
-from commlayer.transport.shared_memory.segment import Block
+from commlayer.transport.shared_memory.slabs import Block
+from commlayer.transport.shared_memory.socket_line import Line
 
 __all__ = [
     "AHEAD_BYTES",

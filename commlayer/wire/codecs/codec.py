@@ -16,8 +16,8 @@ from commlayer.wire.codecs.arguments import (
     check_weights,
     non_finite_error,
 )
+from commlayer.wire.codecs.cpu_rows import HostRows
 from commlayer.wire.codecs.encoded_rows import EncodedRows, RowPath
-from commlayer.wire.codecs.host import HostRows
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.reference_moe import reference_moe
 from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.profiles.errors import TensorError, UsageError
-from commlayer.scheduler.choose import Policy
+from commlayer.scheduler.decision import Policy
 from commlayer.scheduler.plan import Strategy
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile

@@ -15,7 +15,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource, bus_factor
 from commlayer.profiles.profile import Profile, parse_profile
 from commlayer.readers.cluster_files import parse, resolve
-from commlayer.scheduler.choose import Policy, choose
+from commlayer.scheduler.decision import Policy, choose
 from commlayer.scheduler.mapping import clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Link
 from commlayer.scheduler.mapping.folded import FoldedMapping

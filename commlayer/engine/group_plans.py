@@ -8,7 +8,7 @@ from functools import cached_property
 
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.choose import Planner
+from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.price import price

@@ -13,7 +13,7 @@ from typing import Any
 
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
-from commlayer.traces.chrome import metadata_event
+from commlayer.traces.chrome_of_plan import metadata_event
 from commlayer.traces.intervals import Interval, rows_without_overlap
 from commlayer.traces.rank_files import RankTrace
 from commlayer.traces.records import CallRecord, Mark, StepRecord

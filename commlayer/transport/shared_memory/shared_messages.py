@@ -45,9 +45,9 @@ from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
 from commlayer.transport.contract import Buffers, CallMemory, SizeMismatch, break_connections
-from commlayer.transport.shared_memory.line import Kind, Line
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
-from commlayer.transport.shared_memory.segment import Slab
+from commlayer.transport.shared_memory.slabs import Slab
+from commlayer.transport.shared_memory.socket_line import Kind, Line
 from commlayer.transport.shared_memory.work import (
     AHEAD_BYTES,
     SENT,
