@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
@@ -62,7 +61,7 @@ class Prober:
         self.board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
         self._topology, self._timeout_s = topology, timeout_s
         self._members = _groups(topology, self.ranks.rank) if groups is None else groups
-        self._groups: dict[str, tuple[PlannedGroup, dist.ProcessGroup]] = {}
+        self._groups: dict[str, PlannedGroup] = {}
 
     def __enter__(self) -> Prober:
         return self
@@ -73,6 +72,8 @@ class Prober:
         if error is None:
             self.close()
             return
+        for planned in self._groups.values():
+            planned.tell(error)
         self._close_groups()
         why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
         if self._is_on_grid:
@@ -112,21 +113,21 @@ class Prober:
             return self.on_grid(probe.plan(size))
         if isinstance(probe.leg, CodedLeg):
             return CodedCall(probe.leg.op, probe.unit.wire, size)
-        planned, own = self._group(probe.where)
+        planned = self._group(probe.where)
         if probe.leg is MESSAGE:
-            return MessageCall(planned, own, size)
-        return OwnCall(planned, own, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
+            return MessageCall(planned, size)
+        return OwnCall(planned, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
 
     def on_grid(self, plan: Plan) -> GridCall:
         """A plan on the grid, ready to run."""
         return GridCall(self.grid_runner, plan, self.grid.ep_index, self.grid.tp_index, self.ranks.device)
 
-    def _group(self, where: str) -> tuple[PlannedGroup, dist.ProcessGroup]:
-        """This rank's group of that name, and one for the backend's own calls in it."""
+    def _group(self, where: str) -> PlannedGroup:
+        """This rank's group of that name. The first call for a name is collective."""
         if where not in self._groups:
             ranks, rank = tuple(self._members[where]), self.ranks.rank
             nodes = self._topology.parts_of(ranks)
-            planned = PlannedGroup(
+            planned = self._groups[where] = PlannedGroup(
                 name=where,
                 rank=ranks.index(rank),
                 nodes=[[ranks.index(member) for member in members] for members in nodes],
@@ -138,7 +139,7 @@ class Prober:
                 board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", rank, ranks),
             )
             planned.connect_messages()  # now, not within the first sample
-            self._groups[where] = planned, planned.connect("own calls", self._timeout_s)
+            planned.connect_own_calls()
         return self._groups[where]
 
     def timed(self, task: Callable[[], Any]) -> float:
@@ -179,7 +180,7 @@ class Prober:
             self.detector.close("it has measured what it wanted")
 
     def _close_groups(self) -> None:
-        for planned, _ in self._groups.values():
+        for planned in self._groups.values():
             planned.close()
         self._groups = {}
 
