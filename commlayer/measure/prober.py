@@ -50,15 +50,16 @@ class Prober:
         groups: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.ranks = ranks or AllRanks.default()
-        self.grid = _world_grid(topology, self.ranks.rank)
+        name, everyone = self.ranks.name(), self.ranks.named
+        self.rank = everyone[self.ranks.rank]
+        self.grid = _world_grid(topology, self.ranks.rank, everyone)
         self.device = self.ranks.device_type
-        name, everyone = self.ranks.name(), tuple(range(self.ranks.size))  # ranks of the grid, not of the job
         given = self.ranks.detector or job_detector(everyone)
         shared = given if given is not None and given.ranks == everyone else None
         self._store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
-        self.detector = shared or FailureDetector(self._store, self.ranks.rank, everyone, timeout_s)
+        self.detector = shared or FailureDetector(self._store, self.rank, everyone, timeout_s)
         self._is_owner = shared is None
-        self.board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
+        self.board = FailureBoard(self.detector, f"profiler/{name}", self.rank, everyone)
         self._topology, self._timeout_s = topology, timeout_s
         self._members = _groups(topology, self.ranks.rank) if groups is None else groups
         self._groups: dict[str, PlannedGroup] = {}
@@ -125,18 +126,18 @@ class Prober:
     def _group(self, where: str) -> PlannedGroup:
         """This rank's group of that name. The first call for a name is collective."""
         if where not in self._groups:
-            ranks, rank = tuple(self._members[where]), self.ranks.rank
-            nodes = self._topology.parts_of(ranks)
+            members = list(self._members[where])
+            ranks = tuple(self.ranks.named[member] for member in members)
             planned = self._groups[where] = PlannedGroup(
                 name=where,
-                rank=ranks.index(rank),
-                nodes=[[ranks.index(member) for member in members] for members in nodes],
+                rank=members.index(self.ranks.rank),
+                nodes=[[members.index(member) for member in part] for part in self._topology.parts_of(members)],
                 global_ranks=ranks,
                 store=PrefixStore(f"{where}/{ranks[0]}", self._store),
                 planner=None,
                 settings=Settings(plan=Strategy.DIRECT.value),
                 timeout_s=self._timeout_s,
-                board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", rank, ranks),
+                board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", self.rank, ranks),
             )
             planned.connect_messages()  # now, not within the first sample
             planned.connect_own_calls()
@@ -194,14 +195,14 @@ def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
     }
 
 
-def _world_grid(topology: Topology, rank: int) -> Grid:
-    """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them.
+def _world_grid(topology: Topology, rank: int, named: Sequence[int]) -> Grid:
+    """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them. ``named``: their global ranks.
 
     Raises TopologyError for uneven nodes.
     """
     topology.ranks_per_node  # noqa: B018  raises for uneven nodes, naming them
+    nodes = [tuple(named[member] for member in members) for members in topology.nodes]
+    node, place = topology.node_of(rank), topology.local_rank_of(rank)
     if topology.num_nodes == 1:
-        rows = tuple((member,) for member in topology.nodes[0])
-        return Grid(rows, topology.nodes[0].index(rank), 0, Resource.INTRA, topology)
-    node = topology.node_of(rank)
-    return Grid(topology.nodes, node, topology.nodes[node].index(rank), Resource.INTER, topology)
+        return Grid(tuple((member,) for member in nodes[0]), place, 0, Resource.INTRA, topology)
+    return Grid(tuple(nodes), node, place, Resource.INTER, topology)

@@ -11,11 +11,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HALF_AN_HOUR
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree.discovery import discover_topology
 from commlayer.engine import planned as planned_module
 from commlayer.engine.runner import GridRunner
 from commlayer.measure import profiler
+from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, OwnCall
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
@@ -503,6 +506,41 @@ def test_a_failure_between_own_calls_is_told_to_those_who_wait_in_them(emulated_
     assert first == "ZeroDivisionError: mine"
     assert second.startswith("PeerError: rank 0 left with ZeroDivisionError: mine"), second
     assert is_buried
+
+
+def failing_in_a_part(is_on_grid: bool) -> str:
+    """Ranks 2 and 3 measure; the first of them fails, and the other waits for it."""
+    join()
+    me, members = dist.get_rank(), (2, 3)
+    group = dist.new_group(list(members))
+    if me not in members:
+        dist.barrier()
+        return ""
+    store = PrefixStore("part", _get_default_store())
+    ranks = AllRanks(members.index(me), 2, store, group, "cpu", members)
+    probe = probes_of_grid(2, 1, Resource.INTER)[0] if is_on_grid else _OWN_OF_TWO[0]
+    try:
+        with Prober(Topology.parse("2x1"), HALF_AN_HOUR, ranks) as prober:
+            call = prober.call(probe, 1 << 22)
+            call.run()
+            if me == 2:
+                raise ZeroDivisionError("mine")
+            call.run()
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_on_grid", [True, False])
+def test_the_ranks_of_a_measurement_of_some_are_named_as_in_the_job(
+    emulated_cluster: ClusterFactory, is_on_grid: bool
+) -> None:
+    *_, first, second = emulated_cluster(2, 2).run(failing_in_a_part, is_on_grid)
+    assert first == "ZeroDivisionError: mine"
+    assert second.startswith("PeerError: rank 2 left with ZeroDivisionError: mine; here: rank 3, group"), second
 
 
 def test_a_cluster_of_one_rank_is_told_how_to_be_larger() -> None:
