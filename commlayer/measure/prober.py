@@ -19,7 +19,7 @@ from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, MessageCall, OwnCall, StepCall, TimedCall
-from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.errors import BLAMING, ClusterError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.legs import CodedLeg
@@ -73,14 +73,17 @@ class Prober:
         if error is None:
             self.close()
             return
-        for planned in self._groups.values():
-            planned.tell(error)
-        self._close_groups()
-        why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
-        if self._is_on_grid:
-            self.grid_runner.transport.abort(why)  # wakes up the ranks that wait for this one
-        elif why is not None:
-            self.board.leave(why)
+        is_known, why = isinstance(error, ClusterError), f"left with {type(error).__name__}: {error}"
+        try:
+            for planned in self._groups.values():
+                planned.tell(error)
+            self._close_groups()
+            if self._is_on_grid:
+                self.grid_runner.transport.abort(None if is_known else why)  # wakes up the ranks that wait for this one
+            elif not is_known:
+                self.board.leave(why)
+        finally:
+            self._close_board(why, is_failure=True, is_consequence=isinstance(error, BLAMING))
 
     @cached_property
     def grid_runner(self) -> GridRunner:
@@ -174,16 +177,22 @@ class Prober:
 
     def close(self) -> None:
         """Let go of connections. Collective."""
-        self._close_groups()
-        if self._is_on_grid:
-            self.grid_runner.transport.close()
-        if self._is_owner:
-            self.detector.close("it has measured what it wanted")
+        try:
+            self._close_groups()
+            if self._is_on_grid:
+                self.grid_runner.transport.close()
+        finally:
+            self._close_board("it has measured what it wanted")
 
     def _close_groups(self) -> None:
         for planned in self._groups.values():
             planned.close()
         self._groups = {}
+
+    def _close_board(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
+        self.board.close()
+        if self._is_owner:
+            self.detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
 
 
 def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:

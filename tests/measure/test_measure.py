@@ -543,6 +543,33 @@ def test_the_ranks_of_a_measurement_of_some_are_named_as_in_the_job(
     assert second.startswith("PeerError: rank 2 left with ZeroDivisionError: mine; here: rank 3, group"), second
 
 
+def leaving(is_failing: bool) -> tuple[str, bool, bool]:
+    """How a measurement ends that fails, or whose end fails; and whether its detector was open before, and is after."""
+    join()
+    try:
+        with Prober(Topology.parse("2x1"), 5.0) as prober:
+            prober.call(probes_of_grid(2, 1, Resource.INTER)[0], 4096).run()
+            was_open = not prober.detector._is_closed
+            dist.barrier()
+            if is_failing:
+                raise ZeroDivisionError("mine")
+
+            def fail() -> None:
+                raise ZeroDivisionError("closing")
+
+            prober.grid_runner.transport.close = fail  # type: ignore[method-assign]
+    except ZeroDivisionError as error:
+        return str(error), was_open, not prober.detector._is_closed
+    return "no error", was_open, False
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_failing", [True, False])
+def test_a_measurement_that_fails_closes_its_detector(emulated_cluster: ClusterFactory, is_failing: bool) -> None:
+    why = "mine" if is_failing else "closing"
+    assert emulated_cluster(2, 1).run(leaving, is_failing) == [(why, True, False)] * 2
+
+
 def test_a_cluster_of_one_rank_is_told_how_to_be_larger() -> None:
     with pytest.raises(TopologyError, match=r"two ranks or more, got one.*start more, for example `torchrun"):
         measure_cluster(options(), name="p", kind="measured", source="", topology=Topology.parse("1x1"))
