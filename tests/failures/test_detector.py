@@ -17,7 +17,9 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+from torch._C._distributed_c10d import (
+    PrefixStore,
+)  # torch.distributed has them too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
@@ -215,6 +217,32 @@ def test_a_closed_connection_is_told_once_its_cause_is_known(monkeypatch: pytest
     with pytest.raises(RuntimeError, match="Connection closed"):
         waits.bounded(lambda: fails("Connection closed by peer"), mine, 60.0, "monitored_barrier")
     assert mine.is_broken
+
+
+class NeverDone:
+    """A collective that nobody answers, on a clock that its waits move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.asked: list[timedelta] = []
+
+    def wait(self, patience: timedelta) -> None:
+        self.asked.append(patience)
+        self.now_s += patience.total_seconds()
+        raise RuntimeError("Timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_wait_lasts_as_long_as_it_may_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = NeverDone()
+    monkeypatch.setattr("commlayer.failures.waits.time.monotonic", lambda: work.now_s)
+    for timeout_s, slices in ((0.6, [250, 250, 100]), (0.1, [100]), (0.0, [1])):
+        work.asked.clear()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            waits.wait(work, board(FailureDetector.alone()), timeout_s)
+        assert [round(asked / timedelta(milliseconds=1)) for asked in work.asked] == slices
 
 
 # Processes
