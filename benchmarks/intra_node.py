@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard
+from commlayer.failures.detector import FailureDetector
 from commlayer.settings import Settings
 from commlayer.units import format_bytes
 
@@ -59,7 +60,7 @@ class Row:
 
 def planned(intra: str, world: int) -> PlannedGroup:
     store, rank = PrefixStore(intra, _get_default_store()), dist.get_rank()
-    board = FailureBoard.watching(store, intra, rank, range(world), 60.0)
+    board = FailureBoard(FailureDetector(store, rank, range(world), 60.0), intra, rank, range(world))
     return PlannedGroup(
         name="node",
         rank=rank,

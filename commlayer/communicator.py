@@ -216,11 +216,13 @@ class Communicator:
             return
         self._queue.drain()
         was_open, self.state = self.state is State.OPEN, State.CLOSED
-        if was_open and dist.is_initialized():
-            self._runner.transport.close()
-        self._board.close()
-        if self._own_detector is not None:
-            self._own_detector.close("it closed its Communicator")
+        try:
+            if was_open and dist.is_initialized():
+                self._runner.transport.close()
+        finally:
+            self._board.close()
+            if self._own_detector is not None:
+                self._own_detector.close("it closed its Communicator")
 
     def end(self, patience_s: float) -> None:
         """At the program's end, where nobody closed this: see :class:`commlayer.failures.endings.Ends`."""

@@ -85,7 +85,7 @@ class CompressedGroup:
         if self.policy.in_place:
             return self._in_place(out, x, blocks)
         out, x = out.detach(), plain(x)
-        plan = self._plan("reduce_scatter", x, x.nbytes, x, rows)
+        plan = self._plan("reduce_scatter", x, x.nbytes, x)
         if plan is None:
             if len(set(blocks)) == 1:
                 return cast("dist.Work", reduce_scatter_single(out, x, group=self.group, async_op=True))
@@ -105,7 +105,7 @@ class CompressedGroup:
                 f"this rank's rows, got shape {list(x.shape)}"
             )
         out, x = out.detach(), plain(x)
-        plan = self._plan("all_gather", x, out.nbytes, out, rows)
+        plan = self._plan("all_gather", x, out.nbytes, out)
         if plan is None:
             if len(set(blocks)) == 1:
                 return cast("dist.Work", all_gather_single(out, x, group=self.group, async_op=True))
@@ -150,9 +150,7 @@ class CompressedGroup:
 
     # Deciding
 
-    def _plan(
-        self, collective: str, x: torch.Tensor, num_bytes: int, shaped: torch.Tensor, rows: Rows = None
-    ) -> Plan | None:
+    def _plan(self, collective: str, x: torch.Tensor, num_bytes: int, shaped: torch.Tensor) -> Plan | None:
         """``num_bytes``: what all ranks know; ``shaped``: of the rows to be encoded, ``x`` the values that this rank has."""
         if self.governor.formats == (WireFormat.NATIVE,) or num_bytes == 0:
             return None

@@ -99,8 +99,9 @@ class GroupCounters:
         _groups.append(self)
 
     def _rows(self) -> list[tuple[str, str, Row]]:
-        flat = [(collective, "flat", row) for collective, row in self.flat.items()]
-        planned = [(collective, plan, row) for (collective, plan), row in self.planned.items()]
+        # Lists of the items, which are made at once: threads that run calls add rows meanwhile.
+        flat = [(collective, "flat", row) for collective, row in list(self.flat.items())]
+        planned = [(collective, plan, row) for (collective, plan), row in list(self.planned.items())]
         return sorted(flat + planned, key=lambda row: row[:2])
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class GroupCounters:
 
     def read(self) -> GroupStats:
         before = self._reasons_before
-        unplanned = {reason: count - before.get(reason, 0) for reason, count in self.reasons().items()}
+        unplanned = {reason: count - before.get(reason, 0) for reason, count in list(self.reasons().items())}
         return {
             "group": self.group,
             "description": self.describe(),

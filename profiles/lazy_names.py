@@ -31,10 +31,11 @@ def lazy_names(package: str, modules: Sequence[str] = ()) -> tuple[Callable[[str
 
     @cache
     def homes() -> dict[str, tuple[str, str]]:
-        import ast  # not needed where no name is asked for
+        import ast
+        import linecache  # neither of which is needed where no name is asked for
 
-        loader: Any = here.__loader__
-        blocks = [node for node in ast.parse(loader.get_source(package)).body if isinstance(node, ast.If)]
+        source = "".join(linecache.getlines(str(here.__file__), vars(here)))  # inspect's way, without importing inspect
+        blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
         imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
         return {name.asname or name.name: (str(node.module), name.name) for node in imports for name in node.names}
 

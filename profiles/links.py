@@ -26,10 +26,6 @@ class Resource(str, Enum):
     DEVICE = "device"
     COMPUTE = "compute"
 
-    # Enum hashes the member's *name*, in Python: slower, and then {Resource.INTER: …}["inter"] misses although the two
-    # compare equal. Hashing as the string that it is repairs both.
-    __hash__ = str.__hash__
-
     def __str__(self) -> str:
         return self.value
 

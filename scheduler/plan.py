@@ -52,9 +52,6 @@ class Op(str, Enum):
     DECODE = "decode"  # back, and added where the collective sums
     COMPUTE = "compute"  # the model's own work, which transfers may hide behind
 
-    # Enum hashes the member's name, in Python: pricing looks steps up by their operation, a hundred times a plan.
-    __hash__ = str.__hash__
-
 
 class Gather(str, Enum):
     """The blocks that the all_gather stage moves.

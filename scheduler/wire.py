@@ -30,8 +30,6 @@ class WireFormat(str, Enum):
     FP8_E4M3 = "fp8_e4m3"  # four bits of precision, with scales
     FP8_E5M2 = "fp8_e5m2"  # three bits and more range, with scales; for gradients
 
-    __hash__ = str.__hash__
-
     def __str__(self) -> str:
         return self.value
 
@@ -57,8 +55,6 @@ class Scaling(str, Enum):
     TOKEN = "token"  # all of a row
     BLOCK = "block"  # 128 channels of a row
     CHANNEL = "channel"  # 128 rows of a channel
-
-    __hash__ = str.__hash__
 
     def __str__(self) -> str:
         return self.value

@@ -132,13 +132,7 @@ class Messages:
 
     def wait(self, work: Work, timeout: timedelta) -> None:
         """Return when the message has gone or come. Raises RuntimeError: Gloo's, or that the group has been broken meanwhile."""
-        board, waited_for = self._inner.planned.board, self._inner.planned.waited_for
-        waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
-        try:
-            if board.is_broken or not work.wait(timeout):
-                raise board.woken()
-        finally:
-            waited_for.discard(work)
+        self._inner.planned.wait_for_message(work, timeout)
 
     def error(self, error: RuntimeError, what: str) -> PeerError | CollectiveTimeoutError:
         """The error to raise for a message that failed with ``error``."""

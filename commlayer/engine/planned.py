@@ -96,6 +96,7 @@ class PlannedGroup:
         self.board.on_break(self._wake)
         self._runner: Runner | None = None  # once there are connections
         self._agreed: AgreedMaximum | None = None
+        self._measured: dist.ProcessGroup | None = None
         self.level = 0
         self._exchanges = Kept[tuple[int, Splits], SplitExchange](_MAX_EXCHANGES)
         self._edges = Kept[int, tuple[Plan, tuple[tuple[float, bool], ...]]](_MAX_KEPT)
@@ -265,6 +266,16 @@ class PlannedGroup:
             self._runner.transport.abort()
         self._break_own_calls()
 
+    def wait_for_message(self, work: dist.Work, timeout: timedelta) -> None:
+        """Return when a message of ``own_calls`` has gone or come. Raises RuntimeError: Gloo's, or that the group has been
+        broken meanwhile."""
+        self.waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
+        try:
+            if self.board.is_broken or not work.wait(timeout):
+                raise self.board.woken()
+        finally:
+            self.waited_for.discard(work)
+
     def _wake(self) -> None:
         """The board is broken: end the waits for messages of ``own_calls``, and break its connections."""
         for work in list(self.waited_for):
@@ -287,7 +298,7 @@ class PlannedGroup:
             bury(groups)
 
     def _let_go(self) -> list[object]:
-        groups: list[object] = []
+        groups: list[object] = [] if self._measured is None else [self._measured]
         if self._runner is not None:
             groups += cast("GlooTransport", self._runner.transport).release()
         for group in groups:
@@ -296,7 +307,7 @@ class PlannedGroup:
         if self._agreed is not None:
             self._agreed.finish()
             groups.append(self._agreed.group)
-        self._runner, self._agreed, self.own_calls = None, None, None
+        self._runner, self._agreed, self.own_calls, self._measured = None, None, None, None
         self._exchanges.clear()
         return groups
 
@@ -325,6 +336,13 @@ class PlannedGroup:
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
             self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
         return self._runner
+
+    def connect_own_calls(self) -> dist.ProcessGroup:
+        """Gloo's own calls, on connections of this object's where it serves no backend, made at the first call of this, which
+        is collective."""
+        if self._measured is None:
+            self.own_calls = self._measured = self.connect("own calls", self.timeout_s)
+        return self._measured
 
     def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
         """A Gloo group of the members for one purpose; ``is_sharing``: with messages inside nodes through shared memory.

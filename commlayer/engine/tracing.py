@@ -77,8 +77,6 @@ class RecordedCall:
             )
             for resource in {step.resource for step in plan.steps}
         ]
-        for watcher in self._watchers:
-            watcher.start()
 
     def _watch(self, resource: Resource) -> None:
         with torch.inference_mode(self._is_inference):  # a mode of threads, in which the call's buffers may be
@@ -140,9 +138,16 @@ class RecordedCall:
         for posted in self._posted:
             posted.set()
         for watcher in self._watchers:
-            watcher.join()
+            if watcher.is_alive():
+                watcher.join()
 
     def __enter__(self) -> RecordedCall:
+        try:
+            for watcher in self._watchers:
+                watcher.start()
+        except RuntimeError:  # as many threads as may be; those that have been started wait for steps
+            self._release()
+            raise
         return self
 
     def __exit__(

@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from commlayer.failures.descriptors import CLIENT, require
-from commlayer.failures.detector import FailureDetector, Gone, Left, Record, Report, job_detector, told
+from commlayer.failures.detector import FailureDetector, Gone, Left, Record, Report, told
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 
@@ -136,12 +136,6 @@ class FailureBoard:
         self._first: Report | None = None
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
         detector.attach(self)
-
-    @classmethod
-    def watching(cls, store: Store, key: str, rank: int, ranks: Sequence[int], timeout_s: float) -> FailureBoard:
-        """The board of ``ranks``, by the job's detector, or by one of their own that is made here, in ``store``. Collective."""
-        detector = job_detector(ranks) or FailureDetector(store, rank, ranks, timeout_s)
-        return cls(detector, key, rank, ranks)
 
     def on_break(self, wake: Callable[[], None]) -> None:
         """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""

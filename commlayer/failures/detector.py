@@ -520,7 +520,7 @@ class FailureDetector:
 
     def _release(self) -> None:
         with self.changed:
-            links, self._links = self._links, []
+            links, self._links, self._strangers = [*self._links, *self._strangers], [], []
             for link in links:
                 link.socket.close()
             self._listener.close()
@@ -539,10 +539,11 @@ class FailureDetector:
         if self._is_closed or not self._is_linked:
             return
         self._is_closed = True
-        for descriptor in (self._bell, self._listener.detach(), *(link.socket.detach() for link in self._links)):
+        sockets = (self._listener, *(link.socket for link in (*self._links, *self._strangers)))
+        for descriptor in (self._bell, *(each.detach() for each in sockets)):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        self._links = []
+        self._links, self._strangers = [], []
         self._selector.close()  # the child's descriptor of it: what the parent watches stays watched
         self.changed = threading.Condition()
 

@@ -49,6 +49,8 @@ _NO_TIMEOUT = timedelta(0)
 
 SLICE = timedelta(milliseconds=250)
 """How long a collective is waited for before its waiter looks up."""
+_SHORTEST = timedelta(milliseconds=1)
+"""Gloo counts milliseconds, and waits without a limit for none."""
 _LOOK_S = 0.05
 _PARTING_S = 1.0
 _NEWS_S = 2.0
@@ -88,10 +90,10 @@ def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
 
     Raises RuntimeError: Gloo's, ``board.woken()``, or that it timed out.
     """
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until, patience = (None, SLICE) if timeout_s is None else (time.monotonic() + timeout_s, _slice(timeout_s))
     while True:
         try:
-            work.wait(SLICE)
+            work.wait(patience)
             return
         except RuntimeError:  # noqa: PERF203  four times a second
             if work.is_completed():  # it has failed, or came in the meantime
@@ -100,8 +102,15 @@ def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
             if board.is_broken:
                 board.has_abandoned = True
                 raise board.woken() from None
-            if until is not None and time.monotonic() > until:
-                raise
+            if until is not None:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise
+                patience = _slice(left_s)
+
+
+def _slice(left_s: float) -> timedelta:
+    return min(SLICE, max(timedelta(seconds=left_s), _SHORTEST))
 
 
 class _SummedBlock:

@@ -57,6 +57,11 @@ class AllRanks:
         return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), group, device_type(None))
 
     @property
+    def named(self) -> tuple[int, ...]:
+        """The ranks as errors call them."""
+        return self.global_ranks or tuple(range(self.size))
+
+    @property
     def device(self) -> torch.device:
         """Where the group's tensors are."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
@@ -87,7 +92,7 @@ class AllRanks:
 
     @property
     def _peers(self) -> Peers:
-        return Peers(self.group, self.global_ranks or tuple(range(self.size)), self.rank, self.device)
+        return Peers(self.group, self.named, self.rank, self.device)
 
     def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         options = dist.AllreduceOptions()

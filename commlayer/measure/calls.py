@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
+from commlayer.failures.waits import bounded_reduce_scatter, wait
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.replicated import replicated_moves
@@ -120,18 +122,24 @@ class StepCall(_GroupCall):
 class OwnCall(_GroupCall):
     """A collective as a call of Gloo's own."""
 
-    def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, plan: Plan) -> None:
+    def __init__(self, planned: PlannedGroup, plan: Plan) -> None:
         super().__init__(planned, plan)
-        self._own, self._timeout = own, timedelta(seconds=planned.timeout_s)
+        self._own, self._num_calls = planned.connect_own_calls(), 0
 
     def run(self) -> None:
-        self._work().wait(self._timeout)
+        began, planned = time.monotonic(), self.planned
+        self._num_calls += 1
+        try:
+            wait(self._work(), planned.board)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            raise planned.explain(error, self.collective, self._num_calls, waited_s, planned.timeout_s) from error
 
-    def _work(self) -> dist.Work:
+    def _work(self) -> Any:
         if self.collective == "all_gather":
             return self._own._allgather_base(self.target, self.source)
         if self.collective == "reduce_scatter":
-            return self._own._reduce_scatter_base(self.target, self.source, dist.ReduceScatterOptions())
+            return bounded_reduce_scatter(self._own, self.target, self.source, dist.ReduceScatterOptions())
         if self.collective == "all_to_all_v":
             return self._own.alltoall_base(self.target, self.source, [], [])
         verb = self._own.allreduce if self.collective == "all_reduce" else self._own.broadcast
@@ -172,18 +180,24 @@ class CodedCall:
 class MessageCall:
     """A message from the first rank of two to the second."""
 
-    def __init__(self, planned: PlannedGroup, own: dist.ProcessGroup, size: int) -> None:
+    def __init__(self, planned: PlannedGroup, size: int) -> None:
         if len(planned.global_ranks) != 2:
             raise UsageError(f"send_recv is measured on groups of two ranks, got {list(planned.global_ranks)}")
-        self._own, self._rank = own, planned.rank
+        self._planned, self._own, self._num_calls = planned, planned.connect_own_calls(), 0
         self.message = torch.zeros(size, dtype=torch.uint8)
         self._timeout = timedelta(seconds=planned.timeout_s)
 
     def run(self) -> None:
-        work = self._own.send([self.message], 1, 0) if self._rank == 0 else self._own.recv([self.message], 0, 0)
-        work.wait(self._timeout)
+        began, planned, own = time.monotonic(), self._planned, self._own
+        self._num_calls += 1
+        try:
+            work = own.send([self.message], 1, 0) if planned.rank == 0 else own.recv([self.message], 0, 0)
+            planned.wait_for_message(work, self._timeout)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            raise planned.explain(error, "send_recv", self._num_calls, waited_s, planned.timeout_s) from error
 
     def num_wrong(self) -> int:
-        self.message.fill_(7 if self._rank == 0 else 0)
+        self.message.fill_(7 if self._planned.rank == 0 else 0)
         self.run()
         return int((self.message != 7).sum())

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
@@ -20,7 +19,7 @@ from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, MessageCall, OwnCall, StepCall, TimedCall
-from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.errors import BLAMING, ClusterError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.legs import CodedLeg
@@ -51,18 +50,19 @@ class Prober:
         groups: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.ranks = ranks or AllRanks.default()
-        self.grid = _world_grid(topology, self.ranks.rank)
+        name, everyone = self.ranks.name(), self.ranks.named
+        self.rank = everyone[self.ranks.rank]
+        self.grid = _world_grid(topology, self.ranks.rank, everyone)
         self.device = self.ranks.device_type
-        name, everyone = self.ranks.name(), tuple(range(self.ranks.size))  # ranks of the grid, not of the job
         given = self.ranks.detector or job_detector(everyone)
         shared = given if given is not None and given.ranks == everyone else None
         self._store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
-        self.detector = shared or FailureDetector(self._store, self.ranks.rank, everyone, timeout_s)
+        self.detector = shared or FailureDetector(self._store, self.rank, everyone, timeout_s)
         self._is_owner = shared is None
-        self.board = FailureBoard(self.detector, f"profiler/{name}", self.ranks.rank, everyone)
+        self.board = FailureBoard(self.detector, f"profiler/{name}", self.rank, everyone)
         self._topology, self._timeout_s = topology, timeout_s
         self._members = _groups(topology, self.ranks.rank) if groups is None else groups
-        self._groups: dict[str, tuple[PlannedGroup, dist.ProcessGroup]] = {}
+        self._groups: dict[str, PlannedGroup] = {}
 
     def __enter__(self) -> Prober:
         return self
@@ -73,12 +73,17 @@ class Prober:
         if error is None:
             self.close()
             return
-        self._close_groups()
-        why = None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}"
-        if self._is_on_grid:
-            self.grid_runner.transport.abort(why)  # wakes up the ranks that wait for this one
-        elif why is not None:
-            self.board.leave(why)
+        is_known, why = isinstance(error, ClusterError), f"left with {type(error).__name__}: {error}"
+        try:
+            for planned in self._groups.values():
+                planned.tell(error)
+            self._close_groups()
+            if self._is_on_grid:
+                self.grid_runner.transport.abort(None if is_known else why)  # wakes up the ranks that wait for this one
+            elif not is_known:
+                self.board.leave(why)
+        finally:
+            self._close_board(why, is_failure=True, is_consequence=isinstance(error, BLAMING))
 
     @cached_property
     def grid_runner(self) -> GridRunner:
@@ -112,33 +117,33 @@ class Prober:
             return self.on_grid(probe.plan(size))
         if isinstance(probe.leg, CodedLeg):
             return CodedCall(probe.leg.op, probe.unit.wire, size)
-        planned, own = self._group(probe.where)
+        planned = self._group(probe.where)
         if probe.leg is MESSAGE:
-            return MessageCall(planned, own, size)
-        return OwnCall(planned, own, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
+            return MessageCall(planned, size)
+        return OwnCall(planned, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
 
     def on_grid(self, plan: Plan) -> GridCall:
         """A plan on the grid, ready to run."""
         return GridCall(self.grid_runner, plan, self.grid.ep_index, self.grid.tp_index, self.ranks.device)
 
-    def _group(self, where: str) -> tuple[PlannedGroup, dist.ProcessGroup]:
-        """This rank's group of that name, and one for the backend's own calls in it."""
+    def _group(self, where: str) -> PlannedGroup:
+        """This rank's group of that name. The first call for a name is collective."""
         if where not in self._groups:
-            ranks, rank = tuple(self._members[where]), self.ranks.rank
-            nodes = self._topology.parts_of(ranks)
-            planned = PlannedGroup(
+            members = list(self._members[where])
+            ranks = tuple(self.ranks.named[member] for member in members)
+            planned = self._groups[where] = PlannedGroup(
                 name=where,
-                rank=ranks.index(rank),
-                nodes=[[ranks.index(member) for member in members] for members in nodes],
+                rank=members.index(self.ranks.rank),
+                nodes=[[members.index(member) for member in part] for part in self._topology.parts_of(members)],
                 global_ranks=ranks,
                 store=PrefixStore(f"{where}/{ranks[0]}", self._store),
                 planner=None,
                 settings=Settings(plan=Strategy.DIRECT.value),
                 timeout_s=self._timeout_s,
-                board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", rank, ranks),
+                board=FailureBoard(self.detector, f"{self.board.key}/{where}/{ranks[0]}", self.rank, ranks),
             )
             planned.connect_messages()  # now, not within the first sample
-            self._groups[where] = planned, planned.connect("own calls", self._timeout_s)
+            planned.connect_own_calls()
         return self._groups[where]
 
     def timed(self, task: Callable[[], Any]) -> float:
@@ -172,16 +177,22 @@ class Prober:
 
     def close(self) -> None:
         """Let go of connections. Collective."""
-        self._close_groups()
-        if self._is_on_grid:
-            self.grid_runner.transport.close()
-        if self._is_owner:
-            self.detector.close("it has measured what it wanted")
+        try:
+            self._close_groups()
+            if self._is_on_grid:
+                self.grid_runner.transport.close()
+        finally:
+            self._close_board("it has measured what it wanted")
 
     def _close_groups(self) -> None:
-        for planned, _ in self._groups.values():
+        for planned in self._groups.values():
             planned.close()
         self._groups = {}
+
+    def _close_board(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
+        self.board.close()
+        if self._is_owner:
+            self.detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
 
 
 def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
@@ -193,14 +204,14 @@ def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
     }
 
 
-def _world_grid(topology: Topology, rank: int) -> Grid:
-    """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them.
+def _world_grid(topology: Topology, rank: int, named: Sequence[int]) -> Grid:
+    """All ranks: one row for each node, so that ep groups cross nodes and tp groups fill them. ``named``: their global ranks.
 
     Raises TopologyError for uneven nodes.
     """
     topology.ranks_per_node  # noqa: B018  raises for uneven nodes, naming them
+    nodes = [tuple(named[member] for member in members) for members in topology.nodes]
+    node, place = topology.node_of(rank), topology.local_rank_of(rank)
     if topology.num_nodes == 1:
-        rows = tuple((member,) for member in topology.nodes[0])
-        return Grid(rows, topology.nodes[0].index(rank), 0, Resource.INTRA, topology)
-    node = topology.node_of(rank)
-    return Grid(topology.nodes, node, topology.nodes[node].index(rank), Resource.INTER, topology)
+        return Grid(tuple((member,) for member in nodes[0]), place, 0, Resource.INTRA, topology)
+    return Grid(tuple(nodes), node, place, Resource.INTER, topology)

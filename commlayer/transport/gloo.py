@@ -10,6 +10,7 @@ resource does one step at a time.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
@@ -152,11 +153,17 @@ class GlooTransport:
         return groups
 
     def close(self) -> None:
-        for channel in dict.fromkeys(self.channels.values()):
+        with contextlib.ExitStack() as stack:  # all of it, whatever fails: others wait for this rank in each channel
+            stack.callback(self.release)
+            for channel in reversed(dict.fromkeys(self.channels.values())):
+                stack.callback(self._leave, channel)
+
+    def _leave(self, channel: Channel) -> None:
+        try:
             self._part(channel)
+        finally:
             if self.board.has_abandoned:
                 keep(channel.group)
-        self.release()
 
     def _part(self, channel: Channel) -> None:
         """Wait for the others: a peer may still be reading what we sent. Bounded by the group's timeout."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -608,6 +609,36 @@ def test_whoever_calls_first_does_not_blame_an_innocent_rank(emulated_cluster: C
         if rank != 2:
             assert name in (CollectiveTimeoutError.__name__, PeerError.__name__), (rank, name, text)
             assert text.startswith("rank 2 "), (rank, text)
+
+
+def detectors(patience_s: float) -> int:
+    """The detectors that still watch after so long."""
+    threads = [thread for thread in threading.enumerate() if thread.name == "commlayer-detector"]
+    for thread in threads:
+        thread.join(patience_s)
+    return sum(thread.is_alive() for thread in threads)
+
+
+def closed_in_vain() -> tuple[str, int]:
+    """The other rank does not come to close its own: what is raised, and the detectors that still watch."""
+    communicator, *_ = start(timeout_s=1.0)
+    try:
+        if dist.get_rank() == 1:
+            be_absent(1)
+            return "", detectors(0.0)
+        with pytest.raises(ClusterError, match="every rank of the grid must close it") as error:
+            communicator.close()
+        tell("done")
+        return str(error.value), detectors(5.0)
+    finally:
+        dist.barrier()
+
+
+@pytest.mark.cluster
+def test_a_communicator_whose_close_fails_has_let_go_of_its_detector(emulated_cluster: ClusterFactory) -> None:
+    (error, mine), (_, theirs) = emulated_cluster(2, 1).run(closed_in_vain)
+    assert "rank 0: not all of ranks [0, 1] (group ep)" in error
+    assert (mine, theirs) == (0, 1)
 
 
 def test_of_more_than_two_ranks_in_one_call_the_dead_one_is_named(emulated_cluster: ClusterFactory) -> None:

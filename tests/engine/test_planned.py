@@ -13,7 +13,7 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import Sent, drive
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import FailureDetector
-from commlayer.profiles.errors import DisagreementError
+from commlayer.profiles.errors import ClusterError, DisagreementError
 from commlayer.scheduler.group_moves import Group, group_moves
 from commlayer.scheduler.plan import Buffer, Op
 from commlayer.settings import Settings
@@ -61,6 +61,37 @@ class OtherSizes:
         return self.Message(tensors[0].numel(), peer)
 
     send = recv
+
+
+class BrokenBarrier:
+    """A group of Gloo's whose barrier fails; ``parted`` gets the groups of which one was begun."""
+
+    def __init__(self, parted: list[BrokenBarrier]) -> None:
+        self._parted = parted
+
+    def barrier(self) -> BrokenBarrier:
+        self._parted.append(self)
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_transport_parts_with_every_group_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    parted: list[BrokenBarrier] = []
+    kept: list[object] = []
+    monkeypatch.setattr("commlayer.transport.gloo.keep", kept.append)
+    groups = [BrokenBarrier(parted), BrokenBarrier(parted)]
+    channels = [Channel(name, cast("Any", group), ((0, 0), (1, 1))) for name, group in zip("ab", groups, strict=True)]
+    board = FailureBoard(FailureDetector.alone(), "closing", 0, (0, 1))
+    board.has_abandoned = True
+    transport = GlooTransport(dict(zip((Op.ALL_TO_ALL, Op.ALL_GATHER), channels, strict=True)), board)
+    with pytest.raises(ClusterError, match="not all of ranks"):
+        transport.close()
+    assert (parted, kept, transport.channels) == (groups, groups, {})
 
 
 def test_a_message_of_another_size_is_told_to_the_others() -> None:

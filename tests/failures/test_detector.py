@@ -10,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +19,10 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+)  # torch.distributed has them too, but not for type checkers
 from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
@@ -215,6 +220,81 @@ def test_a_closed_connection_is_told_once_its_cause_is_known(monkeypatch: pytest
     with pytest.raises(RuntimeError, match="Connection closed"):
         waits.bounded(lambda: fails("Connection closed by peer"), mine, 60.0, "monitored_barrier")
     assert mine.is_broken
+
+
+class NeverDone:
+    """A collective that nobody answers, on a clock that its waits move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.asked: list[timedelta] = []
+
+    def wait(self, patience: timedelta) -> None:
+        self.asked.append(patience)
+        self.now_s += patience.total_seconds()
+        raise RuntimeError("Timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_wait_lasts_as_long_as_it_may_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = NeverDone()
+    monkeypatch.setattr("commlayer.failures.waits.time.monotonic", lambda: work.now_s)
+    for timeout_s, slices in ((0.6, [250, 250, 100]), (0.1, [100]), (0.0, [1])):
+        work.asked.clear()
+        with pytest.raises(RuntimeError, match="Timed out"):
+            waits.wait(work, board(FailureDetector.alone()), timeout_s)
+        assert [round(asked / timedelta(milliseconds=1)) for asked in work.asked] == slices
+
+
+# Two detectors of one process
+
+
+@pytest.fixture
+def detectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        two = list(pool.map(lambda rank: FailureDetector(store, rank, (0, 1), 20.0), (0, 1)))
+    yield two
+    for detector in two:
+        detector.close("the test is over")
+
+
+def stranger_at(detector: FailureDetector) -> tuple[socket.socket, socket.socket]:
+    """A connection to the detector whose other end never says who it is: that end, and the detector's own."""
+    visitor = socket.create_connection(("127.0.0.1", detector._listener.getsockname()[1]))
+    until = time.monotonic() + 20.0
+    while time.monotonic() < until:
+        for link in list(detector._strangers):
+            if link.socket.getpeername()[1] == visitor.getsockname()[1]:
+                return visitor, link.socket
+        time.sleep(0.005)
+    raise AssertionError("the detector has not let it in")
+
+
+def test_a_detector_that_closes_shows_strangers_out(detectors: list[FailureDetector]) -> None:
+    visitor, link = stranger_at(detectors[0])
+    with visitor:
+        detectors[0].close("it ends")
+        detectors[0]._thread.join(20.0)
+        assert link.fileno() == -1
+        visitor.settimeout(20.0)
+        assert visitor.recv(1) == b""
+
+
+def test_a_forked_child_lets_go_of_strangers_too(detectors: list[FailureDetector]) -> None:
+    visitor, link = stranger_at(detectors[0])
+    with visitor:
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:  # detectors are disowned before this line
+            os.write(writer, b"open" if link.fileno() >= 0 else b"gone")
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(reader, 4) == b"gone"
+        os.close(reader)
+        os.close(writer)
 
 
 # Processes

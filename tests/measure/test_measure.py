@@ -11,11 +11,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import HALF_AN_HOUR
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
+from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree.discovery import discover_topology
+from commlayer.engine import planned as planned_module
 from commlayer.engine.runner import GridRunner
 from commlayer.measure import profiler
-from commlayer.measure.calls import CodedCall, GridCall
+from commlayer.measure.all_ranks import AllRanks
+from commlayer.measure.calls import CodedCall, GridCall, OwnCall
 from commlayer.measure.prober import Prober
 from commlayer.measure.profiler import SweepOptions, measure_cluster, num_points
 from commlayer.profiles.curve import Curve
@@ -36,7 +40,7 @@ from commlayer.profiles.sweep import (
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.broadcast import Scatter
 from commlayer.scheduler.plan import Plan
-from commlayer.scheduler.probes import probes, probes_of_calls, probes_of_grid
+from commlayer.scheduler.probes import MESSAGE, Probe, probes, probes_of_calls, probes_of_grid
 from commlayer.testing.plugin import ClusterFactory
 
 UNHURRIED = settings(deadline=None)  # a busy machine is no failure
@@ -437,6 +441,133 @@ def test_a_failing_probe_keeps_its_error_and_wakes_the_others(emulated_cluster: 
     assert first == "ZeroDivisionError: mine"
     assert second.startswith("PeerError: rank 0 left with ZeroDivisionError: mine")
     assert len(keys) == 2  # a board each: what one Prober reports is not read by the next
+
+
+_OWN_OF_TWO = probes_of_calls("world", (1, 1))
+
+
+def broken_own_call(topology: Topology, probe: Probe) -> str:
+    """Rank 0 has left the group, its connections still open, when the other waits in it."""
+    try:
+        with Prober(topology, 5.0) as prober:
+            call = prober.call(probe, 1 << 22)
+            call.run()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                prober._group("world").board.leave("left with a test")
+                dist.barrier()
+                raise ZeroDivisionError
+            try:
+                call.run()
+            finally:
+                dist.barrier()
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def broken_own_calls() -> list[str]:
+    topology = join()
+    return [broken_own_call(topology, probe) for probe in _OWN_OF_TWO]
+
+
+@pytest.mark.cluster
+def test_a_rank_that_waits_in_a_call_of_the_backends_own_hears_of_a_failure(emulated_cluster: ClusterFactory) -> None:
+    _, heard = emulated_cluster(2, 1).run(broken_own_calls)
+    for probe, error in zip(_OWN_OF_TWO, heard, strict=True):
+        name = "send_recv" if probe.leg is MESSAGE else probe.plan(8).traffic.collective
+        assert error.startswith("PeerError: rank 0 left with a test; here: rank 1, group world, collective"), error
+        assert f"collective {name} #2" in error
+
+
+def failing_own_call() -> tuple[str, bool]:
+    """Rank 0 fails between two own calls, the other waits for it in the second; and whether they bury the group."""
+    topology = join()
+    buried: list[object] = []
+    planned_module.bury = buried.extend  # type: ignore[attr-defined, assignment]
+    try:
+        with Prober(topology, HALF_AN_HOUR) as prober:
+            call = prober.call(_OWN_OF_TWO[0], 4096)
+            assert isinstance(call, OwnCall)
+            own = call._own
+            call.run()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                raise ZeroDivisionError("mine")
+            call.run()
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", own in buried
+    return "no error", False
+
+
+@pytest.mark.cluster
+def test_a_failure_between_own_calls_is_told_to_those_who_wait_in_them(emulated_cluster: ClusterFactory) -> None:
+    (first, *_), (second, is_buried) = emulated_cluster(2, 1).run(failing_own_call)
+    assert first == "ZeroDivisionError: mine"
+    assert second.startswith("PeerError: rank 0 left with ZeroDivisionError: mine"), second
+    assert is_buried
+
+
+def failing_in_a_part(is_on_grid: bool) -> str:
+    """Ranks 2 and 3 measure; the first of them fails, and the other waits for it."""
+    join()
+    me, members = dist.get_rank(), (2, 3)
+    group = dist.new_group(list(members))
+    if me not in members:
+        dist.barrier()
+        return ""
+    store = PrefixStore("part", _get_default_store())
+    ranks = AllRanks(members.index(me), 2, store, group, "cpu", members)
+    probe = probes_of_grid(2, 1, Resource.INTER)[0] if is_on_grid else _OWN_OF_TWO[0]
+    try:
+        with Prober(Topology.parse("2x1"), HALF_AN_HOUR, ranks) as prober:
+            call = prober.call(probe, 1 << 22)
+            call.run()
+            if me == 2:
+                raise ZeroDivisionError("mine")
+            call.run()
+    except (ZeroDivisionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_on_grid", [True, False])
+def test_the_ranks_of_a_measurement_of_some_are_named_as_in_the_job(
+    emulated_cluster: ClusterFactory, is_on_grid: bool
+) -> None:
+    *_, first, second = emulated_cluster(2, 2).run(failing_in_a_part, is_on_grid)
+    assert first == "ZeroDivisionError: mine"
+    assert second.startswith("PeerError: rank 2 left with ZeroDivisionError: mine; here: rank 3, group"), second
+
+
+def leaving(is_failing: bool) -> tuple[str, bool, bool]:
+    """How a measurement ends that fails, or whose end fails; and whether its detector was open before, and is after."""
+    join()
+    try:
+        with Prober(Topology.parse("2x1"), 5.0) as prober:
+            prober.call(probes_of_grid(2, 1, Resource.INTER)[0], 4096).run()
+            was_open = not prober.detector._is_closed
+            dist.barrier()
+            if is_failing:
+                raise ZeroDivisionError("mine")
+
+            def fail() -> None:
+                raise ZeroDivisionError("closing")
+
+            prober.grid_runner.transport.close = fail  # type: ignore[method-assign]
+    except ZeroDivisionError as error:
+        return str(error), was_open, not prober.detector._is_closed
+    return "no error", was_open, False
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_failing", [True, False])
+def test_a_measurement_that_fails_closes_its_detector(emulated_cluster: ClusterFactory, is_failing: bool) -> None:
+    why = "mine" if is_failing else "closing"
+    assert emulated_cluster(2, 1).run(leaving, is_failing) == [(why, True, False)] * 2
 
 
 def test_a_cluster_of_one_rank_is_told_how_to_be_larger() -> None:

@@ -708,6 +708,22 @@ def test_a_failure_lets_every_thread_go(where: str) -> None:
     assert threading.active_count() == threads
 
 
+def test_a_thread_that_cannot_start_lets_the_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, start, started = threading.active_count(), threading.Thread.start, []
+
+    def refuse_third(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_third)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        recorded(pipelined(), FakeCall())
+    assert len(started) == 3
+    assert threading.active_count() == threads
+
+
 # The command
 
 

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer.emulation import rights
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard
+from commlayer.failures.detector import FailureDetector
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
@@ -491,7 +492,7 @@ def sharing(nodes: Sequence[Sequence[int]], plan: str, timeout_s: float = 20.0) 
         dist.get_rank(),
         range(dist.get_world_size()),
     )
-    board = FailureBoard.watching(store, plan, rank, everyone, timeout_s)
+    board = FailureBoard(FailureDetector(store, rank, everyone, timeout_s), plan, rank, everyone)
     return PlannedGroup(
         name="world",
         rank=rank,
