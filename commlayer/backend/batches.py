@@ -30,6 +30,7 @@ from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
+from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import longest_hold_us
@@ -41,7 +42,6 @@ __all__ = ["Batch", "Batches", "Parcel"]
 
 Parcel = tuple[torch.Tensor, int]
 """A tensor, and the member of the group to which it goes or from which it comes."""
-_NO_TIMEOUT = timedelta(0)
 _TAG = (1 << 31) - 1
 """Beyond what programs use: torch's tags are 32 bits."""
 _TAGS = 1 << 16
@@ -73,7 +73,7 @@ class Batch(Work):
         """Whether somebody has waited in vain: nothing more of it may be sent, because its tensors may be changed."""
         return self._done and self._error is not None
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True at the end. Raises PeerError, CollectiveTimeoutError, naming this rank, the group and the peer."""
         recording = recorder()
         if self._done or recording is None or self.record is None:

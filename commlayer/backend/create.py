@@ -125,13 +125,13 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     return group
 
 
-def _own_keys(store: Store, size: int) -> tuple[Store, int]:
-    """``store`` without what an earlier group of the same name has left in it, and the number of earlier ones.
+def _own_keys(store: Store, size: int) -> tuple[Store, str]:
+    """``store`` without what an earlier group of the same name has left in it, and the group's size and number, from 0.
 
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
-    found there. All ranks come once for each group, so the count of arrivals says which group of the name this is.
+    found there. All ranks come once for each group, so the count of arrivals says which group of the name and size this is.
     """
-    generation = (store.add("commlayer/arrivals", 1) - 1) // size
+    generation = f"{size}.{(store.add(f'commlayer/arrivals/{size}', 1) - 1) // size}"
     return PrefixStore(f"{generation}/", store), generation
 
 

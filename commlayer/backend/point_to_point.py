@@ -16,13 +16,11 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import land, landing, plain_row, reals
-from commlayer.failures.waits import is_timeout
+from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
 
 __all__ = ["MessageWork", "Messages"]
-
-_NO_TIMEOUT = timedelta(0)
 
 
 class MessageWork(Work):
@@ -36,7 +34,7 @@ class MessageWork(Work):
         self._error: BaseException | None = None
         self._done = False
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the message has gone, or is in its tensor. Raises PeerError, CollectiveTimeoutError."""
         if self._done:
             if self._error is not None:

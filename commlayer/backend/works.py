@@ -22,12 +22,11 @@ from torch._C._distributed_c10d import Work
 from commlayer.engine.progress import ProgressQueue, QueuedWork, too_long
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.forks import inherited
-from commlayer.failures.waits import wait
+from commlayer.failures.waits import NO_TIMEOUT, wait
 from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["IssuedWork", "Together"]
 
-_NO_TIMEOUT = timedelta(0)
 End = Callable[[RuntimeError | None], None]
 """Counts the call, or raises what its failure means."""
 
@@ -47,7 +46,7 @@ class IssuedWork(Work):
         self._error: BaseException | None = None
         self._queued: QueuedWork | None = None
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
 
         Raises PeerError, CollectiveTimeoutError: also where ``timeout`` passes first (the call goes on).
@@ -138,7 +137,7 @@ class Together(Work):
         super().__init__()
         self._works = list(works)
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         for work in self._works:
             work.wait(timeout)
         return True

@@ -13,14 +13,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.group_moves import even_blocks
 from commlayer.transport.c10d import all_gather_single
 from commlayer.wire.codecs import Codec
 
 __all__ = ["FlatEncoded"]
-
-_NO_TIMEOUT = timedelta(0)
 
 
 class _Finishing(dist.Work):
@@ -30,7 +29,7 @@ class _Finishing(dist.Work):
         super().__init__()
         self._work, self._finish, self._result = work, finish, result
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if self._work is not None:
             self._work.wait(timeout) if timeout else self._work.wait()
             self._finish()

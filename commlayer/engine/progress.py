@@ -24,6 +24,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.failures.forks import inherited
+from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
 
 __all__ = ["DONE", "ProgressQueue", "QueuedCall", "QueuedWork", "StreamWork", "too_long"]
@@ -33,9 +34,6 @@ QueuedCall = Callable[..., object]
 
 Outputs = Any
 """The value of a future: a list of tensors, or for the ``coalesced`` gathers a list of lists."""
-
-_NO_TIMEOUT = timedelta(0)
-"""torch's value for "as long as the call itself is allowed to take"."""
 
 
 def too_long(queue: ProgressQueue, label: str, timeout_s: float) -> CollectiveTimeoutError:
@@ -60,7 +58,7 @@ class QueuedWork(Work):
         self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Outputs] | None = None
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
 
         Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call goes on).
@@ -140,7 +138,7 @@ class QueuedWork(Work):
 class _Done(Work):
     """The work of every synchronous call: it has ended when its caller sees this."""
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -174,7 +172,7 @@ class StreamWork(_Done):
         super().__init__()
         self._join = join
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return at once: what the current stream does from now on comes after the call."""
         if self._join is not None:
             self._join()

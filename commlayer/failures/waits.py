@@ -33,6 +33,7 @@ import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
 __all__ = [
+    "NO_TIMEOUT",
     "SLICE",
     "Board",
     "Watched",
@@ -45,7 +46,8 @@ __all__ = [
     "within",
 ]
 
-_NO_TIMEOUT = timedelta(0)
+NO_TIMEOUT = timedelta(0)
+"""torch's value for "as long as the call itself is allowed to take"."""
 
 SLICE = timedelta(milliseconds=250)
 """How long a collective is waited for before its waiter looks up."""
@@ -124,7 +126,7 @@ class _SummedBlock:
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._work.wait(timeout)
         if self._output.requires_grad or self._output.is_inference():
             with torch.inference_mode():

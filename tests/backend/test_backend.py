@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
-from torch._C._distributed_c10d import set_debug_level_from_env
+from torch._C._distributed_c10d import HashStore, PrefixStore, set_debug_level_from_env
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 import commlayer
 import commlayer.backend.create  # ranks are forked: what is imported here they need not import
@@ -343,6 +344,28 @@ def test_a_group_after_its_end(emulated_cluster: ClusterFactory) -> None:
         assert x.item() == 2
 
     run(emulated_cluster, job, nodes=1)
+
+
+@pytest.mark.cluster
+def test_the_default_group_is_made_again_with_fewer_ranks_on_the_same_store(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[float]:
+        rank, *_ = start()
+        store, sums = PrefixStore("again", _get_default_store()), []
+        for size in (3, 2, 3):
+            dist.barrier()
+            dist.destroy_process_group()
+            if rank < size:
+                dist.init_process_group(
+                    "commlayer", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=10)
+                )
+                x = torch.ones(1)
+                dist.all_reduce(x)
+                sums.append(x.item())
+            else:
+                dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        return sums
+
+    assert emulated_cluster(1, 3).run(job) == [[3.0, 2.0, 3.0], [3.0, 2.0, 3.0], [3.0, 3.0]]
 
 
 def test_abort_frees_those_who_wait(emulated_cluster: ClusterFactory) -> None:
