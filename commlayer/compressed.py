@@ -15,11 +15,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.maximum import is_agreed
+from commlayer.agree.maximum import settle_maximum
+from commlayer.agree.messages import require_alike
 from commlayer.engine.encoded_flat import FlatEncoded
 from commlayer.engine.plain import plain
 from commlayer.engine.progress import DONE
-from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
+from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_moves import even_blocks
 from commlayer.scheduler.plan import Plan, Strategy
@@ -253,7 +254,7 @@ class CompressedGroup:
 
     def _agree(self, x: torch.Tensor, out: torch.Tensor) -> int:
         most = torch.tensor([max(x.shape[0], out.shape[0])], dtype=torch.int64)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        settle_maximum(most, self.group, f"to agree on the largest number of rows of {self.name}")
         return int(most)
 
     def _agree_once(self, collective: str, dtype: torch.dtype, width: int) -> None:
@@ -262,12 +263,11 @@ class CompressedGroup:
         key = collective, dtype, width
         if key in self._agreed:
             return
-        mine = f"{collective} of {dtype}, rows of {width} elements; {self.policy}"
-        if not is_agreed(mine, self.group):
-            raise DisagreementError(
-                f"rank {dist.get_rank()}, {self.name}: ranks differ in what they send, or in the policy. Here: {mine}. "
-                "Nothing was sent: make the same calls on all ranks, with one dtype and one policy"
-            )
+        mine = {
+            f"the call of {self.name} (nothing was sent)": f"{collective} of {dtype}, rows of {width} elements",
+            f"the policy of {self.name} (nothing was sent)": str(self.policy),
+        }
+        require_alike(mine, self.group, f"to compare the first {collective} of {self.name}")
         if len(self._agreed) >= 4096:
             self._agreed.clear()
         self._agreed.add(key)

@@ -26,6 +26,7 @@ from torch import nn
 from commlayer.compressed import CompressedGroup
 from commlayer.engine.progress import ProgressQueue, QueuedWork
 from commlayer.integrations.flat_buffers import ROW_ELEMENTS, all_reduce_flat, views_in
+from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["Bucket", "BucketLine", "lines_of", "needs_one_order"]
@@ -78,7 +79,8 @@ class Bucket:
             view.zero_()
         elif gradient.layout is not torch.strided:
             raise UsageError(
-                f"the gradient of {self.names[slot]} is sparse: buckets are of dense ones; use sparse=False, or freeze it"
+                f"{who()}the gradient of {self.names[slot]} is sparse: buckets are of dense ones; use sparse=False, or "
+                "freeze it"
             )
         elif gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
             return
@@ -92,11 +94,13 @@ class Bucket:
             self.names, self.parameters, self.views, self.is_there, strict=False
         ):
             if not parameter.requires_grad:
-                raise UsageError(f"{name} was frozen since these GradientBuckets were made: close them and make others")
+                raise UsageError(
+                    f"{who()}{name} was frozen since these GradientBuckets were made: close them and make others"
+                )
             if is_there and (parameter.grad is None or parameter.grad.data_ptr() != view.data_ptr()):
                 raise UsageError(
-                    f"the gradient of {name} was replaced between its backward pass and finish(), where it may be on its way to "
-                    "other ranks: scale, clip or drop gradients after finish()"
+                    f"{who()}the gradient of {name} was replaced between its backward pass and finish(), where it may be on its "
+                    "way to other ranks: scale, clip or drop gradients after finish()"
                 )
 
     def all_reduce(self, flat: torch.Tensor) -> dist.Work | None:

@@ -21,6 +21,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.bucket_lines import Bucket, BucketLine, lines_of, needs_one_order
 from commlayer.integrations.gradients import compressed_axis, gradient_axes
 from commlayer.integrations.mesh import FoldedMesh
+from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import WireChoice, flat_policy
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.folded import AXES
@@ -77,7 +78,7 @@ class GradientBuckets:
         wire: WireChoice = None,
     ) -> None:
         if bucket_bytes < 1:
-            raise UsageError(f"bucket_bytes must be 1 or more, got {bucket_bytes}")
+            raise UsageError(f"{who()}bucket_bytes must be 1 or more, got {bucket_bytes}")
         policy = flat_policy(wire, "dp")
         self._made_for = _signature(module), bucket_bytes, policy
         self._lines: list[BucketLine] = []
@@ -149,7 +150,7 @@ class GradientBuckets:
         after it came, for a parameter that was frozen since the buckets were made, and after :meth:`close`.
         """
         if self._lines and not self._handles:
-            raise UsageError("these GradientBuckets were closed: make others")
+            raise UsageError(f"{who()}these GradientBuckets were closed: make others")
         for parameter in self._alone:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -209,8 +210,8 @@ class GradientBuckets:
         line, bucket, slot = self._places[id(parameter)]
         if bucket.is_there[slot]:
             raise UsageError(
-                f"the gradient of {bucket.names[slot]} came twice before finish(): run all backward passes of a step but the "
-                "last under accumulating(); after a step that failed, call reset()"
+                f"{who()}the gradient of {bucket.names[slot]} came twice before finish(): run all backward passes of a step "
+                "but the last under accumulating(); after a step that failed, call reset()"
             )
         bucket.take(slot)  # also of a micro-batch that is not the last: later ones are added in place then
         if self._is_last:

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe.routing import who
 from commlayer.integrations.parameter_marks import mark_replicated
 from commlayer.integrations.shares import even_rows, gather_shares
 from commlayer.integrations.wire_choice import WireChoice, wired
@@ -94,7 +95,7 @@ class _Linear(nn.Module):
         """This rank's slice, a view, of a whole weight, or of anything else of its shape, such as its gradient."""
         if tuple(whole.shape) != (self.out_features, self.in_features):
             raise TensorError(
-                f"expected a whole weight [{self.out_features}, {self.in_features}], got shape {list(whole.shape)}"
+                f"{who()}expected a whole weight [{self.out_features}, {self.in_features}], got shape {list(whole.shape)}"
             )
         return whole if self.dim is None else whole.chunk(self.tp.size, self.dim)[self.tp.rank]
 
@@ -102,13 +103,13 @@ class _Linear(nn.Module):
     def load_full(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Take this rank's slice of a whole weight and bias. Raises TensorError for another shape."""
         if self.weight.is_meta:
-            raise UsageError("the layer is on the meta device and has no memory: call to_empty(device=…) first")
+            raise UsageError(f"{who()}the layer is on the meta device and has no memory: call to_empty(device=…) first")
         self.weight.copy_(self.shard(weight))
         if bias is None:
             return
         if self.bias is None or tuple(bias.shape) != (self.out_features,):
             has = "no bias" if self.bias is None else f"a bias [{self.out_features}]"
-            raise TensorError(f"the layer has {has}, got one of shape {list(bias.shape)}")
+            raise TensorError(f"{who()}the layer has {has}, got one of shape {list(bias.shape)}")
         self.bias.copy_(bias.chunk(self.tp.size)[self.tp.rank] if self.dim == 0 else bias)
 
     @torch.no_grad()
@@ -284,5 +285,5 @@ def _check_divides(name: str, features: int, size: int) -> None:
     if features % size:
         sizes = " and ".join(map(str, nearest(size, divisors(features))))
         raise UsageError(
-            f"{name}={features} cannot be split over tp={size}; the nearest sizes of tp that divide it: {sizes}"
+            f"{who()}{name}={features} cannot be split over tp={size}; the nearest sizes of tp that divide it: {sizes}"
         )

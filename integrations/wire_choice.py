@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from commlayer.agree.maximum import is_agreed
+from commlayer.agree.messages import require_alike
 from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
-from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.wire import Scaling, WireFormat, WirePolicy, parse_wire
 from commlayer.settings import Settings
 
@@ -133,11 +133,11 @@ def require_same_wire(group: dist.ProcessGroup, what: str, *ways: CompressedGrou
     if group.size() == 1 or dist.get_backend(group) != "commlayer":
         return
     mine = "; ".join("native" if way is None else str(way.policy) for way in ways)
-    if not is_agreed(f"{what}: {mine}", group):
-        raise DisagreementError(
-            f"rank {dist.get_rank()}: ranks differ in the wire formats of {what}. Here: {mine}. Give all ranks the same, also in "
-            "COMMLAYER_WIRE"
-        )
+    require_alike(
+        {f"the wire formats of {what} (given to it, or by COMMLAYER_WIRE)": mine},
+        group,
+        f"to compare the formats of {what}",
+    )
 
 
 def tensor_parallel_wire(wire: str = "fp8_e4m3") -> tuple[WirePolicy, WirePolicy]:

@@ -1,6 +1,6 @@
-"""Agreement of a group on a value: whether all ranks have it alike, and a number that they settle without waiting for each other.
+"""Agreement of a group on the largest of its ranks' numbers: at once, or without waiting for each other.
 
-The number is the largest of the call before.
+The latter is the largest of the call before.
 
 With uneven splits every rank sees other byte counts, and a plan that depends on a rank's own deadlocks the job. Asking
 everybody before each call would cost a small message its time again. So the exchange for one call is started with that
@@ -10,24 +10,25 @@ call, and read at the next one, when it has long ended.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from commlayer.agree.messages import Peers, blaming
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.waits import wait
 
-__all__ = ["AgreedMaximum", "is_agreed"]
+__all__ = ["AgreedMaximum", "settle_maximum"]
 
 
-def is_agreed(text: str, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of ``group`` have the same ``text``. Collective, and the same answer on all ranks."""
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    both = torch.tensor([digest, -digest], dtype=torch.int64)  # the largest, and the smallest
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    return int(both[0]) == -int(both[1])
+def settle_maximum(value: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
+    """Put the largest of all ranks' numbers into ``value``, on the CPU. Collective; ``purpose``: "to choose a format".
+
+    Raises CollectiveTimeoutError where a rank does not come, PeerError where one is gone; both name the ranks and the purpose.
+    """
+    with blaming(Peers.of(group), None, purpose):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
 
 
 class AgreedMaximum:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures.waits import Board, is_timeout, wait
-from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
 
@@ -32,12 +32,14 @@ __all__ = [
     "ControlMessage",
     "Peers",
     "Reason",
+    "blaming",
     "check_alike",
     "decode",
     "encode",
     "from_first",
     "gather_grid",
     "gather_messages",
+    "require_alike",
 ]
 
 LIMIT_BYTES = 1 << 20
@@ -164,7 +166,7 @@ def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | N
     """
     mine = _as_tensor(encode(value))
     until = _until(timeout_s)
-    with _blaming(peers, timeout_s, purpose):
+    with blaming(peers, timeout_s, purpose):
         lengths = _all_gather(peers, torch.tensor([mine.numel()], dtype=torch.int64), until)
         sizes = [int(length) for length in lengths]
         for rank, size in zip(peers.ranks, sizes, strict=True):
@@ -218,7 +220,7 @@ def from_first(value: M, type_: type[M], peers: Peers, timeout_s: float | None, 
     """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As :func:`gather_messages`."""
     content = _as_tensor(encode(value))
     until = _until(timeout_s)
-    with _blaming(peers, timeout_s, purpose):
+    with blaming(peers, timeout_s, purpose):
         size = int(_broadcast(peers, torch.tensor([content.numel()], dtype=torch.int64), until))
         _check_size(size, peers.ranks[0])
         if peers.place != 0:
@@ -238,6 +240,20 @@ def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
                 + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others)
                 + ": start all ranks with the same one"
             )
+
+
+class _Values(ControlMessage, frozen=True):
+    """The values, by name, that a rank must have like the others."""
+
+    values: dict[str, str]
+
+
+def require_alike(values: Mapping[str, str], group: dist.ProcessGroup, purpose: str) -> None:
+    """Raise DisagreementError, on all ranks alike, unless all ranks of ``group`` have the same ``values``. Collective over it;
+    as :func:`gather_messages` with its ``purpose``, :func:`check_alike`."""
+    peers = Peers.of(group)
+    told = gather_messages(_Values(dict(values)), _Values, peers, None, purpose)
+    check_alike([(rank, each.values) for rank, each in zip(peers.ranks, told, strict=True)])
 
 
 def _shown(value: str | None) -> str:
@@ -282,8 +298,11 @@ def _wait(work: dist.Work, until: float | None, board: Board | None) -> None:
 
 
 @contextlib.contextmanager
-def _blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[None]:
-    """Turn what breaks inside into an error that says which ranks were waited for, and for what."""
+def blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[None]:
+    """Turn what breaks inside into an error that says which ranks were waited for, and for what.
+
+    What a group of the backend raises already names its group and who is to blame: that stays.
+    """
     started = time.monotonic()
     try:
         yield
@@ -291,6 +310,8 @@ def _blaming(peers: Peers, timeout_s: float | None, purpose: str) -> Iterator[No
         raise
     except RuntimeError as error:
         who = f"rank {peers.rank}: ranks {list(peers.ranks)} did not all come {purpose}"
+        if isinstance(error, BLAMING):
+            raise type(error)(f"{who}: {error}") from error
         is_over = timeout_s is not None and time.monotonic() - started >= timeout_s
         if is_over or is_timeout(error):
             limit = "the group's timeout" if timeout_s is None else f"{timeout_s:g} s"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from commlayer.agree.maximum import settle_maximum
 from commlayer.scheduler.wire import WireFormat, WirePolicy
 
 __all__ = ["Governor"]
@@ -58,7 +59,7 @@ class Governor:
         error, norm = measure(wire_format)
         mine = math.sqrt(error / norm) if norm > 0 else 0.0
         worst = torch.tensor([mine if math.isfinite(mine) else math.inf], dtype=torch.float64)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        settle_maximum(worst, self._group, f"to agree on the error of {wire_format} of {self._name}")
         self.errors[wire_format] = float(worst)
         if self.errors[wire_format] <= budget:
             return

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
+import re
+import signal
+from datetime import timedelta
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ import commlayer.backend.create  # once, before ranks are forked
 from commlayer.compressed import CompressedGroup
 from commlayer.engine.encoded_flat import FlatEncoded
 from commlayer.integrations import planned_group
-from commlayer.profiles.errors import DisagreementError, NonFiniteError, TensorError
+from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, NonFiniteError, PeerError, TensorError
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.wire.codecs import Codec
@@ -278,15 +282,67 @@ def test_refusals(emulated_cluster: ClusterFactory) -> None:
 def one_dtype_is_different() -> str:
     group = start(formats=(E4M3,))
     x = torch.ones(8, 16, dtype=torch.bfloat16 if dist.get_rank() == 1 else torch.float32)
-    with pytest.raises(DisagreementError, match="Nothing was sent") as found:
+    with pytest.raises(DisagreementError, match="nothing was sent") as found:
         group.all_reduce(x)
     return str(found.value)
 
 
 def test_ranks_that_differ_in_dtype_hear_of_it(emulated_cluster: ClusterFactory) -> None:
     texts = emulated_cluster(1, 3).run(one_dtype_is_different, timeout_s=60)
-    assert "bfloat16" in texts[1]
-    assert "float32" in texts[0]
+    for text in texts:
+        assert re.search(r"rank 0 has .*float32.*, rank 1 has .*bfloat16", text)
+        assert "rank 2" not in text
+
+
+class _Late:
+    """The waits in which all ranks agree before a call, one of which a rank does not come to."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=3))
+        self.group = CompressedGroup(cast("Any", dist.group.WORLD), WirePolicy((BF16,), error_budget=0.5), "dp")
+
+    def formats(self) -> None:
+        self.group.governor.allowed((BF16,), lambda _: (0.0, 1.0))
+
+    def rows(self) -> None:
+        self.group._agree(torch.ones(4, 8), torch.ones(4, 8))
+
+    def kind(self) -> None:
+        self.group._agree_once("all_reduce", torch.float32, 8)
+
+
+def one_rank_does_not_come(wait: str, *, dies: bool) -> str:
+    late = _Late()
+    if dist.get_rank() == 1:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.distributed_c10d._get_default_store().wait(["heard"], timedelta(seconds=60))
+        return ""
+    with pytest.raises((PeerError, CollectiveTimeoutError)) as found:
+        getattr(late, wait)()
+    if not dies:
+        dist.distributed_c10d._get_default_store().set("heard", "")
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize(
+    ("wait", "purpose"),
+    [
+        ("formats", "to agree on the error of bf16 of dp"),
+        ("rows", "to agree on the largest number of rows of dp"),
+        ("kind", "to compare the first all_reduce of dp"),
+    ],
+)
+def test_a_rank_that_does_not_agree_is_named_with_what_was_to_be_agreed(
+    emulated_cluster: ClusterFactory, wait: str, purpose: str, *, dies: bool
+) -> None:
+    cluster = emulated_cluster(1, 2, mode="loopback")
+    text = cluster.run(partial(one_rank_does_not_come, wait, dies=dies), check=False, grace_s=40, timeout_s=60)[0].value
+    assert text.startswith(f"{'PeerError' if dies else 'CollectiveTimeoutError'}: rank 0"), text
+    assert purpose in text
+    assert "rank 1 " in text
+    assert "group 0" in text
 
 
 def one_rank_has_nan(policy: dict[str, Any]) -> str:

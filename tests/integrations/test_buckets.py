@@ -370,9 +370,12 @@ def test_wire_formats(emulated_cluster: ClusterFactory) -> None:
         assert found == {"bf16": 2, "fp8": 2}
 
 
+DIFFERING = r"ranks disagree on the wire formats of .*: rank 0 has .*bf16.*, rank 1 has .*native"
+
+
 def formats_differ() -> None:
     start()
-    with FoldedMesh({}) as mesh, pytest.raises(DisagreementError, match="ranks differ in the wire formats"):
+    with FoldedMesh({}) as mesh, pytest.raises(DisagreementError, match=DIFFERING):
         GradientBuckets(nn.Linear(8, 8), mesh, wire="native" if dist.get_rank() else "bf16!")
 
 
@@ -403,7 +406,7 @@ def a_failed_step() -> None:
             with pytest.raises(Broken):
                 loss(model, 99).backward()
             handle.remove()
-            with pytest.raises(UsageError, match=r"came twice before finish\(\).*call reset\(\)"):
+            with pytest.raises(UsageError, match=r"rank \d: .*came twice before finish\(\).*call reset\(\)"):
                 loss(model, 99).backward()
             buckets.reset()
             assert all(parameter.grad is None for parameter in model.parameters())
@@ -512,7 +515,7 @@ def other_uses() -> None:
         assert watched() is None
         tied(torch.ones(1, 3)).sum().backward()  # and a hook of nobody does nothing
         sparse = nn.Embedding(4, 2, sparse=True)
-        with GradientBuckets(sparse, mesh), pytest.raises(UsageError, match="gradient of weight is sparse"):
+        with GradientBuckets(sparse, mesh), pytest.raises(UsageError, match=r"rank \d: .*gradient of weight is sparse"):
             sparse(torch.tensor([1])).sum().backward()
 
 
@@ -733,5 +736,6 @@ def test_gradients_that_the_program_changes_too_early(emulated_cluster: ClusterF
             buckets.reset()
             return str(caught.value)
 
-    for text in emulated_cluster(1, 2).run(job):
+    for rank, text in enumerate(emulated_cluster(1, 2).run(job)):
+        assert text.startswith(f"rank {rank}: ")
         assert ("was frozen since" if how == "frozen" else "was replaced between") in text

@@ -515,6 +515,20 @@ def test_rotation_depends_on_distance_only() -> None:
     assert not torch.isclose(score(3, 1), score(4, 1))
 
 
+def test_a_linear_layer_that_refuses_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    with pytest.raises(UsageError, match=r"^rank 3: out_features=10 cannot be split"):
+        ColumnParallelLinear(4, 10, tp=pretended(4))
+    layer = ReplicatedLinear(2, 4, tp=alone())
+    with pytest.raises(TensorError, match=r"^rank 3: expected a whole weight"):
+        layer.load_full(torch.zeros(2, 2))
+    with pytest.raises(TensorError, match=r"^rank 3: the layer has no bias"):
+        layer.load_full(torch.zeros(4, 2), torch.zeros(4))
+    with pytest.raises(UsageError, match=r"^rank 3: the layer is on the meta device"):
+        layer.to("meta").load_full(torch.zeros(4, 2))
+
+
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(UsageError, match=r"out_features=10 cannot be split over tp=4; the nearest .*: 2 and 5"):
         ColumnParallelLinear(4, 10, tp=pretended(4))
