@@ -35,4 +35,4 @@ __all__ = [
     "read_profile",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, modules=("catalog", "measure"))
+__getattr__, __dir__ = lazy_names(__name__, modules=("catalog", "sweep"))

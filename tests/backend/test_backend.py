@@ -746,7 +746,8 @@ def test_import_torch_never_fails_and_loads_little() -> None:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         COMMLAYER_PROFILE="none",
     )
-    assert sound.communicate()[0] == "True ['commlayer', 'commlayer.backend'] False\n"
+    loaded = ["commlayer", "commlayer.backend", "commlayer.profiles", "commlayer.profiles.lazy_names"]
+    assert sound.communicate()[0] == f"True {loaded} False\n"
     assert unset.communicate()[0] == "alive\n"
     out, err = broken.communicate()
     assert out == "alive\n"

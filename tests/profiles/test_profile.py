@@ -378,7 +378,7 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
     heavy = ("torch", "numpy", "scipy", "matplotlib")
     code = (
         "import sys, commlayer.profiles as p; assert 'msgspec' not in sys.modules; "
-        "[getattr(p, name) for name in p.__all__]; p.catalog.load_profile('monta-a800-2x8'); p.measure; "
+        "[getattr(p, name) for name in p.__all__]; p.catalog.load_profile('monta-a800-2x8'); p.sweep; "
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -388,6 +388,6 @@ def test_importing_the_package_loads_no_heavy_library() -> None:
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     import commlayer.profiles
 
-    assert {*commlayer.profiles.__all__, "catalog", "measure"} <= set(dir(commlayer.profiles))
+    assert {*commlayer.profiles.__all__, "catalog", "sweep"} <= set(dir(commlayer.profiles))
     with pytest.raises(AttributeError, match="has no attribute 'speed'"):
         commlayer.profiles.speed  # noqa: B018
