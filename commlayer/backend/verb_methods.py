@@ -200,8 +200,7 @@ def pair(row: Verb) -> Method:
             and input.is_cpu
             and input.is_contiguous()
             and output.is_contiguous()
-            and not (input.is_neg() or output.is_neg())
-            and not (output.requires_grad or input.requires_grad)
+            and not (input.is_neg() or output.is_neg() or input.requires_grad or output.requires_grad)
             and order.latest is None
             and not order.progress.pending
             and (
@@ -326,8 +325,7 @@ def exchange(row: Verb) -> Method:
             and input.is_cpu
             and input.is_contiguous()
             and output.is_contiguous()
-            and not (input.is_neg() or output.is_neg())
-            and not (output.requires_grad or input.requires_grad)
+            and not (input.is_neg() or output.is_neg() or input.requires_grad or output.requires_grad)
             and order.latest is None
             and not order.progress.pending
         ):
