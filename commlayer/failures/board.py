@@ -261,8 +261,9 @@ class FailureBoard:
         own = self.detector.reports.get((self.key, self.rank))
         if own is not None and own.is_leaving:
             return _Verdict((self.rank,), own.what, self.rank), True
-        seen = {wait.rank}
         first = None if failure.is_timeout else self._first
+        # Who was woken by a rank that waited for this one follows its own wait, too.
+        seen = {wait.rank} if first is None else set()
         sources = dict.fromkeys(wait.peers if first is None else (first.rank,), (failure.what, wait.rank))
         while True:
             reports = {peer: self.detector.reports.get((self.key, peer)) for peer in sources}

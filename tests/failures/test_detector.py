@@ -114,6 +114,16 @@ def test_a_woken_rank_does_not_blame_whom_it_happened_to_wait_for() -> None:
     assert detector.reports[KEY, 0].what == "did not answer within 2 s"
 
 
+def test_a_rank_that_is_woken_by_who_waited_for_it_names_whom_it_waited_for() -> None:
+    """Rank 1 waits for rank 0, which waits for rank 2, and is a moment earlier with its timeout."""
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    mine = board(detector)
+    detector.tell(Report(KEY, 1, (0,), "did not answer within 2 s"))
+    error = mine.blame(wait(0, 2), Failure(mine.woken(), 1.9, 2.0))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert str(error).startswith("rank 2 did not answer within 2 s; here")
+
+
 def test_a_group_is_broken_by_its_own_members_only() -> None:
     detector = FailureDetector(None, 0, RANKS, 0.0)
     others = FailureBoard(detector, "other", 0, (0, 1))
