@@ -402,8 +402,8 @@ def test_sending_on_a_measured_cluster_is_half_an_exchange() -> None:
 
 
 def test_a_profile_without_the_curve_says_which() -> None:
-    # The shipped profiles of emulated clusters know exchanges of replicated tokens only.
-    cluster = Cluster.from_profile(catalog.load("emulated-2x4"), hardware.GPUS["h100"])
+    # This one was measured when profiles knew exchanges of replicated tokens only.
+    cluster = Cluster.from_profile(catalog.load("emulated-2x4-8to1"), hardware.GPUS["h100"])
     with pytest.raises(PlanError, match=r"a curve of all_reduce on inter for group size 8, got none; .*Measure it"):
         Pricer(cluster).us("all_reduce", MIB, (4, 4))
 
