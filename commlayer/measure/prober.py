@@ -34,9 +34,10 @@ __all__ = ["Prober"]
 class Prober:
     """Runs plans and calls on all ranks of the world in step, and times them. Making and closing one is collective.
 
-    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``, by
-    name this rank's group; None: the world, its node, and its rail, the ranks at its place of every node. Each kind runs at the
-    same time everywhere in the cluster: a rail shares its node's wire with the other rails, as data-parallel groups do.
+    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``,
+    by name this rank's group; None: the world, its node, its rail (the ranks at its place of every node), and its pair, two
+    ranks of its node; a rank that has none of a kind waits until the others have measured. Each kind runs at the same time
+    everywhere in the cluster: a rail shares its node's wire with the other rails, as data-parallel groups do.
 
     As a context manager it is closed at the end of the block, or aborted where the block raises: closing waits for the
     other ranks, and would hide the error behind its own.
@@ -201,6 +202,7 @@ def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
         "world": range(topology.world_size),
         "node": topology.nodes[topology.node_of(rank)],
         "rail": [members[place] for members in topology.nodes],
+        "pair": topology.nodes[topology.node_of(rank)][place // 2 * 2 :][:2],
     }
 
 
