@@ -168,7 +168,7 @@ def _timed(plans: Iterable[Plan]) -> Iterator[tuple[CurveKey, Leg, Plan]]:
 
 def _alone(leg: Leg, plan: Plan) -> Plan:
     """``plan`` with one step, of ``leg``."""
-    return replace(plan, steps=(leg.step(Cut(plan.traffic, gather=plan.gather, wire=plan.wire)),))
+    return replace(plan, steps=(leg.step(Cut(plan.traffic, gather=plan.gather, wire=plan.wire, is_on_one_level=plan.strategy is Strategy.DIRECT)),))
 
 
 def _is_inside(probe: Probe) -> bool:
