@@ -211,9 +211,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def _measurable(self) -> set[tuple[str, int]]:
         """The links and group sizes that ``commlayer profile`` measures on a cluster of this shape."""
         topology = Topology.parse(self.topology)
-        if not topology.is_uniform or topology.world_size == 1:
-            return set()  # it refuses those
-        nodes, ranks = topology.num_nodes, topology.ranks_per_node
+        if topology.world_size == 1:
+            return set()  # it refuses that
+        nodes, ranks = topology.num_nodes, max(map(len, topology.nodes))
         if nodes == 1:
             return {("intra", ranks), ("device", 1)}
         of_node = {("intra", ranks)} if ranks > 1 else set()

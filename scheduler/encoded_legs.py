@@ -12,7 +12,7 @@ first is waited for.
 from __future__ import annotations
 
 from commlayer.scheduler.encoded_moves import EncodedPlace, ExchangePlace
-from commlayer.scheduler.group_legs import SHARE, SUM_NODE, Cross, SpreadSlices, SumNodes
+from commlayer.scheduler.group_legs import SHARE, SUM_NODE, SUM_NODES, Cross, SpreadSlices
 from commlayer.scheduler.group_moves import Piece
 from commlayer.scheduler.legs import AHEAD, LATE, CodedLeg, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Decode, Encode, Message, Moves, Reduction, filled
@@ -82,9 +82,12 @@ class EncodeSums(CodedLeg):
         return Moves(encodes=tuple(Encode(place.partial(b, p), place.outgoing(b, p)) for b, p in pieces))
 
 
-class DecodeSums(CodedLeg, SumNodes):
+class DecodeSums(CodedLeg):
     """The owner adds the other nodes' sums to its own node's, which is not rounded. Nodes of different sizes cut its block at
     different places, and a message is decoded as a whole: then one node after the other is added to what is there."""
+
+    def size(self, cut: Cut) -> float:
+        return SUM_NODES.size(cut)
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         own = place.own(chunk)

@@ -17,7 +17,7 @@ from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LegOrder, LocalLe
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
 from commlayer.scheduler.plan import Cut, Op, Span
 
-__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "Cross", "SpreadSlices", "SumNodes"]
+__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "SUM_NODES", "Cross", "SpreadSlices"]
 
 
 class OwnBlock(LocalLeg):

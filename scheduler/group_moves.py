@@ -63,7 +63,10 @@ def owned_blocks(plan: Plan, nodes: Nodes, align: int = ALIGN) -> tuple[int, ...
         return even_blocks(num_bytes, size, align)
     parts = math.lcm(*map(len, nodes))
     weights = {member: parts // len(members) for members in nodes for member in members}
-    cuts = [cut(num_bytes, parts * len(nodes), k, align) for k in accumulate(map(weights.__getitem__, range(size)), initial=0)]
+    cuts = [
+        cut(num_bytes, parts * len(nodes), k, align)
+        for k in accumulate(map(weights.__getitem__, range(size)), initial=0)
+    ]
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 

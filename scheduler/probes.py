@@ -3,6 +3,10 @@
 The list comes from the legs of all plans that can be chosen (:func:`commlayer.scheduler.strategies.candidates`), on the groups
 that every cluster has: the grid of replicated tokens, the world, the ranks of a node, and the ranks at one place of every node
 (a rail). A leg that is timed by a curve of its own adds that curve to what is measured.
+
+Where nodes hold different numbers of ranks there is no grid. All nodes work at once, each among its own ranks, and the curve is
+that of the fullest one; there are as many rails as the emptiest node has ranks, which is what :meth:`Cut.over_rails
+<commlayer.scheduler.plan.Cut.over_rails>` counts on. A rank that has nobody to exchange with is idle.
 """
 
 from __future__ import annotations
@@ -72,6 +76,17 @@ class Probe:
         """Whether it is a call of the backend's own between the ranks of a group."""
         return isinstance(self.leg, OwnCallLeg)
 
+    def among(self, num_ranks: int) -> Probe:
+        """The probe of the same leg for a node that holds another number of ranks: beside it, and as many bytes."""
+        traffic = self.unit.traffic
+        if traffic.nodes != (traffic.group_size,) or num_ranks == traffic.group_size:
+            return self
+        size = traffic.block_bytes * num_ranks
+        unit = replace(
+            self.unit, traffic=replace(traffic, logical_bytes=size, group_size=num_ranks, nodes=(num_ranks,))
+        )
+        return replace(self, unit=_alone(self.leg, unit))
+
     def plan(self, num_bytes: int) -> Plan:
         """The plan whose step is of ``num_bytes``, or of as many more as its ranks can divide."""
         unit = self.unit
@@ -91,14 +106,17 @@ MESSAGE = _Message("message", Op.BROADCAST, Span.GROUP, Buffer.INPUT, Buffer.OUT
 
 
 def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = False) -> list[Probe]:
-    """List what is measured on a cluster of equal nodes, each curve once, in the order of a profile.
+    """List what is measured on a cluster, each curve once, in the order of a profile.
 
     ``with_groups`` False: on the grid only. ``is_brief``: of the rails nothing but the steps, and no broadcasts inside nodes.
     """
-    m, width = topology.num_nodes, topology.ranks_per_node
-    found = probes_of_grid(*((m, width, Resource.INTER) if m > 1 else (width, 1, Resource.INTRA)))
+    nodes = tuple(map(len, topology.nodes))
+    m, width = len(nodes), max(nodes)
+    found = []
+    if topology.is_uniform:
+        found += probes_of_grid(*((m, width, Resource.INTER) if m > 1 else (width, 1, Resource.INTRA)))
     if with_groups:
-        shapes = {"world": (width,) * m}
+        shapes = {"world": nodes}
         if m > 1 and width > 1:
             shapes |= {"node": (width,), "rail": (1,) * m}
         for where, nodes in shapes.items():
@@ -168,7 +186,14 @@ def _timed(plans: Iterable[Plan]) -> Iterator[tuple[CurveKey, Leg, Plan]]:
 
 def _alone(leg: Leg, plan: Plan) -> Plan:
     """``plan`` with one step, of ``leg``."""
-    return replace(plan, steps=(leg.step(Cut(plan.traffic, gather=plan.gather, wire=plan.wire, is_on_one_level=plan.strategy is Strategy.DIRECT)),))
+    return replace(
+        plan,
+        steps=(
+            leg.step(
+                Cut(plan.traffic, gather=plan.gather, wire=plan.wire, is_on_one_level=plan.strategy is Strategy.DIRECT)
+            ),
+        ),
+    )
 
 
 def _is_inside(probe: Probe) -> bool:

@@ -36,7 +36,22 @@ GLOO_MOVES = [
 GLOO_REFUSES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex128]
 """Gloo's own result for these is that of their bytes."""
 LAYOUTS = [
-    *[(1,), (2,), (1, 1), (1, 2), (1, 1, 1), (2, 2), (1, 2, 1), (2, 3), (3, 3), (1, 2, 2, 1), (3, 1), (5, 1), (3, 4), (2, 4, 1)],
+    *[
+        (1,),
+        (2,),
+        (1, 1),
+        (1, 2),
+        (1, 1, 1),
+        (2, 2),
+        (1, 2, 1),
+        (2, 3),
+        (3, 3),
+        (1, 2, 2, 1),
+        (3, 1),
+        (5, 1),
+        (3, 4),
+        (2, 4, 1),
+    ],
     *[(8,), (4, 4), (2, 2, 2, 2)],
 ]
 WIDTH = 3
