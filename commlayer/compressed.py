@@ -22,7 +22,6 @@ from commlayer.engine.plain import plain
 from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.group_moves import even_blocks
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
@@ -72,8 +71,7 @@ class CompressedGroup:
             return cast("dist.Work", dist.all_reduce(x, group=self.group, async_op=True))
         if x.is_cuda:
             return self._flat(plan, x).all_reduce(x)
-        blocks = even_blocks(x.nbytes, self.group.size(), plan.traffic.cut_bytes(plan.wire))
-        return cast("dist.Work", self.group.start_encoded(plan, x, x, blocks, self._codec(plan.wire, x)))
+        return cast("dist.Work", self.group.start_encoded(plan, x, x, None, self._codec(plan.wire, x)))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
         """``out`` becomes this rank's rows of the sum of all ranks' ``x`` [Σ rows, …]; None: as many for each.

@@ -31,7 +31,7 @@ class Resource(str, Enum):
 
 
 class Peaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Peak rates of one RANK, one direction, when all ranks of a node move at once.
+    """Peak rates of one RANK, one direction, when all ranks of a node move at once; of uneven nodes the emptiest one's.
 
     A network card of 0.05 GB/s that four ranks share has ``inter_gbps`` 0.0125. ``device_gbps`` counts the bytes that a
     copy copies: a copy reads and writes, so it is half of what the memory is specified for.

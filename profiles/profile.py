@@ -211,11 +211,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def _measurable(self) -> set[tuple[str, int]]:
         """The links and group sizes that ``commlayer profile`` measures on a cluster of this shape."""
         topology = Topology.parse(self.topology)
-        if not topology.is_uniform or topology.world_size == 1:
-            return set()  # it refuses those
-        nodes, ranks = topology.num_nodes, topology.ranks_per_node
+        if topology.world_size == 1:
+            return set()  # it refuses that
+        nodes, ranks = topology.num_nodes, max(map(len, topology.nodes))
         of_node = {("intra", ranks)} if ranks > 1 else set()
-        of_node |= {("intra", 2)} if ranks % 2 == 0 else set()
+        of_node |= {("intra", 2)} if ranks > 2 else set()
         if nodes == 1:
             return {("device", 1)} | of_node
         return {("inter", topology.world_size), ("inter", nodes), ("device", 1)} | of_node

@@ -47,10 +47,10 @@ class Scatter(ExchangeLeg):
 
 
 class SendOn(ExchangeLeg):
-    """The ranks of the root's node send their slices to the other nodes."""
+    """The ranks of the root's node send their slices to the other nodes; those are fewest where that is the emptiest one."""
 
     def size(self, cut: Cut) -> float:
-        return super().size(cut) * len(cut.traffic.nodes) / max(cut.traffic.nodes)
+        return super().size(cut) * len(cut.traffic.nodes) / min(cut.traffic.nodes)
 
     def moves(self, place: BroadcastPlace, tag: int, chunk: int) -> Moves:
         mine = place.slice_of(place.a, place.i, chunk)

@@ -12,7 +12,7 @@ first is waited for.
 from __future__ import annotations
 
 from commlayer.scheduler.encoded_moves import EncodedPlace, ExchangePlace
-from commlayer.scheduler.group_legs import SHARE, SUM_NODE, Cross, SpreadSlices, SumNodes
+from commlayer.scheduler.group_legs import SHARE, SUM_NODE, SUM_NODES, Cross, SpreadSlices
 from commlayer.scheduler.group_moves import Piece
 from commlayer.scheduler.legs import AHEAD, LATE, CodedLeg, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Decode, Encode, Message, Moves, Reduction, filled
@@ -75,15 +75,32 @@ class EncodeSums(CodedLeg):
 
     def size(self, cut: Cut) -> float:
         num_nodes = len(cut.traffic.nodes)
-        return cut.size / max(cut.traffic.nodes) / cut.chunks * (num_nodes - 1) / num_nodes
+        return cut.over_rails(cut.size) / cut.chunks * (num_nodes - 1) / num_nodes
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         pieces = [(b, piece) for b in place.away for piece in place.pieces(b, place.i, chunk)]
         return Moves(encodes=tuple(Encode(place.partial(b, p), place.outgoing(b, p)) for b, p in pieces))
 
 
-class DecodeSums(CodedLeg, SumNodes):
-    """The owner adds the other nodes' sums to its own node's, which is not rounded."""
+class DecodeSums(CodedLeg):
+    """The owner adds the other nodes' sums to its own node's, which is not rounded. Nodes of different sizes cut its block at
+    different places, and a message is decoded as a whole: then one node after the other is added to what is there."""
+
+    def size(self, cut: Cut) -> float:
+        return SUM_NODES.size(cut)
+
+    def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
+        own = place.own(chunk)
+        others = [[piece for _, piece in place.mine(b, chunk)] for b in place.away]
+        if all(len(pieces) == 1 and pieces == own for pieces in others):
+            crossed = tuple(place.crossed(b, own[0]) for b in place.away)
+            return Moves(reductions=(Reduction((place.partial(place.a, own[0]), *crossed), place.output(own[0])),))
+        sums = [Reduction((place.partial(place.a, piece),), place.output(piece)) for piece in own]
+        for b, pieces in zip(place.away, others, strict=True):
+            for piece in pieces:
+                target = place.output(piece)
+                sums.append(Reduction((target, place.crossed(b, piece)), target))
+        return Moves(reductions=tuple(sums))
 
 
 # Gathers
@@ -107,7 +124,7 @@ class CodedRails(ExchangeLeg):
     """Each owner's pieces go to the ranks that handle them on the other nodes."""
 
     def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks / max(cut.traffic.nodes) * cut.ratio
+        return cut.over_rails(cut.size / cut.chunks) * cut.ratio
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         return place.across(
@@ -122,7 +139,7 @@ class DecodeRails(CodedLeg):
 
     def size(self, cut: Cut) -> float:
         num_nodes = len(cut.traffic.nodes)
-        return cut.size / cut.chunks / max(cut.traffic.nodes) * (num_nodes - 1) / num_nodes
+        return cut.over_rails(cut.size / cut.chunks) * (num_nodes - 1) / num_nodes
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         pieces = [piece for b in place.away for piece in place.pieces(b, place.i, chunk)]
@@ -152,16 +169,16 @@ class DecodeAll(CodedLeg):
 # An all_to_all with any splits: to ranks of the own node as they are, to others encoded; on one node all are encoded
 
 
-def _far(traffic: Traffic) -> float:
-    """Compute the part of the ranks that gets encoded messages."""
-    return (traffic.group_size - max(traffic.nodes)) / traffic.group_size if len(traffic.nodes) > 1 else 1.0
+def _far(traffic: Traffic, near: int) -> float:
+    """Compute the part of the ranks that gets encoded messages from one whose node holds ``near`` of them."""
+    return (traffic.group_size - near) / traffic.group_size if len(traffic.nodes) > 1 else 1.0
 
 
 class EncodeFar(CodedLeg):
     """Encode what goes to ranks that are far."""
 
     def size(self, cut: Cut) -> float:
-        return cut.size / cut.chunks * _far(cut.traffic)
+        return cut.size / cut.chunks * _far(cut.traffic, min(cut.traffic.nodes))
 
     def moves(self, place: ExchangePlace, tag: int, chunk: int) -> Moves:
         return Moves(encodes=tuple(Encode(n, e) for _, n, e in place.coded(Buffer.INPUT, chunk)))
@@ -186,7 +203,7 @@ class SendNear(ExchangeLeg):
     is_whole = True
 
     def size(self, cut: Cut) -> float:
-        return cut.size * (1 - _far(cut.traffic))
+        return cut.size * (1 - _far(cut.traffic, max(cut.traffic.nodes)))
 
     def moves(self, place: ExchangePlace, tag: int, chunk: int) -> Moves:
         sends = (Message(k, tag, place.whole(Buffer.INPUT, k)) for k in place.near)

@@ -10,12 +10,14 @@ On one level the whole group is one node, so the same legs share, sum and spread
 
 from __future__ import annotations
 
-from commlayer.scheduler.group_moves import GroupPlace
+from itertools import pairwise
+
+from commlayer.scheduler.group_moves import GroupPlace, Piece
 from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
 from commlayer.scheduler.plan import Cut, Op, Span
 
-__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "Cross", "SpreadSlices", "SumNodes"]
+__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "SUM_NODES", "Cross", "SpreadSlices"]
 
 
 class OwnBlock(LocalLeg):
@@ -74,7 +76,7 @@ class Cross(ExchangeLeg):
     yields = True
 
     def size(self, cut: Cut) -> float:
-        return cut.size / max(cut.traffic.nodes) / cut.chunks / cut.pieces * cut.ratio
+        return cut.over_rails(cut.size) / cut.chunks / cut.pieces * cut.ratio
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
         parts = place.plan.pieces
@@ -86,23 +88,20 @@ class Cross(ExchangeLeg):
 
 
 class SumNodes(LocalLeg):
-    """The sum over the nodes, this one first. Nodes of different sizes cut this rank's block at different places: then one node
-    after the other is added to what is there."""
+    """The sum over the nodes, this one first: at once wherever all of them have a piece of this rank's block, which nodes of
+    different sizes cut at different places."""
 
     def size(self, cut: Cut) -> float:
         return cut.block * (len(cut.traffic.nodes) - 1) / cut.chunks
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
-        own = place.own(chunk)
-        others = [[piece for _, piece in place.mine(b, chunk)] for b in place.away]
-        if all(len(pieces) == 1 and pieces == own for pieces in others):
-            crossed = tuple(place.crossed(b, own[0]) for b in place.away)
-            return Moves(reductions=(Reduction((place.partial(place.a, own[0]), *crossed), place.output(own[0])),))
-        sums = [Reduction((place.partial(place.a, piece),), place.output(piece)) for piece in own]
-        for b, pieces in zip(place.away, others, strict=True):
-            for piece in pieces:
-                target = place.output(piece)
-                sums.append(Reduction((target, place.crossed(b, piece)), target))
+        sums = []
+        for own in place.own(chunk):
+            pieces = [own, *(piece for b in place.away for _, piece in place.mine(b, chunk))]
+            for start, stop in pairwise(sorted({edge for piece in pieces for edge in (piece.start, piece.stop)})):
+                piece = Piece(own.owner, start, stop, own.offset + start - own.start)
+                crossed = (place.crossed(b, piece) for b in place.away)
+                sums.append(Reduction((place.partial(place.a, piece), *crossed), place.output(piece)))
         return Moves(reductions=tuple(sums))
 
 
@@ -112,7 +111,7 @@ class Rails(ExchangeLeg):
     is_in_pieces = True
 
     def size(self, cut: Cut) -> float:
-        return cut.size / max(cut.traffic.nodes) / cut.chunks / cut.pieces
+        return cut.over_rails(cut.size) / cut.chunks / cut.pieces
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
         parts = place.plan.pieces

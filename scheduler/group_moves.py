@@ -1,17 +1,23 @@
 """Where the bytes of a group's ranks lie in a plan over nodes: what its legs (:mod:`commlayer.scheduler.group_legs`) move.
 
-Geometry. Member k of the group owns *block* k. The blocks of node b's members, one behind the other, are cut into one
-*slice* for each rank of node a: slice i is what rank i of node a handles of that node's data. Where both nodes hold equally
-many ranks a slice is exactly one block, and i is the same place in both nodes (a rail). A slice is cut into chunks, the
-chunks of a slice into the blocks that it touches: *pieces*. All stages of all_gather, reduce_scatter and all_reduce move
-pieces, there and back, so nodes of different sizes and blocks of different lengths need no case of their own.
+Geometry. Member k of the group owns *block* k, and every block is cut into chunks: chunk c of a block is the same bytes of it for
+all nodes, so what is summed or passed on in a chunk needs nothing of another one. What the blocks of node b's members have in
+a chunk, one behind the other, is divided among the ranks of node a: *share* i is what rank i of node a handles of it, and the
+shares of all chunks together are its *slice*. Where both nodes hold equally many ranks a slice is exactly one block, and i is
+the same place in both nodes (a rail). Else shares are of equal length, and each touches one block or more: *pieces*. All
+stages of all_gather, reduce_scatter and all_reduce move pieces, there and back, so nodes of different sizes and blocks of
+different lengths need no case of their own.
 
-Cuts inside a block are at multiples of ``ALIGN`` bytes from its slice's beginning, so no element is cut; of rows, where those
-are encoded (:mod:`commlayer.scheduler.encoded_moves`).
+Rejected: chunks of slices. Nodes of different sizes cut slices at different places, so a chunk of one node's would have met parts
+of several chunks of another's.
+
+Cuts are at multiples of ``ALIGN`` bytes from the beginning of a block or of a chunk's data, so no element is cut; of rows, where
+those are encoded (:mod:`commlayer.scheduler.encoded_moves`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,7 +26,7 @@ from commlayer.scheduler.broadcast import BroadcastPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy
 
-__all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves"]
+__all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves", "owned_blocks"]
 
 Nodes = tuple[tuple[int, ...], ...]
 _Regions = Callable[[int], list[Region]]
@@ -46,6 +52,24 @@ def even_blocks(num_bytes: int, group_size: int, align: int = ALIGN) -> tuple[in
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 
+def owned_blocks(plan: Plan, nodes: Nodes, align: int = ALIGN) -> tuple[int, ...]:
+    """Who owns how much of a tensor that every rank holds, where ``plan`` sums it: every node as much as the others.
+
+    Not every rank: a node that owned more than the others would get more through its card than they. On one level, where there
+    are no nodes, each rank owns as much.
+    """
+    num_bytes, size = plan.traffic.logical_bytes, plan.traffic.group_size
+    if plan.strategy is Strategy.DIRECT or plan.traffic.is_uniform:
+        return even_blocks(num_bytes, size, align)
+    parts = math.lcm(*map(len, nodes))
+    weights = {member: parts // len(members) for members in nodes for member in members}
+    cuts = [
+        cut(num_bytes, parts * len(nodes), k, align)
+        for k in accumulate(map(weights.__getitem__, range(size)), initial=0)
+    ]
+    return tuple(stop - start for start, stop in pairwise(cuts))
+
+
 def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, ...], int]:
     """The moves of the group's rank, one entry for each step, and the staging bytes that they need.
 
@@ -68,31 +92,59 @@ class Piece:
 
 
 class Layout:
-    """Slices and pieces of a group's blocks."""
+    """Slices and pieces of a group's blocks, each of which is cut into ``chunks``."""
 
-    def __init__(self, nodes: Nodes, blocks: Sequence[int], align: int = ALIGN) -> None:
-        self.nodes, self.blocks, self.align = nodes, blocks, align
+    def __init__(self, nodes: Nodes, blocks: Sequence[int], chunks: int = 1, align: int = ALIGN) -> None:
+        self.nodes, self.blocks, self.chunks, self.align = nodes, blocks, chunks, align
         self.bases = [0, *accumulate(blocks)]
+        self._totals: dict[int, list[int]] = {}
+        self._offsets: dict[tuple[int, int, int], list[int]] = {}
 
-    def slice_of(self, b: int, a: int, i: int) -> tuple[int, int]:
-        """Where slice i for node a begins and ends in node b's blocks."""
-        owners, parts = self.nodes[b], len(self.nodes[a])
-        edges = [0, *accumulate(self.blocks[k] for k in owners)]
-        if len(owners) == parts:
-            return edges[i], edges[i + 1]
-        return cut(edges[-1], parts, i, self.align), cut(edges[-1], parts, i + 1, self.align)
+    def slice_bytes(self, b: int, a: int, i: int) -> int:
+        """How much rank i of node a handles of node b's blocks."""
+        if len(self.nodes[b]) == len(self.nodes[a]):
+            return self.blocks[self.nodes[b][i]]
+        return self._offsets_of(b, a, i)[-1]
 
-    def pieces(self, b: int, a: int, i: int, chunk: int, chunks: int) -> list[Piece]:
-        """The pieces of a chunk of slice i of node b for node a."""
-        first, last = self.slice_of(b, a, i)
-        start, stop = (first + cut(last - first, chunks, chunk + k, self.align) for k in (0, 1))
+    def pieces(self, b: int, a: int, i: int, chunk: int, parts: int = 1) -> list[Piece]:
+        """The pieces of node b's blocks that rank i of node a handles in a chunk, or in one of its ``parts``: ``chunk`` counts
+        those."""
+        owners = self.nodes[b]
+        if len(owners) == len(self.nodes[a]):
+            start, stop = (cut(self.blocks[owners[i]], self.chunks * parts, chunk + k, self.align) for k in (0, 1))
+            return [Piece(owners[i], start, stop, start)] if start < stop else []
+        chunk, part = divmod(chunk, parts)
+        first, last = self._share(b, a, i, chunk)
+        start, stop = (first + cut(last - first, parts, part + k, self.align) for k in (0, 1))
+        before = self._offsets_of(b, a, i)[chunk] - first
         found, base = [], 0
-        for owner in self.nodes[b]:
-            low, high = max(start, base), min(stop, base + self.blocks[owner])
+        for owner in owners:
+            begin, end = self._edges(owner, chunk)
+            low, high = max(start, base), min(stop, base + end - begin)
             if low < high:
-                found.append(Piece(owner, low - base, high - base, low - first))
-            base += self.blocks[owner]
+                found.append(Piece(owner, begin + low - base, begin + high - base, before + low))
+            base += end - begin
         return found
+
+    def _edges(self, owner: int, chunk: int) -> tuple[int, int]:
+        """Where a chunk of a block begins and ends in it."""
+        size = self.blocks[owner]
+        return cut(size, self.chunks, chunk, self.align), cut(size, self.chunks, chunk + 1, self.align)
+
+    def _share(self, b: int, a: int, i: int, chunk: int) -> tuple[int, int]:
+        """Where share i for node a begins and ends in what node b's blocks have in a chunk."""
+        if b not in self._totals:
+            edges = [[self._edges(owner, each) for owner in self.nodes[b]] for each in range(self.chunks)]
+            self._totals[b] = [sum(end - begin for begin, end in row) for row in edges]
+        total, parts = self._totals[b][chunk], len(self.nodes[a])
+        return cut(total, parts, i, self.align), cut(total, parts, i + 1, self.align)
+
+    def _offsets_of(self, b: int, a: int, i: int) -> list[int]:
+        """Where the share of each chunk begins in slice i of node b for node a; and where the last one ends."""
+        if (b, a, i) not in self._offsets:
+            shares = (self._share(b, a, i, chunk) for chunk in range(self.chunks))
+            self._offsets[b, a, i] = [0, *accumulate(last - first for first, last in shares)]
+        return self._offsets[b, a, i]
 
     def region(self, buffer: Buffer, piece: Piece) -> Region:
         """The piece in a buffer that holds all blocks."""
@@ -109,15 +161,14 @@ class GroupPlace:
     def __init__(self, plan: Plan, group: Group, align: int = ALIGN) -> None:
         self.plan, self.rank = plan, group.rank
         self.nodes = nodes = group.of_plan(plan)
-        self.layout = Layout(nodes, group.blocks, align)
+        self.layout = Layout(nodes, group.blocks, plan.chunks, align)
         self.a = next(a for a, members in enumerate(nodes) if group.rank in members)
         self.here = nodes[self.a]
         self.i = self.here.index(group.rank)
         self.away = [(self.a + d) % len(nodes) for d in range(1, len(nodes))]  # near ones first: no hot receiver
         is_summed = plan.traffic.collective != "all_gather"
         # Staging: from each local peer its share of my slices (of all nodes), then from each other node my block.
-        edges = (self.layout.slice_of(b, self.a, self.i) for b in range(len(nodes)))
-        self.slices = [0, *accumulate(last - first for first, last in edges)]
+        self.slices = [0, *accumulate(self.layout.slice_bytes(b, self.a, self.i) for b in range(len(nodes)))]
         self.arrivals = (len(self.here) - 1) * self.slices[-1] if is_summed else 0
         self.staging_bytes = self.arrivals + (len(self.away) * group.blocks[group.rank] if is_summed else 0)
 
@@ -146,7 +197,7 @@ class GroupPlace:
     def pieces(self, b: int, i: int, chunk: int, parts: int = 1) -> list[Piece]:
         """The pieces of node b's data that rank i of this node handles; of a chunk that is cut into ``parts``, ``chunk`` counts
         those."""
-        return self.layout.pieces(b, self.a, i, chunk, self.plan.chunks * parts)
+        return self.layout.pieces(b, self.a, i, chunk, parts)
 
     def handled(self, i: int, chunk: int) -> list[tuple[int, Piece]]:
         """The pieces of a chunk, of all nodes' data, that rank i of this node handles, with the node whose they are."""
@@ -157,7 +208,7 @@ class GroupPlace:
         return [
             (peer, piece)
             for place, peer in enumerate(self.nodes[b])
-            for piece in self.layout.pieces(self.a, b, place, chunk, self.plan.chunks * parts)
+            for piece in self.layout.pieces(self.a, b, place, chunk, parts)
             if piece.owner == self.rank
         ]
 

@@ -22,7 +22,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology, shape_text
-from commlayer.scheduler.plan import CurveKey, Leg
+from commlayer.scheduler.plan import CurveKey, Leg, Span
 from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
 from commlayer.scheduler.traffic import Traffic, link_over
 
@@ -51,8 +51,8 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -
         )
     count = siblings or most
     spanning = spanning_groups(sorted(sizes, reverse=True)).values()
-    references = [_Shape(shape, active) for shape, active in spanning]
-    wanted = _Shape(nodes, min(max(nodes) * count, max(sizes)))
+    references = [_Shape(*each) for each in spanning]
+    wanted = _Shape(nodes, count)
     if wanted in references:
         return profile
     curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
@@ -60,7 +60,7 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -
         if probe.leg.is_exchange and probe.key not in curves:
             derived = _derived(profile, probe, wanted, references)
             curves |= {} if derived is None else {derived.key: derived}
-    share = max(sizes) / wanted.active
+    share = max(1.0, max(sizes) / (max(nodes) * count))
     peaks = Peaks(profile.peaks.inter_gbps * share, profile.peaks.intra_gbps * share, profile.peaks.device_gbps)
     suffix = "" if count == most else f", {count} at once"
     return profile.replace(
@@ -79,17 +79,22 @@ def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A kind of group: its ranks on each node, and how many ranks of a node such groups keep active at once."""
+    """A kind of group: its ranks on each node, and how many such groups use a node at the same time."""
 
     nodes: tuple[int, ...]
-    active: int
+    siblings: int
 
     def load(self, leg: Leg, key: CurveKey) -> float:
-        """The bytes through a node's share of the link for each byte by which the leg's curve is looked up."""
+        """The bytes through a node's link for each byte by which the leg's curve is looked up.
+
+        A step between nodes of different sizes is looked up by what as many rails as the emptiest one has ranks would carry
+        (:meth:`commlayer.scheduler.plan.Cut.over_rails`).
+        """
         link = link_over(self.nodes)
         traffic = Traffic(sum(self.nodes), sum(self.nodes), 1, link, "all_gather", self.nodes)
         unit = Curve(*key, bytes=(1,), time_us=(1.0,))
-        return leg.share_of_link(traffic, unit) * self.active
+        active = (min if leg.span is Span.RAIL else max)(self.nodes) * self.siblings
+        return leg.share_of_link(traffic, unit) * active
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     _check(traffic, strategy, chunks, wire)
     if pieces > 1 and not (strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES):
         raise PlanError(_refusal(traffic, strategy, "its exchanges between nodes cannot go out in pieces"))
-    steps = schedule_of(traffic, strategy, wire).steps(Cut(traffic, chunks, pieces, wire))
+    steps = schedule_of(traffic, strategy, wire).steps(
+        Cut(traffic, chunks, pieces, wire, is_on_one_level=strategy is Strategy.DIRECT)
+    )
     if chunks * pieces > 1 and level_of(traffic.lane):
         steps = paced(steps, traffic.link)
     plan = Plan(traffic, strategy, chunks, Gather.WHOLE, steps, wire, pieces)
@@ -173,7 +175,7 @@ def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
         return "it is for replicated tokens"
     if len(traffic.nodes) == 1 or max(traffic.nodes) == 1:
         return "it needs several nodes, and several ranks on one of them"
-    if not traffic.is_uniform and (chunks > 1 or traffic.collective == "all_to_all_v"):
+    if not traffic.is_uniform and traffic.collective == "all_to_all_v":
         return "nodes hold different numbers of its ranks"
     if chunks > 1 and traffic.collective == "all_to_all_v":
         return "it pays for small messages only, which are not cut"

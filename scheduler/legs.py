@@ -59,7 +59,7 @@ class OwnCallLeg(ExchangeLeg):
         is_inside = traffic.link is not Resource.INTER or len(traffic.nodes) < 2
         if self.op is Op.ALL_TO_ALL or is_inside:
             return super().share_of_link(traffic, curve)
-        return bus_factor(curve.collective, curve.group_size) / max(traffic.nodes)
+        return bus_factor(curve.collective, curve.group_size) / min(traffic.nodes)
 
     def moves(self, place: object, tag: int, chunk: int) -> Moves:
         raise InternalError(f"{self.name} is a call of the backend's own: nothing else moves its bytes")

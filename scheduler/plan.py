@@ -94,7 +94,10 @@ class Span(str, Enum):
 
 
 class Cut:
-    """A call's traffic, cut into ``chunks``, of which each goes between nodes in ``pieces``, in the format ``wire``."""
+    """A call's traffic, cut into ``chunks``, of which each goes between nodes in ``pieces``, in the format ``wire``.
+
+    ``is_on_one_level``: the plan takes its group for one node.
+    """
 
     def __init__(
         self,
@@ -103,12 +106,34 @@ class Cut:
         pieces: int = 1,
         wire: Wire = NATIVE,
         gather: Gather = Gather.WHOLE,
+        *,
+        is_on_one_level: bool = False,
     ) -> None:
         self.traffic, self.chunks, self.pieces, self.gather = traffic, chunks, pieces, gather
         self.size = float(traffic.logical_bytes)
         self.block = self.size / traffic.group_size
+        """Bytes of the largest block."""
+        if traffic.collective == "all_reduce" and not traffic.is_uniform and not is_on_one_level:
+            self.block = self.size / len(traffic.nodes) / min(traffic.nodes)
         self.ratio = wire.ratio(traffic.element_bytes)
         """Bytes on the wire for each of the tensor."""
+
+    def over_rails(self, size: float) -> float:
+        """The size of an exchange between ranks of every node by which ``size`` bytes of the tensor go there.
+
+        Nodes of equal numbers of ranks: each rank's part. Else the size that takes as many bytes through a card, in or out, as
+        go through the busiest one, with as many such exchanges at once as the emptiest node has ranks: so many a curve is
+        measured with (:mod:`commlayer.scheduler.probes`), and which ranks of a node send does not matter to its card. Where
+        each rank has a card of its own, those of the emptiest node have most to carry.
+        """
+        traffic = self.traffic
+        if traffic.is_uniform:
+            return size / max(traffic.nodes)
+        nodes, m = traffic.nodes, len(traffic.nodes)
+        is_by_node = traffic.collective == "all_reduce"  # group_moves.owned_blocks
+        owned = [1 / m if is_by_node else ranks / traffic.group_size for ranks in nodes]
+        busiest = max(1 - min(owned), max(owned) * (m - 1))
+        return size * busiest * m / (m - 1) / min(nodes)
 
 
 @dataclass(frozen=True)

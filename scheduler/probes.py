@@ -3,6 +3,10 @@
 The list comes from the legs of all plans that can be chosen (:func:`commlayer.scheduler.strategies.candidates`), on the groups
 that every cluster has: the grid of replicated tokens, the world, the ranks of a node, the ranks at one place of every node (a
 rail), and two ranks of a node. A leg that is timed by a curve of its own adds that curve to what is measured.
+
+Where nodes hold different numbers of ranks there is no grid. All nodes work at once, each among its own ranks, and the curve is
+that of the fullest one; there are as many rails as the emptiest node has ranks, which is what :meth:`Cut.over_rails
+<commlayer.scheduler.plan.Cut.over_rails>` counts on. A rank that has nobody to exchange with is idle.
 """
 
 from __future__ import annotations
@@ -75,6 +79,17 @@ class Probe:
         """Whether it is a call of the backend's own between the ranks of a group."""
         return isinstance(self.leg, OwnCallLeg)
 
+    def among(self, num_ranks: int) -> Probe:
+        """The probe of the same leg for a node that holds another number of ranks: beside it, and as many bytes."""
+        traffic = self.unit.traffic
+        if traffic.nodes != (traffic.group_size,) or num_ranks == traffic.group_size:
+            return self
+        size = traffic.block_bytes * num_ranks
+        unit = replace(
+            self.unit, traffic=replace(traffic, logical_bytes=size, group_size=num_ranks, nodes=(num_ranks,))
+        )
+        return replace(self, unit=_alone(self.leg, unit))
+
     def plan(self, num_bytes: int) -> Plan:
         """The plan whose step is of ``num_bytes``, or of as many more as its ranks can divide."""
         unit = self.unit
@@ -94,15 +109,18 @@ MESSAGE = _Message("message", Op.BROADCAST, Span.GROUP, Buffer.INPUT, Buffer.OUT
 
 
 def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = False) -> list[Probe]:
-    """List what is measured on a cluster of equal nodes, each curve once, in the order of a profile.
+    """List what is measured on a cluster, each curve once, in the order of a profile.
 
     ``with_groups`` False: on the grid only. ``is_brief``: no broadcasts in a part of the job.
     """
-    m, width = topology.num_nodes, topology.ranks_per_node
-    found = probes_of_grid(*((m, width, Resource.INTER) if m > 1 else (width, 1, Resource.INTRA)))
+    nodes = tuple(map(len, topology.nodes))
+    m, width = len(nodes), max(nodes)
+    found = []
+    if topology.is_uniform:
+        found += probes_of_grid(*((m, width, Resource.INTER) if m > 1 else (width, 1, Resource.INTRA)))
     if with_groups:
-        for where, (nodes, _) in spanning_groups((width,) * m).items():
-            found += probes_of_group(where, nodes)
+        for where, (shape, _) in spanning_groups(nodes).items():
+            found += probes_of_group(where, shape)
     once: dict[CurveKey, Probe] = {}
     for probe in sorted(found, key=_is_inside):
         once.setdefault(probe.key, probe)
@@ -110,18 +128,18 @@ def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = Fal
 
 
 def spanning_groups(nodes: Sequence[int]) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The groups that are measured on a cluster with so many ranks on each of ``nodes``: by name the shape of a group, and
-    how many ranks of a node such groups keep active at once.
+    """The groups that are measured on a cluster with so many ranks on each of ``nodes``: by name the shape of a group, and how
+    many such groups use a node at the same time.
 
     ``world``: all ranks; ``node``: the ranks of a node; ``rail``: one rank of every node; ``pair``: two ranks of a node. The
     curves of every other group follow from them (:mod:`commlayer.scheduler.group_profiles`).
     """
     largest = max(nodes)
-    found = {"world": (tuple(nodes), largest)}
+    found = {"world": (tuple(nodes), 1)}
     if len(nodes) > 1 and largest > 1:
-        found |= {"node": ((largest,), largest), "rail": ((1,) * len(nodes), min(nodes))}
-    if largest > 2 and all(size % 2 == 0 for size in nodes):
-        found["pair"] = ((2,), largest // 2 * 2)
+        found |= {"node": ((largest,), 1), "rail": ((1,) * len(nodes), min(nodes))}
+    if largest > 2:
+        found["pair"] = ((2,), largest // 2)
     return found
 
 
@@ -184,7 +202,14 @@ def _timed(plans: Iterable[Plan]) -> Iterator[tuple[CurveKey, Leg, Plan]]:
 
 def _alone(leg: Leg, plan: Plan) -> Plan:
     """``plan`` with one step, of ``leg``."""
-    return replace(plan, steps=(leg.step(Cut(plan.traffic, gather=plan.gather, wire=plan.wire)),))
+    return replace(
+        plan,
+        steps=(
+            leg.step(
+                Cut(plan.traffic, gather=plan.gather, wire=plan.wire, is_on_one_level=plan.strategy is Strategy.DIRECT)
+            ),
+        ),
+    )
 
 
 def _is_inside(probe: Probe) -> bool:

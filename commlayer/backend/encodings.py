@@ -49,9 +49,10 @@ class Encodings:
         return plan
 
     def start(
-        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int], codec: Codec
+        self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int] | None, codec: Codec
     ) -> Work:
-        """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns."""
+        """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns; None: as
+        the plan deals them out, in an all_reduce."""
         return self._begin(
             plan,
             source,

@@ -16,7 +16,7 @@ from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Sent
 from commlayer.profiles.errors import InternalError, NonFiniteError, UsageError
 from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
-from commlayer.scheduler.group_moves import Group
+from commlayer.scheduler.group_moves import Group, owned_blocks
 from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.traces.records import CallRecord
@@ -77,7 +77,7 @@ class EncodedGroup:
         plan: Plan,
         source: torch.Tensor,
         target: torch.Tensor,
-        blocks: Sequence[int],
+        blocks: Sequence[int] | None,
         codec: Codec,
         *,
         timeout_s: float | None = None,
@@ -85,13 +85,16 @@ class EncodedGroup:
     ) -> Sent:
         """Run an all_gather, reduce_scatter or all_reduce (then source is target); returns when the output may be used.
 
-        Contiguous tensors; ``blocks[k]``: bytes of the tensor that member k owns, whole rows. Sums are FP32. ``record``: see
-        :meth:`PlannedGroup.run`.
+        Contiguous tensors; ``blocks[k]``: bytes of the tensor that member k owns, whole rows; None: as the plan deals them out.
+        Sums are FP32. ``record``: see :meth:`PlannedGroup.run`.
         Raises NonFiniteError as the codec does, after telling the others; PeerError, CollectiveTimeoutError.
         """
         planned = self._planned
         with _telling(planned, source, codec.wire.row_elements):
-            runner, owned = planned.connect_messages(), tuple(blocks)
+            runner = planned.connect_messages()
+            if blocks is None:
+                blocks = owned_blocks(plan, planned.nodes, plan.traffic.cut_bytes(plan.wire))
+            owned = tuple(blocks)
             prepared = runner.prepared(plan, owned, lambda: self._moves(plan, owned))
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))

@@ -144,10 +144,6 @@ def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
 
 
 def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout_s: float) -> Profile | None:
-    if not topology.is_uniform:
-        why = f"nodes hold different numbers of ranks ({topology.shape}), which is not measured"
-        _say(ranks, f"{why}: nothing is planned")
-        return None
     identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
     key = cluster_key(topology, identities, ranks.device_type, settings.intra)
     entry = _cached(settings, key) if ranks.rank == 0 else _Entry(None)

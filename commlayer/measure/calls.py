@@ -20,7 +20,7 @@ from commlayer.scheduler.strategies import build
 from commlayer.scheduler.wire import Wire
 from commlayer.wire.codecs import Codec
 
-__all__ = ["CodedCall", "GridCall", "MessageCall", "OwnCall", "StepCall", "TimedCall"]
+__all__ = ["CodedCall", "GridCall", "IdleCall", "MessageCall", "OwnCall", "StepCall", "TimedCall"]
 
 
 class TimedCall(Protocol):
@@ -31,6 +31,16 @@ class TimedCall(Protocol):
 
     def num_wrong(self) -> int:
         """Run on known values; how many arrived wrong here."""
+
+
+class IdleCall:
+    """The part of a rank that has none in what the others measure."""
+
+    def run(self) -> None:
+        """Do nothing."""
+
+    def num_wrong(self) -> int:
+        return 0
 
 
 class GridCall:

@@ -18,7 +18,7 @@ from commlayer.engine.tracing import traced_on_grid
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
-from commlayer.measure.calls import CodedCall, GridCall, MessageCall, OwnCall, StepCall, TimedCall
+from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
 from commlayer.profiles.errors import BLAMING, ClusterError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
@@ -34,10 +34,11 @@ __all__ = ["Prober"]
 class Prober:
     """Runs plans and calls on all ranks of the world in step, and times them. Making and closing one is collective.
 
-    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``,
-    by name this rank's group; None: the world, its node, its rail (the ranks at its place of every node), and its pair, two
-    ranks of its node; a rank that has none of a kind waits until the others have measured. Each kind runs at the same time
-    everywhere in the cluster: a rail shares its node's wire with the other rails, as data-parallel groups do.
+    Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``, by
+    name this rank's group; None: the world, its node, its rail (the ranks at its place of every node), and its pair, two ranks of
+    its node. Each kind runs at the same time everywhere in the cluster: a rail shares its node's wire with the other rails, as
+    data-parallel groups do. A rank whose group has no other, or that is in none of that name, waits while the others are timed:
+    so it is where nodes hold different numbers of ranks.
 
     As a context manager it is closed at the end of the block, or aborted where the block raises: closing waits for the
     other ranks, and would hide the error behind its own.
@@ -53,7 +54,6 @@ class Prober:
         self.ranks = ranks or AllRanks.default()
         name, everyone = self.ranks.name(), self.ranks.named
         self.rank = everyone[self.ranks.rank]
-        self.grid = _world_grid(topology, self.ranks.rank, everyone)
         self.device = self.ranks.device_type
         given = self.ranks.detector or job_detector(everyone)
         shared = given if given is not None and given.ranks == everyone else None
@@ -87,6 +87,11 @@ class Prober:
             self._close_board(why, is_failure=True, is_consequence=isinstance(error, BLAMING))
 
     @cached_property
+    def grid(self) -> Grid:
+        """The grid of replicated tokens. Raises TopologyError for uneven nodes, which have none."""
+        return _world_grid(self._topology, self.ranks.rank, self.ranks.named)
+
+    @cached_property
     def grid_runner(self) -> GridRunner:
         """Runs plans on the grid. The first access is collective."""
         transport = connect(self.grid, self.device, self.board, self._store, self._timeout_s)
@@ -118,7 +123,10 @@ class Prober:
             return self.on_grid(probe.plan(size))
         if isinstance(probe.leg, CodedLeg):
             return CodedCall(probe.leg.op, probe.unit.wire, size)
+        if len(self._members.get(probe.where, ())) < 2:
+            return IdleCall()
         planned = self._group(probe.where)
+        probe = probe.among(len(planned.global_ranks))
         if probe.leg is MESSAGE:
             return MessageCall(planned, size)
         return OwnCall(planned, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
@@ -198,10 +206,11 @@ class Prober:
 
 def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
     place = topology.local_rank_of(rank)
+    rail = [members[place] for members in topology.nodes if place < len(members)]
     return {
         "world": range(topology.world_size),
         "node": topology.nodes[topology.node_of(rank)],
-        "rail": [members[place] for members in topology.nodes],
+        "rail": rail if len(rail) == topology.num_nodes else (),
         "pair": topology.nodes[topology.node_of(rank)][place // 2 * 2 :][:2],
     }
 

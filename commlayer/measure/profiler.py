@@ -27,7 +27,7 @@ from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile, parse_profile
 from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
-from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.plan import Op, Strategy
 from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side
 from commlayer.transport.connect import device_type
 from commlayer.transport.gloo import ONE_CALL_BYTES
@@ -91,7 +91,8 @@ def measure_cluster(
     """Measure the world's links and return their profile: rank 0's, on every rank.
 
     ``topology`` None discovers it; ``ranks`` None is the default process group. ``on_point`` is called after each size.
-    Raises ClusterError where bytes arrive wrong, TopologyError for uneven nodes or a single rank.
+    Where nodes hold different numbers of ranks, pairs of resources are not measured: there is no grid to do it on.
+    Raises ClusterError where bytes arrive wrong, TopologyError for a single rank, and for uneven nodes of GPUs.
     """
     topology = topology or discover_topology()
     if topology.world_size < 2:
@@ -100,6 +101,8 @@ def measure_cluster(
             "`torchrun --nproc-per-node 2 --no-python commlayer profile`, or `commlayer profile --emulate 2x4`"
         )
     ranks = ranks or AllRanks.default()
+    if ranks.device_type != "cpu":
+        topology.ranks_per_node  # noqa: B018  their plans are those of the grid, which uneven nodes have none of: names them
     with Prober(topology, options.timeout_s, ranks) as prober:
         sweeps = [
             each
@@ -107,9 +110,8 @@ def measure_cluster(
             if not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1))
         ]
         curves = _curves(prober, sweeps, options, on_point)
-        # From these alone: a ring of the backend's own crosses the wire on one rank of a node only, and looks faster than it.
-        on_grid = [curve for each, curve in zip(sweeps, curves, strict=True) if each.probe.is_on_grid]
-        pairs = _interference(prober, on_grid, options.interference_rounds)
+        by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
+        pairs = _interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     backend = "nccl" if ranks.device_type == "cuda" else "gloo"
     return _agreed(
         ranks,
@@ -117,7 +119,7 @@ def measure_cluster(
         kind=kind,
         source=source,
         topology=topology,
-        peaks=_peaks(on_grid, options),
+        peaks=_peaks(by_steps, options),
         curves=curves,
         interference=pairs,
         environment=run_environment(backend) | (environment or {}),
@@ -228,6 +230,14 @@ def _group_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
 def _is_one_call(probe: Probe) -> bool:
     """Whether it is the flat exchange of the grid, which transports run as a call of the backend's own where they have one."""
     return probe.is_on_grid and probe.unit.strategy is Strategy.FLAT
+
+
+def _shows_peak(probe: Probe, topology: Topology) -> bool:
+    """Whether links' rates are taken from its curve: a ring of the backend's own crosses the wire on one rank of a node only, and
+    looks faster than it; and among all ranks of uneven nodes no two cards carry as much."""
+    if topology.is_uniform:
+        return probe.is_on_grid
+    return probe.leg.op is Op.COPY or (probe.where in ("node", "rail") and not probe.is_own_call)
 
 
 def _curves(

@@ -68,7 +68,8 @@ class Cluster:
         """The cluster on which ``profile`` was measured.
 
         Args:
-            more: profiles of the same machines with fewer nodes, or fewer ranks on each: for groups of those shapes.
+            more: profiles of the same machines with fewer nodes, or fewer ranks on each: for groups of those shapes, whose curves
+                else follow from those of ``profile`` (:func:`~commlayer.scheduler.group_profiles.group_profile`).
 
         Raises:
             UsageError: a profile of nodes with different numbers of ranks, or one of more ranks on a node than ``profile``.

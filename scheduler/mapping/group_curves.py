@@ -13,8 +13,8 @@ n ranks on m domains of l ranks each, S bytes (as nccl-tests counts them), every
   lets a rail's GPU forward the messages of its node, leaves the bytes of each card as they are, so nothing changes.
 
 Domains with different numbers of ranks: the fewest cards of any domain carry what comes in, and the largest share that any
-rank has to send counts. That holds for the stages of plans too: between domains a plan gives each rank S/most, as if all
-domains were the fullest, but the l ranks of the emptiest one take S·(n−l)/(n·l) each, from (n−l)/l others.
+rank has to send counts. The stages of plans between domains say by their sizes what that is (``Cut.over_rails``); here is
+added what their messages cost, of which the l ranks of the emptiest domain get (n−l)/l each.
 """
 
 from __future__ import annotations
@@ -158,11 +158,11 @@ class _Times:
         return self._sampled("messages", inter, (shape.most - 1) / shape.ranks, beyond)
 
     def between(self) -> list[float]:
-        """Of a plan's stage between domains, by the size that its steps have: S/most of what the group moves."""
+        """A plan's stage between domains, by the size that its steps have."""
         shape = self.shape
         others = (shape.ranks - shape.fewest) / shape.fewest  # of each rank of the emptiest domain; even: domains - 1
         beyond = self._beyond(math.ceil(others), 0, "message_us")
-        return self._sampled("messages", others * shape.most / shape.ranks, 0.0, beyond)
+        return self._sampled("messages", (shape.domains - 1) / shape.domains, 0.0, beyond)
 
     def inside(self) -> list[float]:
         """Of a plan's stage inside the fullest domain."""

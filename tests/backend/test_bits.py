@@ -36,7 +36,22 @@ GLOO_MOVES = [
 GLOO_REFUSES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.complex128]
 """Gloo's own result for these is that of their bytes."""
 LAYOUTS = [
-    *[(1,), (2,), (1, 1), (1, 2), (1, 1, 1), (2, 2), (1, 2, 1), (2, 3), (3, 3), (1, 2, 2, 1), (3, 4), (2, 4, 1)],
+    *[
+        (1,),
+        (2,),
+        (1, 1),
+        (1, 2),
+        (1, 1, 1),
+        (2, 2),
+        (1, 2, 1),
+        (2, 3),
+        (3, 3),
+        (1, 2, 2, 1),
+        (3, 1),
+        (5, 1),
+        (3, 4),
+        (2, 4, 1),
+    ],
     *[(8,), (4, 4), (2, 2, 2, 2)],
 ]
 WIDTH = 3
@@ -161,9 +176,8 @@ def plans_for(sizes: Sequence[int]) -> dict[str, set[str]]:
     plans: dict[str, set[str]] = {"flat": set(), "flat_direct": DIRECT if sum(sizes) > 1 else set()}
     if len(sizes) > 1:
         two_level = TWO_LEVEL if max(sizes) > 1 else set()
-        if len(set(sizes)) > 1:  # on uneven nodes some collectives have one plan over nodes, or none
-            return {**plans, "hierarchical": two_level, "pipelined:3": set()}
-        all_to_all = {"all_to_all"} if two_level else set()
+        # On uneven nodes an all_to_all has no plan over them.
+        all_to_all = {"all_to_all"} if two_level and len(set(sizes)) == 1 else set()
         plans |= {"hierarchical": two_level | all_to_all, "pipelined:2": two_level, "pipelined:3": two_level}
     return plans
 

@@ -106,13 +106,20 @@ def test_sums_on_other_shapes(emulated_cluster: ClusterFactory, nodes: int, rank
     cluster.run(sums_are_right, "flat_direct:2", (E4M3,), timeout_s=60)
 
 
-def sums_on_uneven_nodes() -> None:
-    os.environ["COMMLAYER_TOPOLOGY"] = "1+2"
-    sums_are_right("hierarchical", (E4M3,))
+def sums_on_uneven_nodes(shape: str, plan: str, formats: tuple[WireFormat, ...]) -> None:
+    os.environ["COMMLAYER_TOPOLOGY"] = shape
+    sums_are_right(plan, formats)
+    ran = {call["plan"] for each in commlayer.stats()["groups"] for call in each["calls"]}
+    assert f"{plan.replace(':', '×')}/{formats[0]}" in ran
 
 
-def test_sums_where_nodes_hold_different_numbers_of_ranks(emulated_cluster: ClusterFactory) -> None:
-    emulated_cluster(1, 3).run(sums_on_uneven_nodes, timeout_s=60)
+@pytest.mark.parametrize("shape", ["1+2", "3+1", "2+1+1"])
+@pytest.mark.parametrize(("plan", "wire"), [("hierarchical", E4M3), ("pipelined:3", BF16), ("pipelined:2", E4M3)])
+def test_sums_where_nodes_hold_different_numbers_of_ranks(
+    emulated_cluster: ClusterFactory, shape: str, plan: str, wire: WireFormat
+) -> None:
+    cluster = emulated_cluster(1, sum(map(int, shape.split("+"))))
+    cluster.run(sums_on_uneven_nodes, shape, plan, (wire,), timeout_s=60)
 
 
 def gathers_are_right(plan: str, scaling: Scaling) -> None:

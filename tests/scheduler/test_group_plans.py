@@ -18,7 +18,7 @@ from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, build, choose, price
-from commlayer.scheduler.group_moves import Group, even_blocks, group_moves
+from commlayer.scheduler.group_moves import Group, even_blocks, group_moves, owned_blocks
 from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
 from commlayer.scheduler.two_level import TwoLevel
@@ -142,6 +142,7 @@ def plans_of(traffic: Traffic) -> list[Plan]:
         (Strategy.PIPELINED, 1, 3, "dp"),
         (Strategy.PIPELINED, 3, 2, "dp"),
         (Strategy.PIPELINED, 4, 5, "pp"),
+        (Strategy.PIPELINED, 8, 1, ""),
     ]
     return [
         build(replace(traffic, lane=lane), strategy, chunks, pieces=pieces)
@@ -158,7 +159,9 @@ def applies(traffic: Traffic, strategy: Strategy, chunks: int, pieces: int = 1) 
     return True
 
 
+UNEVEN = ([3, 1], [1, 3], [2, 1, 3], [5, 1], [5, 3], [1, 1, 2], [1, 3, 3])
 shapes = st.one_of(
+    st.sampled_from(UNEVEN),
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.tuples(st.integers(2, 4), st.integers(1, 4)).map(lambda shape: [shape[1]] * shape[0]),
 ).filter(lambda sizes: 1 < sum(sizes) <= 10)
@@ -208,7 +211,7 @@ def test_all_reduce_in_place(sizes: list[int], shuffle: int, size: int, seed: in
     for plan in plans_of(traffic_of("all_reduce", size, nodes)):
         ranks = []
         for rank in range(n):
-            moves, staging = group_moves(plan, Group(nodes, rank, even_blocks(size, n)))
+            moves, staging = group_moves(plan, Group(nodes, rank, owned_blocks(plan, nodes)))
             content = bytes_of(rank, size)
             buffers = {Buffer.INPUT: content, Buffer.OUTPUT: content, Buffer.STAGING: np.zeros(staging, np.uint8)}
             ranks.append(Rank(list(moves), buffers))
@@ -275,6 +278,50 @@ def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, l
         for place, peer in enumerate(nodes[call.a]):
             if peer != rank:
                 assert told[place].tolist() == calls[peer].counts()[call.i]
+
+
+@given(st.sampled_from(UNEVEN), st.integers(0, 1000), st.integers(0, 100_000))
+def test_every_node_owns_as_much_of_a_sum_as_the_others(sizes: list[int], shuffle: int, size: int) -> None:
+    nodes, n = nodes_of(sizes, shuffle), sum(sizes)
+    over_nodes, on_one_level = (
+        owned_blocks(build(replace(traffic_of("all_reduce", n, nodes), logical_bytes=size or 1), strategy), nodes)
+        for strategy in (Strategy.PIPELINED, Strategy.DIRECT)
+    )
+    assert sum(over_nodes) == max(size, 1)
+    assert all(edge % ALIGN == 0 for edge in list(accumulate(over_nodes))[:-1])
+    for members in nodes:
+        assert abs(sum(over_nodes[k] for k in members) - size / len(nodes)) < ALIGN * n
+        assert all(abs(over_nodes[k] - size / len(nodes) / len(members)) < 2 * ALIGN for k in members)
+    assert on_one_level == even_blocks(max(size, 1), n)
+
+
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.sampled_from(UNEVEN),
+    st.integers(0, 1000),
+    st.tuples(st.integers(1, 8), st.integers(1, 4)),
+)
+def test_the_busiest_card_carries_what_the_steps_sizes_say(
+    collective: str, sizes: list[int], shuffle: int, cuts: tuple[int, int]
+) -> None:
+    """A step's size is that of an exchange between one rank of every node, as many at once as the emptiest node has ranks."""
+    nodes, n, m, size = nodes_of(sizes, shuffle), sum(sizes), len(sizes), 1 << 20
+    plan = build(traffic_of(collective, n * size, nodes), Strategy.PIPELINED, cuts[0], pieces=cuts[1])
+    blocks = (size,) * n if collective != "all_reduce" else owned_blocks(plan, nodes)
+    node_of = {rank: a for a, members in enumerate(nodes) for rank in members}
+    through: dict[str, list[list[int]]] = {}
+    for rank in range(n):
+        for step, moves in zip(plan.steps, group_moves(plan, Group(nodes, rank, blocks))[0], strict=True):
+            away = [m.region.size for m in moves.sends if node_of[m.peer] != node_of[rank]]
+            come = [m.region.size for m in moves.receives if node_of[m.peer] != node_of[rank]]
+            assert step.resource is Resource.INTER or not away + come
+            if step.resource is Resource.INTER:
+                cards = through.setdefault(step.leg.name, [[0, 0] for _ in nodes])
+                cards[node_of[rank]][0] += sum(away)
+                cards[node_of[rank]][1] += sum(come)
+    for name, cards in through.items():
+        expected = sum(s.bytes for s in plan.steps if s.leg.name == name) * (m - 1) / m * min(sizes)
+        assert max(map(max, cards)) == pytest.approx(expected, rel=0.01)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9))

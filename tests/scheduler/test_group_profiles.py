@@ -27,7 +27,7 @@ def ideal(shape: str, *, without: str = "") -> Profile:
     """A cluster whose steps take a latency a round, and their bytes through the card, or memory; ``without``: a group."""
     sizes = tuple(len(node) for node in Topology.parse(shape).nodes)
     groups = spanning_groups(sizes)
-    active_of = {(sum(nodes), len(nodes) > 1): active for nodes, active in groups.values()}
+    active_of = {(sum(nodes), len(nodes) > 1): max(nodes) * siblings for nodes, siblings in groups.values()}
     curves = []
     for probe in probes(Topology.parse(shape)):
         collective, link, n = probe.key

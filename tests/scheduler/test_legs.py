@@ -123,12 +123,13 @@ class Notes:
 def asked(topology: Topology) -> set[CurveKey]:
     """The curves that any plan is priced by: of replicated tokens, of the world, of a node, of one rank of every node, and of two
     ranks of a node."""
-    m, width = topology.num_nodes, topology.ranks_per_node
+    world = tuple(map(len, topology.nodes))
+    m, width = len(world), max(world)
     link = Resource.INTER if m > 1 else Resource.INTRA
     grid = (m, width) if m > 1 else (width, 1)
-    traffics = [Traffic(SIZE * grid[0], *grid, link)]
-    pair = {(2,)} if width % 2 == 0 else set()
-    for nodes in {(width,) * m, (width,), (1,) * m} | pair if m > 1 else {(width,)} | pair:
+    traffics = [Traffic(SIZE * grid[0], *grid, link)] if topology.is_uniform else []
+    pair = {(2,)} if width > 2 else set()
+    for nodes in {world, (width,), (1,) * m} | pair if m > 1 else {(width,)} | pair:
         on = Resource.INTER if len(nodes) > 1 else Resource.INTRA
         for collective, wire in product(GROUP_COLLECTIVES, WireFormat) if sum(nodes) > 1 else ():
             wires = (Wire(wire, 64),)
@@ -143,7 +144,7 @@ def asked(topology: Topology) -> set[CurveKey]:
     return notes.keys
 
 
-@pytest.mark.parametrize("shape", ["2x4", "4x2", "2x2", "3x1", "1x4", "1x2"])
+@pytest.mark.parametrize("shape", ["2x4", "4x2", "2x2", "3x1", "1x4", "1x2", "3+1", "2+1+3"])
 def test_just_the_curves_that_plans_are_priced_by_are_measured(shape: str) -> None:
     topology = Topology.parse(shape)
     measured = [probe.key for probe in probes(topology)]
@@ -155,7 +156,7 @@ def test_just_the_curves_that_plans_are_priced_by_are_measured(shape: str) -> No
             empty.curve(*key)
 
 
-@pytest.mark.parametrize("shape", ["2x4", "3x1", "1x4"])
+@pytest.mark.parametrize("shape", ["2x4", "3x1", "1x4", "3+1", "2+1+3"])
 def test_a_probe_has_a_step_of_its_size_timed_by_its_curve(shape: str) -> None:
     for probe in probes(Topology.parse(shape)):
         for size in (1, 4096, 100_003):
