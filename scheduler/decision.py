@@ -118,8 +118,10 @@ class Decision:
 
     def reason(self) -> str:
         """One sentence: why this plan."""
+        slow = [f"node {node} of the group has {rate:.0%}" for node, rate in enumerate(self.traffic.rates) if rate < 1]
+        links = f"; of the usual rate {', '.join(slow)}" if slow else ""
         basis = "" if self.basis == "measured" else f"; by {self.basis} curves"
-        return f"{self.plan.name}: {self._because()}{basis}"
+        return f"{self.plan.name}: {self._because()}{links}{basis}"
 
     def _because(self) -> str:
         traffic = self.traffic
@@ -279,18 +281,19 @@ class Planner:
         self.profile = profile
         self.policy = policy or Policy()
         self._decisions = Kept[Traffic, Decision](_MAX_DECISIONS)
-        self._of_groups = Kept[tuple[tuple[int, ...], int], Planner](_MAX_GROUPS)
+        self._of_groups = Kept[tuple[tuple[int, ...], int, float], Planner](_MAX_GROUPS)
 
-    def of_group(self, nodes: tuple[int, ...], siblings: int = 0) -> Planner:
+    def of_group(self, nodes: tuple[int, ...], siblings: int = 0, rate: float = 0.0) -> Planner:
         """The planner of a group of the cluster with so many ranks on each of ``nodes``; kept.
 
-        ``siblings``, and what is raised: see :func:`commlayer.scheduler.group_profiles.group_profile`.
+        ``siblings``, ``rate``, and what is raised: see :func:`commlayer.scheduler.group_profiles.group_profile`.
         """
-        found = self._of_groups.get((nodes, siblings))
+        key = nodes, siblings, rate
+        found = self._of_groups.get(key)
         if found is None:
-            profile = group_profile(self.profile, nodes, siblings)
+            profile = group_profile(self.profile, nodes, siblings, rate)
             found = self if profile is self.profile else Planner(profile, self.policy)
-            self._of_groups.add((nodes, siblings), found)
+            self._of_groups.add(key, found)
         return found
 
     def decide(self, traffic: Traffic) -> Decision:

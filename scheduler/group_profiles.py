@@ -32,11 +32,12 @@ _LEAST_OF_REFERENCE = 0.5
 """The least that a group of fewer ranks than any measured one takes, of the time of the smallest measured one."""
 
 
-def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -> Profile:
+def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, rate: float = 0.0) -> Profile:
     """The profile of a group with so many ranks on each of ``nodes``, on the cluster that ``profile`` describes.
 
     ``siblings``: how many groups of this shape, this one among them, use a node at the same time; 0: as many as its ranks make
-    up. Returns ``profile`` itself where it has that group as measured. Raises UsageError for a negative number of siblings,
+    up. ``rate``: of the slowest card that the group uses, as a fraction of the cluster's usual one; 0.0: the slowest of all.
+    Returns ``profile`` itself where it has that group as measured. Raises UsageError for a negative number of siblings,
     PlanError for a group that is larger than the cluster.
     """
     cluster = Topology.parse(profile.topology)
@@ -51,8 +52,9 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -
         )
     count = siblings or most
     spanning = spanning_groups(sorted(sizes, reverse=True)).values()
-    references = [_Shape(*each) for each in spanning]
-    wanted = _Shape(nodes, count)
+    slowest = min(profile.node_rates, default=1.0)
+    references = [_Shape(*each, slowest) for each in spanning]
+    wanted = _Shape(nodes, count, rate or slowest)
     if wanted in references:
         return profile
     curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
@@ -61,13 +63,18 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -
             derived = _derived(profile, probe, wanted, references)
             curves |= {} if derived is None else {derived.key: derived}
     share = max(1.0, max(sizes) / (max(nodes) * count))
-    peaks = Peaks(profile.peaks.inter_gbps * share, profile.peaks.intra_gbps * share, profile.peaks.device_gbps)
+    peaks = Peaks(
+        profile.peaks.inter_gbps * share * wanted.rate / slowest,
+        profile.peaks.intra_gbps * share,
+        profile.peaks.device_gbps,
+    )
     suffix = "" if count == most else f", {count} at once"
     return profile.replace(
         name=f"{profile.name} for {shape_text(nodes)}{suffix}",
         topology=shape_text(nodes),
         peaks=peaks,
         curves=tuple(curves.values()),
+        slow_links=(),
     )
 
 
@@ -79,13 +86,14 @@ def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A kind of group: its ranks on each node, and how many such groups use a node at the same time."""
+    """A kind of group: its ranks on each node, how many such groups use a node at the same time, and its slowest card's rate."""
 
     nodes: tuple[int, ...]
     siblings: int
+    rate: float
 
     def load(self, leg: Leg, key: CurveKey) -> float:
-        """The bytes through a node's link for each byte by which the leg's curve is looked up.
+        """The bytes through a node's link, for its rate, for each byte by which the leg's curve is looked up.
 
         A step between nodes of different sizes is looked up by what as many rails as the emptiest one has ranks would carry
         (:meth:`commlayer.scheduler.plan.Cut.over_rails`).
@@ -94,7 +102,8 @@ class _Shape:
         traffic = Traffic(sum(self.nodes), sum(self.nodes), 1, link, "all_gather", self.nodes)
         unit = Curve(*key, bytes=(1,), time_us=(1.0,))
         active = (min if leg.span is Span.RAIL else max)(self.nodes) * self.siblings
-        return leg.share_of_link(traffic, unit) * active
+        load = leg.share_of_link(traffic, unit) * active
+        return load / self.rate if key[1] is Resource.INTER else load
 
 
 @dataclass(frozen=True)
