@@ -15,10 +15,10 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +35,6 @@ from groups_cells import (
     contenders,
     is_swept,
     layouts,
-    shape_of,
     sizes_of,
     summary_table,
     unpriced,
@@ -51,15 +50,16 @@ from commlayer.profiles.errors import PlanError
 from commlayer.profiles.sweep import Repeats
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.plan import Plan, Strategy
-from commlayer.scheduler.traffic import Traffic
 from commlayer.testing.nodes import run_on_nodes
 
 CLUSTERS = {"2x4": (4, 4), "2x8": (8, 8), "4x4": (4, 4, 4, 4)}
 VERSUS = {"2x4": (4, 4), "3+1": (3, 1), "5+3": (5, 3), "2+1+3": (2, 1, 3)}
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 INTER = "400mbit"
-_REPEATS = Repeats(warmup=1, min_repeats=3, max_repeats=8, half_width=0.1, budget_us=1e5)
-_SWEEP = SweepOptions(max_bytes=16 << 20, factor=4.0, repeats=_REPEATS, group_max_bytes=4 << 20, interference_rounds=3)
+_REPEATS = Repeats(warmup=1, min_repeats=2, max_repeats=6, half_width=0.1, budget_us=1e5)
+_SWEEP = SweepOptions(
+    max_bytes=4 << 20, factor=4.0, repeats=_REPEATS, group_factor=8.0, group_max_bytes=4 << 20, interference_rounds=3
+)
 """Coarser than that of ``commlayer profile``, which would take most of the run."""
 _CELL_ROUNDS, _CELL_BUDGET_S = (3, 9), 2.0
 _VERSUS_ROUNDS, _VERSUS_BUDGET_S = (5, 15), 6.0
@@ -176,7 +176,7 @@ class Operands:
 
 
 def num_wrong(operands: Operands, calls: Sequence[Callable[[], torch.Tensor]], control: Any) -> int:
-    """Elements, over all ranks, in which the results of ``calls`` are not the first one's. Connects and warms up, too."""
+    """Elements, over all ranks, in which results of ``calls`` are not those of the first, which is Gloo's. Connects, too."""
     expected = operands.result(calls[0])
     wrong = torch.tensor([sum(int((operands.result(call) != expected).sum()) for call in calls[1:])])
     dist.all_reduce(wrong, group=control)
@@ -203,20 +203,14 @@ def alternated(
     return times
 
 
-@contextmanager
-def forced(group: Any, plan: Plan) -> Iterator[None]:
-    """Inside, calls of ``group`` go by ``plan``: through the backend as any call, so that all plans pay the same for it."""
+def run_by(plan: Plan, group: Any, operands: Operands) -> torch.Tensor:
+    """Run by ``plan``, through the backend as any call, so that all plans pay the same for it."""
     choices = group._planned.choices
     choices.plan = lambda *_, **__: None if plan.strategy is Strategy.FLAT else plan
     try:
-        yield
+        return operands.run(group)
     finally:
         del choices.plan
-
-
-def run_by(plan: Plan, group: Any, operands: Operands) -> torch.Tensor:
-    with forced(group, plan):
-        return operands.run(group)
 
 
 def decided(group: Any, collective: str, num_bytes: int) -> tuple[str, str, list[tuple[Plan, float | None]]]:
@@ -226,35 +220,43 @@ def decided(group: Any, collective: str, num_bytes: int) -> tuple[str, str, list
     plan = choices.plan(collective, num_bytes, is_float=True)
     chosen = Strategy.FLAT.value if plan is None else plan.name
     reason = next(iter(choices.reasons - before), "")
+    traffic = choices._traffic(collective, num_bytes)
+    if choices.planner is None:
+        return chosen, "there is no profile", []
     try:
-        priced = (
-            ()
-            if choices.planner is None
-            else choices.planner.decide(choices._traffic(collective, num_bytes)).candidates
-        )
+        priced = contenders(choices.planner.decide(traffic).candidates, chosen)
     except PlanError as error:
-        priced, reason = (), reason or str(error)
-    if not priced:
-        return chosen, reason, [(plan, None) for plan in unpriced(Traffic.on_nodes(collective, num_bytes, group.shape))]
-    return chosen, reason, [(each.plan, each.total_us) for each in contenders(priced, chosen)]
+        return chosen, reason or str(error), [(plan, None) for plan in unpriced(traffic)]
+    tried: list[tuple[Plan, float | None]] = [(timeline.plan, timeline.total_us) for timeline in priced]
+    if plan is not None and all(each.name != chosen for each, _ in tried):
+        tried.append((plan, None))
+    return chosen, reason, tried
 
 
 def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str, str]) -> list[Cell]:
-    control = start(environment)
-    found = []
+    control, found = start(environment), []
     for layout, groups in layouts(sum(nodes)).items():
         if dist.get_rank() == 0:
             print(f"{len(nodes)}x{nodes[0]}: {layout}", flush=True)
-        group, shape = group_of_mine(groups, "commlayer"), shape_of(groups[0], nodes)
-        for size in sizes_of(len(groups), sizes):
-            for collective in COLLECTIVES:
-                operands = Operands(collective, size, len(groups[0]))
-                chosen, reason, plans = decided(group, collective, operands.num_bytes)
-                ways = [Way(plan.name, predicted_us) for plan, predicted_us in plans]
-                cell = Cell(layout, shape, len(groups), is_swept(shape, nodes), collective, size, chosen, reason, ways)
-                require_alike((shape, chosen, [way.plan for way in ways]), f"{layout}, {collective} of {size}", control)
-                fill(cell, [partial(run_by, plan, group, operands) for plan, _ in plans], operands, control)
-                found.append(cell)
+        group = group_of_mine(groups, "commlayer")
+        for size, collective in product(sizes_of(groups, sizes), COLLECTIVES):
+            operands = Operands(collective, size, len(groups[0]))
+            chosen, reason, plans = decided(group, collective, operands.num_bytes)
+            if not plans:
+                raise RuntimeError(
+                    f"{layout}: expected the backend to have a profile of {nodes}, it has none: {reason}"
+                )
+            ways = [Way(plan.name, predicted_us) for plan, predicted_us in plans]
+            swept = is_swept(group.shape, nodes)
+            cell = Cell(layout, group.shape, len(groups), swept, collective, size, chosen, reason, ways)
+            require_alike(
+                (group.shape, chosen, [way.plan for way in ways]), f"{layout}, {collective} of {size}", control
+            )
+            calls = [partial(run_by, plan, group, operands) for plan, _ in plans]
+            cell.num_wrong = num_wrong(operands, calls, control)
+            for way, times in zip(ways, alternated(calls, control, _CELL_ROUNDS, _CELL_BUDGET_S), strict=True):
+                way.times_us = times
+            found.append(cell)
         dist.destroy_process_group(group)
     return found
 
@@ -270,15 +272,6 @@ def require_alike(mine: object, where: str, control: Any) -> None:
             )
 
 
-def fill(cell: Cell, calls: Sequence[Callable[[], torch.Tensor]], operands: Operands, control: Any) -> None:
-    """Compare, then time, the ways of a cell."""
-    is_flat = [way.plan == Strategy.FLAT.value for way in cell.ways]
-    flat = calls[is_flat.index(True)]
-    cell.num_wrong = num_wrong(operands, [flat, *calls], control)
-    for way, times in zip(cell.ways, alternated(calls, control, _CELL_ROUNDS, _CELL_BUDGET_S), strict=True):
-        way.times_us = times
-
-
 def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
     """Each collective on TP2's gradient groups at once, and on uneven nodes on all ranks."""
     control, nodes = start(environment), VERSUS[key]
@@ -291,49 +284,40 @@ def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
         if dist.get_rank() == 0:
             print(f"against torch, {key}: {name}", flush=True)
         ours, torchs = group_of_mine(groups, "commlayer"), group_of_mine(groups, "gloo")
-        shapes = " and ".join(dict.fromkeys("+".join(map(str, shape_of(ranks, nodes))) for ranks in groups))
         for collective in COLLECTIVES:
             operands = Operands(collective, size, len(groups[0]))
             calls = [partial(operands.run, torchs), partial(operands.run, ours)]
             wrong = num_wrong(operands, calls, control)
             gloo, mine = alternated(calls, control, _VERSUS_ROUNDS, _VERSUS_BUDGET_S)
-            ratio = ratios(mine, gloo)
+            plan, ratio = plans_of(ours, collective, operands.num_bytes, control), ratios(mine, gloo)
+            quartiles, rounds = (ratio.middle, ratio.low, ratio.high), len(gloo)
             found.append(
-                Versus(
-                    key,
-                    f"{name}: {shapes}",
-                    collective,
-                    size,
-                    plans_of(ours, collective, operands.num_bytes, control),
-                    median(gloo),
-                    median(mine),
-                    (ratio.middle, ratio.low, ratio.high),
-                    len(gloo),
-                    wrong,
-                )
+                Versus(key, name, collective, size, plan, median(gloo), median(mine), quartiles, rounds, wrong)
             )
     return found
 
 
 def plans_of(group: Any, collective: str, num_bytes: int, control: Any) -> str:
-    """The plans that a call gets, of all siblings: on uneven nodes they have other shapes, and may have other plans."""
+    """What a call gets in each of the siblings: on uneven nodes they have other shapes, and may have other plans."""
+    plan, reason, _ = decided(group, collective, num_bytes)
     everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, decided(group, collective, num_bytes)[:2], group=control)
-    return ", ".join(dict.fromkeys(f"{plan}, no price" if reason else plan for plan, reason in everyones))
+    mine = f"{'+'.join(map(str, group.shape))}: {plan}{', no price' if reason else ''}"
+    dist.all_gather_object(everyones, mine, group=control)
+    return "; ".join(dict.fromkeys(everyones))
 
 
 def document(about: Mapping[str, str], found: Mapping[str, list[Cell]], against: Sequence[Versus]) -> str:
     lines = [
         f"# Collectives of a trainer's groups, emulated, {today()}",
         "",
-        f"Made by `make bench-groups`. Emulated clusters on one machine: real processes and bytes, wires slowed to {INTER} a node and",
-        "direction. All ranks share the machine's cores, so quote the ratios, not the times.",
+        "Made by `make bench-groups`. Emulated clusters on one machine: real processes and bytes, wires slowed to 400 Mbit/s",
+        "a node and direction. All ranks share the machine's cores, so quote the ratios, not the times.",
         "",
         *(f"- {name}: {value}" for name, value in about.items()),
         "- FP32; sizes are nccl-tests' S; times are medians over rounds of the slowest rank of all siblings, which run at once",
         "- error: |predicted − measured| / measured of the chosen plan, where it was planned from a price",
-        "- regret: measured time of the chosen plan over that of the best plan tried, less 1; plans take turns in a new order each",
-        "  round, after their results were compared with flat's",
+        "- regret: measured time of the chosen plan over that of the best plan tried, less 1; plans take turns, in a new",
+        "  order each round, after their results were compared with flat's",
         "- swept: whether a sweep of the cluster measures groups of this shape (all ranks, a node, one rank of each node)",
         "",
         "## Summary",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from statistics import median, quantiles
 from typing import Any
 
@@ -15,11 +14,11 @@ from commlayer.scheduler.strategies import candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.units import format_bytes, format_us
 
-__all__ = ["Cell", "Versus", "Way", "contenders", "is_swept", "layouts", "shape_of", "sizes_of", "summary", "unpriced"]
+__all__ = ["Cell", "Versus", "Way", "contenders", "is_swept", "layouts", "sizes_of", "summary", "unpriced"]
 
 SIZES = (1 << 20, 4 << 20, 16 << 20)
-_MOST_BYTES = 32 << 20
-"""Of all siblings together: what crosses the slowed wires at once, or the largest cells would take most of the run."""
+_MOST_BYTES, _MOST_OF_RANKS = 32 << 20, 128 << 20
+"""Of all siblings, and of all ranks, together: or what crosses the slowed wires in the largest cells would take most of the run."""
 _FURTHER = 1
 """Plans that are tried beside the chosen one, flat, and the best-priced of each strategy."""
 _COLUMNS = ("layout", "groups", "swept", "collective", "size", "chosen", "predicted", "measured", "error", "best")
@@ -31,6 +30,7 @@ def layouts(world: int) -> dict[str, list[tuple[int, ...]]]:
     Layouts whose groups another has too, which depends on the world, are left out.
     """
     mappings = {
+        "DP, dp": (FoldedMapping(world), "dp"),
         "TP2×DP, dp": (FoldedMapping(world, tp=2), "dp"),
         "TP2×EP2×EDP, edp": (FoldedMapping(world, tp=2, etp=2, ep=2), "edp"),
         "CP2×DP, cp": (FoldedMapping(world, cp=2), "cp"),
@@ -45,31 +45,25 @@ def layouts(world: int) -> dict[str, list[tuple[int, ...]]]:
     return found
 
 
-def shape_of(group: Sequence[int], nodes: Sequence[int]) -> tuple[int, ...]:
-    """How many ranks of ``group`` each node holds that holds any, where ``nodes`` hold so many ranks, one after the other."""
-    node_of = [node for node, size in enumerate(nodes) for _ in range(size)]
-    return tuple(len(list(members)) for _, members in groupby(sorted(group), key=lambda rank: node_of[rank]))
-
-
 def is_swept(shape: Sequence[int], nodes: Sequence[int]) -> bool:
     """Whether the sweep of a cluster measures groups of ``shape``: all ranks, a whole node, one rank of each node."""
     return tuple(shape) in (tuple(nodes), (nodes[0],), (1,) * len(nodes))
 
 
-def sizes_of(num_siblings: int, sizes: Iterable[int] = SIZES) -> list[int]:
-    """The sizes that so many groups run at once."""
-    return [size for size in sizes if num_siblings * size <= _MOST_BYTES]
+def sizes_of(groups: Sequence[Sequence[int]], sizes: Iterable[int] = SIZES) -> list[int]:
+    """The sizes that ``groups`` run at once."""
+    ranks = sum(map(len, groups))
+    return [size for size in sizes if len(groups) * size <= _MOST_BYTES and ranks * size <= _MOST_OF_RANKS]
 
 
 def contenders(priced: Sequence[Timeline], chosen: str) -> list[Timeline]:
-    """The plans to try of those that were priced, each once: ``chosen``, flat, the best-priced of each strategy, and the best
+    """The plans to try of those that were priced, each once: flat, ``chosen``, the best-priced of each strategy, and the best
     of what is left."""
-    ranked = sorted(priced, key=lambda timeline: timeline.total_us)
-    best = {timeline.plan.strategy: timeline for timeline in reversed(ranked)}
-    wanted = {t.plan.name: t for t in ranked if t.plan.name == chosen or t.plan.strategy is Strategy.FLAT}
-    wanted |= {timeline.plan.name: timeline for timeline in best.values()}
-    further = [timeline for timeline in ranked if timeline.plan.name not in wanted]
-    return [*wanted.values(), *further[:_FURTHER]]
+    ranked = {timeline.plan.name: timeline for timeline in sorted(priced, key=lambda timeline: timeline.total_us)}
+    best = {timeline.plan.strategy: name for name, timeline in reversed(ranked.items())}
+    wanted = dict.fromkeys([Strategy.FLAT.value, chosen, *best.values()])
+    further = [name for name in ranked if name not in wanted]
+    return [ranked[name] for name in [*wanted, *further[:_FURTHER]] if name in ranked]
 
 
 def unpriced(traffic: Traffic) -> list[Plan]:
@@ -141,7 +135,7 @@ class Versus:
     """One collective against torch's on Gloo, in alternate rounds. ``ratio``: median and quartiles of time / torch's time."""
 
     cluster: str
-    groups: str
+    layout: str
     collective: str
     size: int
     plan: str
@@ -207,12 +201,14 @@ def cell_table(cells: Sequence[Cell]) -> list[str]:
 
 def versus_table(rows: Sequence[Versus]) -> list[str]:
     """A line for each comparison with torch."""
-    lines = ["| cluster | groups | collective | size | plan | torch | commlayer | / torch | rounds | wrong |"]
+    lines = [
+        "| cluster | layout | collective | size | plan by nodes of the groups | torch | commlayer | / torch | rounds | wrong |"
+    ]
     lines.append("|---" * 10 + "|")
     for row in rows:
         middle, low, high = row.ratio
         lines.append(
-            f"| {row.cluster} | {row.groups} | {row.collective} | {format_bytes(row.size)} | {row.plan} | "
+            f"| {row.cluster} | {row.layout} | {row.collective} | {format_bytes(row.size)} | {row.plan} | "
             f"{format_us(row.torch_us)} | {format_us(row.time_us)} | {middle:.3f} [{low:.3f}, {high:.3f}] | "
             f"{row.rounds} | {row.num_wrong} |"
         )
