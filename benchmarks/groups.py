@@ -44,6 +44,7 @@ from moe_tables import ratios
 
 import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
+from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.emulation import EmulatedCluster
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError
@@ -250,7 +251,7 @@ def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str
             swept = is_swept(group.shape, nodes)
             cell = Cell(layout, group.shape, len(groups), swept, collective, size, chosen, reason, ways)
             require_alike(
-                (group.shape, chosen, [way.plan for way in ways]), f"{layout}, {collective} of {size}", control
+                f"{group.shape}: {chosen} of {[way.plan for way in ways]}", f"{layout}, {collective} of {size}", control
             )
             calls = [partial(run_by, plan, group, operands) for plan, _ in plans]
             cell.num_wrong = num_wrong(operands, calls, control)
@@ -261,14 +262,24 @@ def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str
     return found
 
 
-def require_alike(mine: object, where: str, control: Any) -> None:
+class _Said(ControlMessage, frozen=True):
+    """What a rank's group does with a call."""
+
+    text: str
+
+
+def everyones(text: str, control: Any) -> list[str]:
+    """What every rank says."""
+    return [said.text for said in gather_messages(_Said(text), _Said, Peers.of(control), 60.0, "to compare choices")]
+
+
+def require_alike(text: str, where: str, control: Any) -> None:
     """Raises RuntimeError where siblings try other plans: they could not take turns in step."""
-    everyones: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine, group=control)
-    for rank, theirs in enumerate(everyones):
-        if theirs != everyones[0]:
+    said = everyones(text, control)
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
             raise RuntimeError(
-                f"{where}: expected all siblings to decide alike, rank 0 has {everyones[0]}, rank {rank} {theirs}"
+                f"{where}: expected siblings to decide alike, rank 0 has {said[0]}, rank {rank} {theirs}"
             )
 
 
@@ -300,10 +311,8 @@ def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
 def plans_of(group: Any, collective: str, num_bytes: int, control: Any) -> str:
     """What a call gets in each of the siblings: on uneven nodes they have other shapes, and may have other plans."""
     plan, reason, _ = decided(group, collective, num_bytes)
-    everyones: list[Any] = [None] * dist.get_world_size()
     mine = f"{'+'.join(map(str, group.shape))}: {plan}{', no price' if reason else ''}"
-    dist.all_gather_object(everyones, mine, group=control)
-    return "; ".join(dict.fromkeys(everyones))
+    return "; ".join(dict.fromkeys(everyones(mine, control)))
 
 
 def document(about: Mapping[str, str], found: Mapping[str, list[Cell]], against: Sequence[Versus]) -> str:
