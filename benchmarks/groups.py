@@ -62,8 +62,8 @@ _SWEEP = SweepOptions(
     max_bytes=4 << 20, factor=4.0, repeats=_REPEATS, group_factor=8.0, group_max_bytes=4 << 20, interference_rounds=3
 )
 """Coarser than that of ``commlayer profile``, which would take most of the run."""
-_CELL_ROUNDS, _CELL_BUDGET_S = (3, 9), 2.0
-_VERSUS_ROUNDS, _VERSUS_BUDGET_S = (5, 15), 6.0
+_CELL_ROUNDS, _CELL_BUDGET_S = (3, 9), 1.5
+_VERSUS_ROUNDS, _VERSUS_BUDGET_S = (5, 9), 4.0
 """Rounds, at least and at most, and seconds after which no round more is begun."""
 
 
@@ -235,11 +235,15 @@ def decided(group: Any, collective: str, num_bytes: int) -> tuple[str, str, list
 
 
 def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str, str]) -> list[Cell]:
+    """Every layout's cells, one after the other."""
     control, found = start(environment), []
     for layout, groups in layouts(sum(nodes)).items():
         if dist.get_rank() == 0:
             print(f"{len(nodes)}x{nodes[0]}: {layout}", flush=True)
         group = group_of_mine(groups, "commlayer")
+        Operands("all_reduce", SIZES[0], len(groups[0])).run(
+            group
+        )  # what a group finds out at its first call is known then
         for size, collective in product(sizes_of(groups, sizes), COLLECTIVES):
             operands = Operands(collective, size, len(groups[0]))
             chosen, reason, plans = decided(group, collective, operands.num_bytes)
