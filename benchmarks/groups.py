@@ -4,7 +4,7 @@ Cells: all siblings of a layout run one collective at once, by every plan worth 
 priced, how far is its price from its time (error), and how much longer does it take than the best of those tried (regret)?
 Against torch: the same collectives on commlayer and on Gloo, in alternate rounds, on uneven nodes too.
 
-Writes a dated document and JSON. Ten minutes; ``--quick`` takes one, and writes documents of its own name.
+Writes a dated document and JSON. Ten to eleven minutes; ``--quick`` takes one, and writes documents of its own name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 INTER = "400mbit"
 _REPEATS = Repeats(warmup=1, min_repeats=2, max_repeats=6, half_width=0.1, budget_us=1e5)
 _SWEEP = SweepOptions(
-    max_bytes=4 << 20, factor=4.0, repeats=_REPEATS, group_factor=8.0, group_max_bytes=4 << 20, interference_rounds=3
+    max_bytes=4 << 20,
+    factor=4.0,
+    repeats=_REPEATS,
+    group_max_bytes=4 << 20,
+    group_factor=8.0,
+    group_repeats=_REPEATS,
+    interference_rounds=3,
 )
 """Coarser than that of ``commlayer profile``, which would take most of the run."""
 _CELL_ROUNDS, _CELL_BUDGET_S = (3, 9), 1.5
