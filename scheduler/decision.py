@@ -27,6 +27,8 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
+_OF_SAME_LEGS = 0.25
+"""The part of the tolerance that holds between plans of one strategy in different numbers of chunks."""
 _MAX_GROUPS = 64
 """Shapes of groups, of which a job has a handful."""
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
@@ -177,8 +179,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
         raise PlanError(f"no plan: the policy allows only {names}, {which} to {traffic}: allow flat too")
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
-    near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
-    chosen = min(near, key=_simplicity)
+    chosen = _simplest(priced, best_us, tolerance)
     unyielding = None
     if level_of(traffic.lane):
         fine = _yielding(chosen, priced, profile, policy)
@@ -189,6 +190,16 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     return Decision(
         traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding, basis
     )
+
+
+def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> Timeline:
+    """The plan of the simplest kind that is slower than the best one by no more than ``tolerance``; of that kind the one of the
+    fewest chunks, within a part of the tolerance only: plans of the same legs err by the same curves, and so alike."""
+    near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
+    simplest = min(near, key=_simplicity)
+    kind = [timeline for timeline in priced if _kind(timeline.plan) == _kind(simplest.plan)]
+    most_us = min(timeline.total_us for timeline in kind) * (1.0 + tolerance * _OF_SAME_LEGS)
+    return min((timeline for timeline in kind if timeline.total_us <= most_us), key=_simplicity)
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
