@@ -15,6 +15,7 @@ Outside the measured sizes there is only a model: latency + bytes / bandwidth, f
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -88,6 +89,9 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             "p50_us": _checked_times("p50_us", self.p50_us, len(sizes)) if self.p50_us else (),
             "p99_us": _checked_times("p99_us", self.p99_us, len(sizes)) if self.p99_us else (),
             "samples": tuple(int(num) for num in self.samples),
+            "basis": sys.intern(
+                self.basis
+            ),  # msgspec leaves out what is the default itself, and not a copy from elsewhere
             "holdout_error": None if self.holdout_error is None else float(self.holdout_error),
         }
         for name, value in normal.items():  # one spelling (float, tuple, enum): equal curves have one fingerprint

@@ -191,7 +191,7 @@ class Prober:
         return {resource: sorted(values[1:])[rounds // 2] for resource, values in seen.items()}
 
     def pair_times(self, num_bytes: int, repeats: int) -> dict[Pair, float]:
-        """What each two nodes take to send each other ``num_bytes`` a node at once, µs: the least of ``repeats`` times.
+        """Time, for each two nodes, how long they take to send each other ``num_bytes`` at once, µs: the least of ``repeats``.
 
         Ranks at the same place of both nodes exchange, as many as the emptiest node has. Collective.
         """

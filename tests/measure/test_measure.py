@@ -332,8 +332,8 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
     ("shape", "changes", "expected"),
     [
         # The steps of replicated tokens, and those of whole groups: the sum in memory; on the world, a node, a rail and, in
-        # nodes of more than two ranks, a pair of ranks five calls of the backend's own, and the exchange and the gather by messages
-        # that are not among the first. Then encoding and decoding of three wire formats.
+        # nodes of more than two ranks, a pair five calls of the backend's own, and the exchange and the gather by messages that
+        # are not among the first. Then encoding and decoding of three wire formats.
         ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6 + 7 + 6)),
         ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6 + 6)),
         ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6 + 7 + 6)),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -392,3 +393,8 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
     assert {*commlayer.profiles.__all__, "catalog", "sweep"} <= set(dir(commlayer.profiles))
     with pytest.raises(AttributeError, match="has no attribute 'speed'"):
         commlayer.profiles.speed  # noqa: B018
+
+
+def test_a_profile_that_has_been_pickled_is_the_same() -> None:
+    profile = make()
+    assert pickle.loads(pickle.dumps(profile)).to_json() == profile.to_json()
