@@ -49,6 +49,8 @@ class Settings:
         lanes: ``auto`` cuts the calls of groups that the program has put on a lane, ``on`` also those of groups that are only
             described as one's, ``off``: no traffic goes before other traffic (docs/lanes.md).
         lane_share: the share of the link that a lower lane keeps while higher ones have work without end.
+        trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.2 s at most, where the
+            profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
     """
@@ -67,6 +69,7 @@ class Settings:
     wire: str | None = None
     lanes: str = "auto"
     lane_share: float = 0.05
+    trials: str = "auto"
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +129,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "intra": ("auto", "gloo", "shared"),
     "stats": ("0", "1"),
     "lanes": ("auto", "on", "off"),
+    "trials": ("auto", "on", "off"),
     "as_backend": (None, "gloo", "nccl"),
 }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.layer import MoELayer
     from commlayer.integrations.moe.router import Router, RouterConfig
     from commlayer.integrations.moe.routing import Routing
+    from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
     from commlayer.integrations.norm import RMSNorm
     from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
     from commlayer.integrations.pipeline_schedules import run_pipeline
@@ -67,7 +68,9 @@ __all__ = [
     "run_pipeline",
     "split_sequence",
     "synchronise_gradients",
+    "tell_neighbours",
     "tensor_parallel_wire",
+    "use_neighbours",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__)

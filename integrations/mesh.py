@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from commlayer.agree.discovery import discover_topology
 from commlayer.agree.messages import ControlMessage, Peers, gather_messages
+from commlayer.integrations.neighbours import is_planned, use_neighbours
 from commlayer.integrations.parameter_marks import is_expert
 from commlayer.profiles.errors import DisagreementError, GroupError
 from commlayer.profiles.topology import Topology
@@ -104,6 +105,8 @@ class FoldedMesh:
                     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=f"folded {axis}")
                     if self._rank in ranks:
                         self._groups[axis] = made
+                        if is_planned(made):
+                            use_neighbours(made, key[1])
                 if axis not in separate:
                     shared[key] = self._groups[axis]
             else:

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import msgspec
 
@@ -46,6 +47,8 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         p50_us, p99_us: per size, as measured, where known (p50_us before it was made non-decreasing).
         samples: per size, how many measurements stand behind it, where known.
         source: where the numbers come from.
+        basis: ``measured`` on such a group; ``interpolated`` between groups that were measured; ``derived`` from one of them, or
+            from beyond them.
 
     Raises:
         ProfileError: arrays that break one of these rules; the message names the field and the index.
@@ -61,6 +64,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     p99_us: tuple[float, ...] = ()
     samples: tuple[int, ...] = ()
     source: str = ""
+    basis: Literal["measured", "interpolated", "derived"] = "measured"
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:

@@ -200,8 +200,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             advice = "Measure it on that cluster with `commlayer profile`, or plan with those"
         else:
             advice = (
-                "Plan with those: `commlayer profile` measures all ranks, whole nodes, and one rank of every node; no "
-                "other groups"
+                "Plan with those: `commlayer profile` measures all ranks, whole nodes, one rank of every node and two ranks of a "
+                "node; those of other groups follow from them (`commlayer plan --group`)"
             )
         return (
             f"profile {self.name!r} ({self.topology}): expected a curve of {collective} on {link} for group size "
@@ -214,9 +214,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if topology.world_size == 1:
             return set()  # it refuses that
         nodes, ranks = topology.num_nodes, max(map(len, topology.nodes))
-        if nodes == 1:
-            return {("intra", ranks), ("device", 1)}
         of_node = {("intra", ranks)} if ranks > 1 else set()
+        of_node |= {("intra", 2)} if ranks > 2 else set()
+        if nodes == 1:
+            return {("device", 1)} | of_node
         return {("inter", topology.world_size), ("inter", nodes), ("device", 1)} | of_node
 
     def slowdown(self, resource: Resource, other: Resource) -> float:

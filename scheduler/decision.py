@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
+from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.group_strategies import finer_plans
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LanePolicy, level_of
@@ -26,8 +27,12 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
+_MAX_GROUPS = 64
+"""Shapes of groups, of which a job has a handful."""
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
 _MOST_BASES = 3
+_BASES = ("measured", "interpolated", "derived")
+"""Of curves, the most certain first."""
 _EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
@@ -82,8 +87,9 @@ class Decision:
 
     ``margin`` is how much slower the best plan of any other strategy or wire format is predicted, as a fraction of the chosen
     time; negative where the simpler plan was kept although another is predicted faster by less than ``tolerance``.
-    ``unyielding``: the plan that would run if nobody went before this traffic, where it is another.
-    ``unpriced``: why a wire format that was allowed is not among the candidates; else empty.
+    ``unyielding``: the plan that would run if nobody went before this traffic, where it is another. ``basis``: what the
+    curves of the chosen plan rest on, the least certain of them: ``measured``, ``interpolated`` or ``derived``. ``unpriced``:
+    why a wire format that was allowed is not among the candidates; else empty.
     """
 
     traffic: Traffic
@@ -96,6 +102,7 @@ class Decision:
     policy: Policy
     unpriced: str = ""
     unyielding: Timeline | None = None
+    basis: str = "measured"
 
     @property
     def plan(self) -> Plan:
@@ -111,7 +118,8 @@ class Decision:
 
     def reason(self) -> str:
         """One sentence: why this plan."""
-        return f"{self.plan.name}: {self._because()}"
+        basis = "" if self.basis == "measured" else f"; by {self.basis} curves"
+        return f"{self.plan.name}: {self._because()}{basis}"
 
     def _because(self) -> str:
         traffic = self.traffic
@@ -175,7 +183,10 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
         chosen, unyielding = fine, None if fine is chosen else chosen
     rivals = [t.total_us for t in priced if _kind(t.plan) != _kind(chosen.plan)]
     margin = min(rivals) / chosen.total_us - 1.0 if rivals and chosen.total_us > 0 else 0.0
-    return Decision(traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding)
+    basis = max((curve.basis for curve in curves_of(chosen.plan, profile)), key=_BASES.index, default=_BASES[0])
+    return Decision(
+        traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding, basis
+    )
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
@@ -268,6 +279,19 @@ class Planner:
         self.profile = profile
         self.policy = policy or Policy()
         self._decisions = Kept[Traffic, Decision](_MAX_DECISIONS)
+        self._of_groups = Kept[tuple[tuple[int, ...], int], Planner](_MAX_GROUPS)
+
+    def of_group(self, nodes: tuple[int, ...], siblings: int = 0) -> Planner:
+        """The planner of a group of the cluster with so many ranks on each of ``nodes``; kept.
+
+        ``siblings``, and what is raised: see :func:`commlayer.scheduler.group_profiles.group_profile`.
+        """
+        found = self._of_groups.get((nodes, siblings))
+        if found is None:
+            profile = group_profile(self.profile, nodes, siblings)
+            found = self if profile is self.profile else Planner(profile, self.policy)
+            self._of_groups.add((nodes, siblings), found)
+        return found
 
     def decide(self, traffic: Traffic) -> Decision:
         """The decision for this traffic; cached. Raises PlanError as :func:`choose` does."""

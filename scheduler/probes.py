@@ -1,8 +1,8 @@
 """Probes: every curve that a leg of any strategy is timed by on a cluster, and a plan that exercises it, to be measured.
 
 The list comes from the legs of all plans that can be chosen (:func:`commlayer.scheduler.strategies.candidates`), on the groups
-that every cluster has: the grid of replicated tokens, the world, the ranks of a node, and the ranks at one place of every node
-(a rail). A leg that is timed by a curve of its own adds that curve to what is measured.
+that every cluster has: the grid of replicated tokens, the world, the ranks of a node, the ranks at one place of every node (a
+rail), and two ranks of a node. A leg that is timed by a curve of its own adds that curve to what is measured.
 
 Where nodes hold different numbers of ranks there is no grid. All nodes work at once, each among its own ranks, and the curve is
 that of the fullest one; there are as many rails as the emptiest node has ranks, which is what :meth:`Cut.over_rails
@@ -12,7 +12,7 @@ that of the fullest one; there are as many rails as the emptiest node has ranks,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from commlayer.profiles.links import Resource
@@ -33,9 +33,12 @@ __all__ = [
     "probes_of_grid",
     "probes_of_group",
     "side_by_side",
+    "spanning_groups",
 ]
 
 _GRID = "grid"
+_PARTS = ("node", "rail", "pair")
+"""The groups that are a part of the job."""
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all_v")
 """The order in which a profile has the backend's own calls."""
 _ITEM_BYTES = 4  # sums are of float32
@@ -48,8 +51,8 @@ _WIRES = tuple(Wire(each, _ROW_ELEMENTS) for each in WireFormat)
 class Probe:
     """A curve to measure, on which groups, and of which leg.
 
-    ``where``: ``grid``, ``world``, ``node``, ``rail``, or the name of other groups that the prober was given. ``unit``: the
-    smallest plan of nothing but one step of the leg.
+    ``where``: ``grid``, ``world``, ``node``, ``rail``, ``pair``, or the name of other groups that the prober was given.
+    ``unit``: the smallest plan of nothing but one step of the leg.
     """
 
     key: CurveKey
@@ -108,7 +111,7 @@ MESSAGE = _Message("message", Op.BROADCAST, Span.GROUP, Buffer.INPUT, Buffer.OUT
 def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = False) -> list[Probe]:
     """List what is measured on a cluster, each curve once, in the order of a profile.
 
-    ``with_groups`` False: on the grid only. ``is_brief``: of the rails nothing but the steps, and no broadcasts inside nodes.
+    ``with_groups`` False: on the grid only. ``is_brief``: no broadcasts in a part of the job.
     """
     nodes = tuple(map(len, topology.nodes))
     m, width = len(nodes), max(nodes)
@@ -116,15 +119,28 @@ def probes(topology: Topology, *, with_groups: bool = True, is_brief: bool = Fal
     if topology.is_uniform:
         found += probes_of_grid(*((m, width, Resource.INTER) if m > 1 else (width, 1, Resource.INTRA)))
     if with_groups:
-        shapes = {"world": nodes}
-        if m > 1 and width > 1:
-            shapes |= {"node": (width,), "rail": (1,) * m}
-        for where, nodes in shapes.items():
-            found += probes_of_group(where, nodes)
+        for where, (shape, _) in spanning_groups(nodes).items():
+            found += probes_of_group(where, shape)
     once: dict[CurveKey, Probe] = {}
     for probe in sorted(found, key=_is_inside):
         once.setdefault(probe.key, probe)
     return sorted((probe for probe in once.values() if not (is_brief and _is_rare(probe))), key=_place)
+
+
+def spanning_groups(nodes: Sequence[int]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The groups that are measured on a cluster with so many ranks on each of ``nodes``: by name the shape of a group, and how
+    many such groups use a node at the same time.
+
+    ``world``: all ranks; ``node``: the ranks of a node; ``rail``: one rank of every node; ``pair``: two ranks of a node. The
+    curves of every other group follow from them (:mod:`commlayer.scheduler.group_profiles`).
+    """
+    largest = max(nodes)
+    found = {"world": (tuple(nodes), 1)}
+    if len(nodes) > 1 and largest > 1:
+        found |= {"node": ((largest,), 1), "rail": ((1,) * len(nodes), min(nodes))}
+    if largest > 2:
+        found["pair"] = ((2,), largest // 2)
+    return found
 
 
 def probes_of_grid(e: int, t: int, link: Resource) -> list[Probe]:
@@ -200,13 +216,13 @@ def _place(probe: Probe) -> tuple[int, int]:
     """The place in a profile: the grid; what ranks do alone; each group's steps, and its calls of the backend's own."""
     if probe.leg.is_exchange:
         step = len(Op) if probe.is_own_call else list(Op).index(probe.leg.op)
-        return (_GRID, "alone", "world", "node", "rail").index(probe.where), step
+        return (_GRID, "alone", "world", "node", "rail", "pair").index(probe.where), step
     return int(not probe.is_on_grid), len(Op)
 
 
 def _is_rare(probe: Probe) -> bool:
     """Whether few jobs plan by it."""
-    return (probe.where == "rail" and probe.is_own_call) or (probe.key[0], probe.where) == ("broadcast", "node")
+    return probe.key[0] == "broadcast" and probe.where in _PARTS
 
 
 def side_by_side(

@@ -156,6 +156,18 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Whether :meth:`use_lane` has said it."""
         return self._order.lane.is_told
 
+    # Neighbours
+
+    def use_siblings(self, siblings: int) -> None:
+        """Plan this group's calls, from the next one on, for so many groups like it that use a node's links at the same time,
+        this one among them. The same on all ranks, between the same calls.
+
+        0, as it is where nobody says it: as many as the ranks of a node make up, which is what tensor parallelism's gradient
+        groups are; 1: this group alone. :func:`commlayer.integrations.use_neighbours` finds the number from a list of groups.
+        Raises UsageError for a negative number.
+        """
+        self._order.use_siblings(siblings)
+
     # What torch, and who reads, ask of a group
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name

@@ -147,6 +147,17 @@ class Order:
         self.is_watched = self.lane.is_on or recorder() is not None
         self.is_direct = not self.needs_look and not self.is_watched
 
+    def use_siblings(self, siblings: int) -> None:
+        """Plan, from the next call on, for so many groups that use a node at the same time. UsageError for a negative number."""
+        if siblings < 0:
+            raise UsageError(
+                f"{self.members.who}: use_siblings expects how many groups share a node, or 0 for all of them, got {siblings}"
+            )
+        if self.progress.pending and not self.progress.is_progress_thread():
+            self.progress.submit("use_siblings", None, self.inner.planned.choices.use_siblings, (siblings,))
+        else:
+            self.inner.planned.choices.use_siblings(siblings)
+
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""
         self.use_lane(lane_of(self.members.describe()), is_told=False)

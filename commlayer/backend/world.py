@@ -28,7 +28,19 @@ from commlayer.transport.connect import wants_shared_memory
 
 __all__ = ["World", "agree", "current", "forget", "remember"]
 
-_AGREED = ("topology", "debug", "plan", "reduction", "profile", "intra", "wire", "lanes", "lane_share", "trace")
+_AGREED = (
+    "topology",
+    "debug",
+    "plan",
+    "reduction",
+    "profile",
+    "intra",
+    "wire",
+    "lanes",
+    "lane_share",
+    "trials",
+    "trace",
+)
 """Settings of which ranks must not hold different ones: their calls would not meet."""
 
 

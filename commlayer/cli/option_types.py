@@ -23,6 +23,7 @@ __all__ = [
     "PROFILE",
     "REPORT",
     "NameOrPath",
+    "NameOrShape",
     "in_order",
     "json_option",
     "report_option",
@@ -75,6 +76,20 @@ class NameOrPath(click.ParamType):  # type: ignore[type-arg]  # not generic befo
         # Files first: click's bash script empties the list where it turns on the shell's own file completion.
         files = [CompletionItem(incomplete, type="file")]
         return files + [CompletionItem(name) for name in self._known() if name.startswith(incomplete)]
+
+
+class NameOrShape(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A known name, or the shape of a group of ranks such as 2x2. Only completes; who resolves it says what is wrong."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self._known = tuple(known)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return "|".join([*self._known, "SHAPE"])
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self._known if name.startswith(incomplete)]
 
 
 def _profile_names() -> Iterable[str]:

@@ -25,6 +25,7 @@ from commlayer.profiles import catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Decision, choose
+from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
@@ -53,17 +54,22 @@ def plan(ctx: click.Context, /, profile_name: str, trace: Path | None, picture: 
 
     Prices every candidate (strategy and number of chunks) on the profile, without running anything. An all_to_all is that
     of tokens that are replicated inside nodes (--tp, --ep); the other collectives are those of the backend, whose ranks
-    all hold data of their own: of all ranks, of a node, or of one rank on each node (--group world, node, rail).
+    all hold data of their own: of all ranks, of a node, of one rank on each node (--group world, node, rail), or of any others,
+    by how many of them each node holds: --group 2x2 is two ranks on each of two nodes.
 
     \b
       commlayer plan --profile monta-a800-2x8 --bytes 256e6
       commlayer plan --profile h100-eos-2x8 --batch 4 --sequence 4096 --hidden 7168 --top-k 8 --json
       commlayer plan --profile cluster.json --collective all_reduce --bytes 32MiB
+      commlayer plan --profile cluster.json --collective all_reduce --bytes 16MiB --group 2x2
       commlayer plan --profile cluster.json --collective reduce_scatter --bytes 32MiB --dtype fp32 --wire bf16
     """
     refuse_ignored(given_options(ctx), options)
     profile = catalog.load_profile(profile_name)
-    decision = choose(_traffic(profile, options), profile, policy_of(options))
+    traffic = _traffic(profile, options)
+    if traffic.collective != "all_to_all":
+        profile = group_profile(profile, traffic.nodes, options["siblings"] or 0)
+    decision = choose(traffic, profile, policy_of(options))
     check_strategies(decision, options["strategies"])
     if trace is not None:
         from commlayer.traces.chrome_of_plan import chrome_trace
@@ -115,6 +121,7 @@ def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
             **_candidate(decision.timeline),
             "margin": rounded(decision.margin, 6),
             "tolerance": rounded(decision.tolerance, 6),
+            "basis": decision.basis,
             "reason": decision.reason(),
             "unpriced": decision.unpriced,
         },

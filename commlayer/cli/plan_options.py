@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from commlayer.cli.option_types import BYTES, COUNT, PROFILE, in_order
+from commlayer.cli.option_types import BYTES, COUNT, PROFILE, NameOrShape, in_order
 from commlayer.cli.traffic_options import GROUPS
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.decision import Decision, Policy
@@ -26,7 +26,16 @@ traffic_options = in_order(
         "--profile", "-p", "profile_name", type=PROFILE, required=True, help="What the cluster's links can do."
     ),
     click.option("--collective", type=_COLLECTIVES, default="all_to_all", show_default=True, help="What is called."),
-    click.option("--group", type=click.Choice(GROUPS), help="Who calls a collective other than all_to_all.  [world]"),
+    click.option(
+        "--group",
+        type=NameOrShape("group", GROUPS),
+        help="Who calls a collective other than all_to_all; a shape is such as 2x2 or 3+1.  [world]",
+    ),
+    click.option(
+        "--siblings",
+        type=COUNT,
+        help="Groups of that shape that use a node at the same time.  [as many as its ranks make up]",
+    ),
     click.option("--bytes", "-b", "nbytes", type=BYTES, help="Size in nccl-tests' sense: 16MiB, 64KiB, 1.5GB, 256e6."),
     click.option("--batch", type=int, help="In place of --bytes: sequences a rank."),
     click.option("--sequence", type=int, help="… tokens a sequence."),
@@ -88,6 +97,12 @@ def _is_only(kinds: set[str], options: Mapping[str, Any]) -> bool:
 
 _Rule = tuple[str, Callable[[Mapping[str, Any]], bool], str]
 _IGNORED: tuple[_Rule, ...] = (
+    (
+        "siblings",
+        lambda options: not _is_group(options),
+        "--siblings is for collectives other than all_to_all, got it with --collective all_to_all, whose groups are --tp and "
+        "--ep: leave it out",
+    ),
     (
         "group",
         lambda options: not _is_group(options),

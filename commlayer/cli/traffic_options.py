@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from commlayer.profiles.errors import UsageError
+from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
@@ -112,7 +112,9 @@ def group_traffic(
         raise UsageError("--wire: a broadcast goes in its tensor's own format: leave it out")
     topology = Topology.parse(profile.topology)
     sizes = tuple(len(node) for node in topology.nodes)
-    if group == "node":
+    if group is not None and group not in GROUPS:
+        sizes = _shape_within(profile, sizes, group)
+    elif group == "node":
         sizes = sizes[:1]
     elif group == "rail":
         if len(sizes) == 1:
@@ -120,6 +122,25 @@ def group_traffic(
         sizes = (1,) * len(sizes)
     link = Resource.INTER if len(sizes) > 1 else Resource.INTRA
     return Traffic(nbytes, sum(sizes), 1, link, collective, sizes, wires=wires[0], element_bytes=wires[1])
+
+
+def _shape_within(profile: Profile, cluster: Sequence[int], group: str) -> tuple[int, ...]:
+    """Read a shape such as 2x2 or 3+1. Raises UsageError for what is none, or does not fit the profile's cluster."""
+    try:
+        sizes = tuple(len(node) for node in Topology.parse(group).nodes)
+    except TopologyError as error:
+        raise UsageError(
+            f"--group: expected {', '.join(GROUPS)}, or how many of its ranks each node holds, such as 2x2 or 3+1, got {group!r}"
+        ) from error
+    if len(sizes) > len(cluster) or any(
+        ranks > there for ranks, there in zip(sorted(sizes)[::-1], sorted(cluster)[::-1], strict=False)
+    ):
+        raise UsageError(f"--group {group}: such a group does not fit {profile.name} ({profile.topology})")
+    if sum(sizes) < 2:
+        raise UsageError(
+            f"--group {group}: expected a group of two ranks or more, which have something to tell each other"
+        )
+    return sizes
 
 
 def words(traffic: Traffic) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.corrections import Corrections, Trial
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan, Strategy
@@ -39,20 +42,38 @@ def parse_plan(text: str) -> tuple[Strategy, int]:
     return strategy, chunks
 
 
-class Choices:
-    """``shape``: how many of the group's ranks each node holds. ``planner`` None: nothing is planned, unless
-    ``settings.plan`` names one plan for all calls to which it applies, or ``settings.reduction`` asks for ordered sums.
+def _planner_of(job_planner: Planner | None, shape: tuple[int, ...], siblings: int) -> Planner | None:
+    """The planner of a group; the job's own, which then says what it lacks, for one that does not fit its profile's cluster."""
+    if job_planner is None or sum(shape) == 1:
+        return job_planner
+    with contextlib.suppress(PlanError):
+        return job_planner.of_group(shape, siblings)
+    return job_planner
 
-    ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so that calls are cut finely.
+
+class Choices:
+    """``shape``: how many of the group's ranks each node holds. ``job_planner``, the job's: its profile says what a group of that
+    shape can do. None: nothing is planned, unless ``settings.plan`` names one plan for all calls to which it applies, or
+    ``settings.reduction`` asks for ordered sums.
+
+    ``planner`` is the group's own. ``pending``: plans that are to be run once, by all ranks of the group, before the call
+    goes for which :meth:`plan` was asked last. ``siblings``: how many groups of its shape use a node at the same time; 0: as
+    many as its ranks make up. ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before,
+    so that calls are cut finely.
     """
 
-    def __init__(self, shape: tuple[int, ...], planner: Planner | None, settings: Settings, lane: str = "") -> None:
+    def __init__(
+        self, shape: tuple[int, ...], job_planner: Planner | None, settings: Settings, lane: str = "", siblings: int = 0
+    ) -> None:
         self.lane = lane  # one that others go before; else empty
-        self.shape, self.size, self.planner = shape, sum(shape), planner
+        self.shape, self.size, self.job_planner, self.siblings = shape, sum(shape), job_planner, siblings
+        self.planner = _planner_of(job_planner, shape, siblings)
         self.reasons: Counter[str] = Counter()
         self._forced = parse_plan(settings.plan) if settings.plan else None
         self._is_ordered = settings.reduction == "ordered"
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
+        self._corrections = Corrections()
+        self.pending: Trial | None = None
         self._warned: set[str] = set()
         self._settings = settings
         self._others: dict[tuple[int, ...], Choices] = {}
@@ -61,6 +82,23 @@ class Choices:
         """Cut calls finely for ``lane``, one that others go before, or not ("")."""
         self.lane = lane
         self._others.clear()
+
+    def use_siblings(self, siblings: int) -> None:
+        """Plan for so many groups of this shape that use a node at the same time. The same on all ranks, between the same calls.
+
+        Raises UsageError for a negative number.
+        """
+        self.planner = _planner_of(self.job_planner, self.shape, siblings)
+        self.siblings = siblings
+        self._corrections = Corrections()
+        self._plans.clear()
+        self.__dict__.pop("two_level_may_pay", None)
+
+    def settle(self, trial: Trial, times_us: Sequence[float]) -> None:
+        """Take what the plans of a pending trial took, µs, equal on all ranks, and decide by it from now on."""
+        self._corrections.learn(trial, times_us)
+        self._plans.clear()
+        self.pending = None
 
     @property
     def link(self) -> Resource:
@@ -123,7 +161,7 @@ class Choices:
                 return 0.0
             other = self._others.get(shape)
             if other is None:
-                other = self._others[shape] = Choices(shape, self.planner, self._settings, self.lane)
+                other = self._others[shape] = Choices(shape, self.job_planner, self._settings, self.lane)
             return other.predicted_us(collective, num_bytes, wires=wires, element_bytes=element_bytes)
         if self.planner is None or num_bytes == 0:
             return None if self.planner is None else 0.0
@@ -207,7 +245,10 @@ class Choices:
             decision = self.planner.decide(traffic)
             if decision.unpriced:
                 self._warn(decision.unpriced)
-            return decision.plan
+            if self._settings.trials != "off":
+                is_wanted = self._settings.trials == "on"
+                self.pending = self._corrections.trial(self.planner, traffic, is_wanted=is_wanted)
+            return self._corrections.best(decision)
         except PlanError as error:
             if not wire.is_native:  # there is nothing else that may run
                 return build(traffic, Strategy.DIRECT, wire=wire)

@@ -337,11 +337,11 @@ class PlannedGroup:
         return self._runner
 
     def connect_own_calls(self) -> dist.ProcessGroup:
-        """Gloo's own calls, on connections of this object's where it serves no backend, made at the first call of this, which
-        is collective."""
-        if self._measured is None:
+        """Gloo's own calls: the backend's group where this object serves one, else one on connections of its own, made at the
+        first call of this, which is collective then."""
+        if self.own_calls is None:
             self.own_calls = self._measured = self.connect("own calls", self.timeout_s)
-        return self._measured
+        return self.own_calls
 
     def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
         """A Gloo group of the members for one purpose; ``is_sharing``: with messages inside nodes through shared memory.

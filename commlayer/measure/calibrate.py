@@ -39,10 +39,10 @@ PROBE = SweepOptions(
     min_bytes=4096,
     max_bytes=3 << 20,
     factor=24,  # three sizes: 4 KiB, 96 KiB, 2.25 MiB
-    repeats=Repeats(warmup=0, min_repeats=1, max_repeats=2, budget_us=4e4),
+    repeats=Repeats(warmup=0, min_repeats=1, max_repeats=3, budget_us=3e4),
     group_max_bytes=3 << 20,
     group_factor=24,
-    group_repeats=Repeats(warmup=0, min_repeats=1, max_repeats=2, budget_us=4e4),
+    group_repeats=Repeats(warmup=0, min_repeats=1, max_repeats=3, budget_us=3e4),
     interference_rounds=0,
     check=False,
     longest_us=3e4,

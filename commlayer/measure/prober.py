@@ -35,10 +35,10 @@ class Prober:
     """Runs plans and calls on all ranks of the world in step, and times them. Making and closing one is collective.
 
     Groups are made when they are first needed, by all ranks at once: the grid of replicated tokens, and those of ``groups``, by
-    name this rank's group; None: the world, its node, and its rail, the ranks at its place of every node. Each kind runs at the
-    same time everywhere in the cluster: a rail shares its node's wire with the other rails, as data-parallel groups do. A rank
-    whose group has no other, or that is in none of that name, waits while the others are timed: so it is where nodes hold
-    different numbers of ranks.
+    name this rank's group; None: the world, its node, its rail (the ranks at its place of every node), and its pair, two ranks of
+    its node. Each kind runs at the same time everywhere in the cluster: a rail shares its node's wire with the other rails, as
+    data-parallel groups do. A rank whose group has no other, or that is in none of that name, waits while the others are timed:
+    so it is where nodes hold different numbers of ranks.
 
     As a context manager it is closed at the end of the block, or aborted where the block raises: closing waits for the
     other ranks, and would hide the error behind its own.
@@ -211,6 +211,7 @@ def _groups(topology: Topology, rank: int) -> dict[str, Sequence[int]]:
         "world": range(topology.world_size),
         "node": topology.nodes[topology.node_of(rank)],
         "rail": rail if len(rail) == topology.num_nodes else (),
+        "pair": topology.nodes[topology.node_of(rank)][place // 2 * 2 :][:2],
     }
 
 

@@ -7,6 +7,7 @@ which know the groups that were measured, and no others.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -15,10 +16,10 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Interference, Profile
 from commlayer.profiles.topology import Topology, shape_text
+from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.mapping.group_curves import curves_of_group
 from commlayer.scheduler.mapping.group_shapes import GroupLayout, worst_shape
 from commlayer.scheduler.mapping.hardware import Gpu, Link, Points
-from commlayer.scheduler.traffic import link_over
 
 __all__ = ["Cluster", "Gpu", "Link", "Points"]
 
@@ -67,7 +68,8 @@ class Cluster:
         """The cluster on which ``profile`` was measured.
 
         Args:
-            more: profiles of the same machines with fewer nodes, or fewer ranks on each: for groups of those shapes.
+            more: profiles of the same machines with fewer nodes, or fewer ranks on each: for groups of those shapes, whose curves
+                else follow from those of ``profile`` (:func:`~commlayer.scheduler.group_profiles.group_profile`).
 
         Raises:
             UsageError: a profile of nodes with different numbers of ranks, or one of more ranks on a node than ``profile``.
@@ -154,12 +156,13 @@ class Cluster:
         for profile in self.measured:
             if nodes in measured_shapes(profile):
                 return profile
+        for profile in self.measured:
+            with contextlib.suppress(PlanError):
+                return group_profile(profile, nodes)
         have = "; ".join(f"{p.name!r}: {', '.join(map(str, measured_shapes(p)))}" for p in self.measured)
         raise PlanError(
-            f"cluster {self.name!r} was measured, but has no curves on {link_over(nodes)} for a group of {sum(nodes)} ranks on "
-            f"nodes {nodes}; measured were {have}. Choose degrees whose groups are among those, give Cluster.from_profile a "
-            "profile of that shape as well (`commlayer profile` with so many ranks on each node), or plan with a declared "
-            "cluster"
+            f"cluster {self.name!r} was measured, but a group of {sum(nodes)} ranks on nodes {nodes} does not fit it; measured "
+            f"were {have}. Choose degrees whose groups fit, or plan with a declared cluster"
         )
 
     @cached_property

@@ -121,13 +121,15 @@ class Notes:
 
 
 def asked(topology: Topology) -> set[CurveKey]:
-    """The curves that any plan is priced by: of replicated tokens, of the world, of a node, and of one rank of every node."""
+    """The curves that any plan is priced by: of replicated tokens, of the world, of a node, of one rank of every node, and of two
+    ranks of a node."""
     world = tuple(map(len, topology.nodes))
     m, width = len(world), max(world)
     link = Resource.INTER if m > 1 else Resource.INTRA
     grid = (m, width) if m > 1 else (width, 1)
     traffics = [Traffic(SIZE * grid[0], *grid, link)] if topology.is_uniform else []
-    for nodes in {world, (width,), (1,) * m} if m > 1 else {(width,)}:
+    pair = {(2,)} if width > 2 else set()
+    for nodes in {world, (width,), (1,) * m} | pair if m > 1 else {(width,)} | pair:
         on = Resource.INTER if len(nodes) > 1 else Resource.INTRA
         for collective, wire in product(GROUP_COLLECTIVES, WireFormat) if sum(nodes) > 1 else ():
             wires = (Wire(wire, 64),)
@@ -178,8 +180,8 @@ def test_a_leg_with_a_curve_of_its_own_is_measured(monkeypatch: pytest.MonkeyPat
 def test_a_job_s_own_probe_leaves_out_what_few_plan_by() -> None:
     topology = Topology.parse("2x4")
     whole, brief = ({probe.key for probe in probes(topology, is_brief=is_brief)} for is_brief in (False, True))
-    own = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
-    assert whole - brief == {(name, Resource.INTER, 2) for name in own} | {("broadcast", Resource.INTRA, 4)}
+    links = ((Resource.INTER, 2), (Resource.INTRA, 4), (Resource.INTRA, 2))
+    assert whole - brief == {("broadcast", *link) for link in links}
     assert all(probe.is_on_grid for probe in probes(topology, with_groups=False))
 
 

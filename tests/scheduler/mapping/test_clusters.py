@@ -408,11 +408,12 @@ def test_a_profile_without_the_curve_says_which() -> None:
         Pricer(cluster).us("all_reduce", MIB, (4, 4))
 
 
-def test_a_group_of_the_same_size_and_another_shape_is_refused() -> None:
+def test_a_group_of_another_shape_has_curves_between_those_that_were_measured() -> None:
     # Four ranks on two nodes: the profile has curves for four ranks of one node, which must not stand in.
     cluster = Cluster.from_profile(OURS, hardware.GPUS["h100"])
-    with pytest.raises(PlanError, match=r"no curves on inter for a group of 4 ranks on nodes \(2, 2\); measured were"):
-        cluster.profile_of((2, 2))
+    assert cluster.profile_of((2, 2)).curve("all_reduce", Resource.INTER, 4).basis == "interpolated"
+    with pytest.raises(PlanError, match=r"a group of 10 ranks on nodes \(5, 5\) does not fit it; measured were"):
+        cluster.profile_of((5, 5))
 
 
 def test_further_profiles_bring_further_shapes() -> None:

@@ -1,0 +1,70 @@
+"""Neighbours: which groups of a job communicate at the same time, and so share cards and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from commlayer.backend import world
+from commlayer.profiles.errors import GroupError, UsageError
+
+__all__ = ["is_planned", "tell_neighbours", "use_neighbours"]
+
+
+def is_planned(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` is of backend ``commlayer``, in a job of which all ranks' nodes are known."""
+    return hasattr(group, "use_siblings") and world.current() is not None
+
+
+def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> None:
+    """Plan the calls of ``group`` for ``groups``, lists of global ranks, which communicate at the same time as it does.
+
+    All ranks of ``group`` call this between the same calls. Talks to nobody. How many of ``groups`` share a node with this one
+    decides, as :meth:`CommlayerGroup.use_siblings <commlayer.backend.group.CommlayerGroup.use_siblings>` does.
+
+    Raises:
+        GroupError: the default group, or ``group``, is not of backend ``commlayer``: then nobody knows which ranks share a node.
+        UsageError: ``group`` is not among ``groups``, or two of these have a rank in common.
+    """
+    job = world.current()
+    planned: Any = group
+    if job is None or not is_planned(group):
+        raise GroupError(
+            "use_neighbours() needs a group of backend commlayer in a job whose default group is one too: "
+            'init_process_group("commlayer"), or say the number itself with group.use_siblings()'
+        )
+    mine = dist.get_process_group_ranks(group)
+    ranks = [rank for members in groups for rank in members]
+    if sorted(mine) not in [sorted(members) for members in groups] or len(set(ranks)) < len(ranks):
+        raise UsageError(
+            f"rank {dist.get_rank()}: expected groups without common ranks, {mine} among them, got "
+            f"{[list(members) for members in groups]}"
+        )
+    planned.use_siblings(_siblings(job, mine, groups))
+
+
+def tell_neighbours(mesh: DeviceMesh) -> None:
+    """Tell every group of ``mesh`` that the groups of its dimension communicate at the same time, as training steps do.
+
+    All ranks of the mesh call this between the same calls. Groups that are not planned stay as they are; a group that serves two
+    dimensions goes by the last one.
+    """
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        if is_planned(group):
+            groups = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+            use_neighbours(group, groups)
+
+
+def _siblings(job: world.World, mine: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
+    """How many groups have ranks on the node of ``mine`` that most of them share."""
+    place = {rank: index for index, rank in enumerate(job.ranks)}
+
+    def nodes_of(members: Sequence[int]) -> set[int]:
+        return {job.topology.node_of(place[rank]) for rank in members if rank in place}
+
+    touched = [nodes_of(members) for members in groups]
+    return max(sum(node in nodes for nodes in touched) for node in nodes_of(mine))

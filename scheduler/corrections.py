@@ -1,0 +1,135 @@
+"""Corrections: how much longer plans took on a group than its profile predicts, and which plan is the fastest then.
+
+A group's curves may be interpolated, or of a probe that knows little. Where the plans that contend are closer to each other
+than the profile's error, running them once says more than the profile does (:class:`Trial`); what is learnt there holds for
+other sizes of the same collective too, so that a few trials settle a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from commlayer.scheduler.decision import Decision, Planner
+from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.price import Timeline
+from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.wire import NATIVE
+
+__all__ = ["Corrections", "Trial"]
+
+_LEAST_TOLERANCE = 0.1
+"""A profile that knows its plans' times better than this is believed: a trial is noisier."""
+_CONTENDS = 4.0
+"""A plan contends that is predicted slower by no more than this many times the profile's error: two curves may err both ways."""
+_SIMPLER = 0.03
+"""A simpler plan is kept that takes longer by no more than this fraction."""
+_TRIAL_US, _BUDGET_US = 1e5, 2e5
+"""The longest trial, and all trials of a group together, as predicted and as measured."""
+_LEAST_BYTES = 128 << 10
+"""What contends at a smaller size says little about a large one."""
+_TRIED = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
+_SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for."""
+
+    contenders: tuple[Timeline, ...]
+    asked: int
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(timeline.plan for timeline in self.contenders)
+
+
+class Corrections:
+    """What trials have taught of one group. Pure: it knows the times that all ranks have agreed on, and nothing else."""
+
+    def __init__(self) -> None:
+        self.spent_us = 0.0
+        """The time of the trials so far, µs."""
+        self._factors: dict[tuple[str, Strategy], dict[int, float]] = {}
+        self._tried: set[tuple[str, int]] = set()
+
+    def factor(self, plan: Plan) -> float:
+        """How many times its predicted time a plan takes, as was learnt at the nearest size; 1.0 where nothing was."""
+        known = self._factors.get((plan.traffic.collective, plan.strategy))
+        if not known:
+            return 1.0
+        size = max(1, plan.traffic.logical_bytes)
+        return known[min(known, key=lambda other: abs(math.log(other / size)))]
+
+    def best(self, decision: Decision) -> Plan:
+        """The plan of the decision that is the fastest by what was learnt; the decision's own where nothing was."""
+        if not any(self._known(timeline.plan) for timeline in decision.candidates):
+            return decision.plan
+        times = [(timeline.total_us * self.factor(timeline.plan), timeline.plan) for timeline in decision.candidates]
+        most_us = min(time_us for time_us, _ in times) * (1.0 + _SIMPLER)
+        return min((plan for time_us, plan in times if time_us <= most_us), key=_simplicity)
+
+    def trial(self, planner: Planner, traffic: Traffic, *, is_wanted: bool) -> Trial | None:
+        """The plans to run before a call is planned; None where they would not pay. ``is_wanted``: however good the profile is.
+
+        Large calls are tried at a smaller size, which takes a bounded time.
+        """
+        asked = _size_class(traffic.logical_bytes)
+        is_plain = traffic.wires == (NATIVE,) and not traffic.is_ordered and not traffic.lane
+        if traffic.collective not in _TRIED or not is_plain or (traffic.collective, asked) in self._tried:
+            return None
+        self._tried.add((traffic.collective, asked))
+        limit_us = min(_TRIAL_US, _BUDGET_US - self.spent_us)
+        size = traffic.logical_bytes
+        while True:
+            decision = planner.decide(_of_size(traffic, size))
+            if not is_wanted and decision.tolerance < _LEAST_TOLERANCE:
+                return None
+            contenders = _contenders(decision)
+            if sum(timeline.total_us for timeline in contenders) <= limit_us:
+                return Trial(contenders, asked) if len(contenders) > 1 else None
+            size //= 2
+            if size < _LEAST_BYTES:
+                return None
+
+    def learn(self, trial: Trial, times_us: Sequence[float]) -> None:
+        """Take what each plan of a trial took, µs, as agreed on by all ranks."""
+        self.spent_us += sum(times_us)
+        for timeline, time_us in zip(trial.contenders, times_us, strict=True):
+            plan = timeline.plan
+            size = plan.traffic.logical_bytes
+            self._tried.add((plan.traffic.collective, _size_class(size)))
+            self._factors.setdefault((plan.traffic.collective, plan.strategy), {})[size] = time_us / timeline.total_us
+
+    def _known(self, plan: Plan) -> bool:
+        return (plan.traffic.collective, plan.strategy) in self._factors
+
+
+def _contenders(decision: Decision) -> tuple[Timeline, ...]:
+    """The fastest plan of each strategy, as predicted, where it may be the fastest of all."""
+    fastest: dict[Strategy, Timeline] = {}
+    for timeline in sorted(decision.candidates, key=lambda each: each.total_us):
+        fastest.setdefault(timeline.plan.strategy, timeline)
+    return tuple(_near(fastest.values(), 1.0 + _CONTENDS * max(decision.tolerance, _LEAST_TOLERANCE)))
+
+
+def _near(timelines: Iterable[Timeline], most: float) -> list[Timeline]:
+    found = list(timelines)
+    best_us = min((timeline.total_us for timeline in found), default=0.0)
+    return [timeline for timeline in found if timeline.total_us <= best_us * most]
+
+
+def _of_size(traffic: Traffic, size: int) -> Traffic:
+    """The same traffic of about ``size`` bytes: so many elements that every rank's block has as many."""
+    unit = 8 * traffic.group_size
+    return replace(traffic, logical_bytes=max(unit, size // unit * unit))
+
+
+def _size_class(num_bytes: int) -> int:
+    """Sizes within a factor of four are of one class."""
+    return num_bytes.bit_length() // 2
+
+
+def _simplicity(plan: Plan) -> tuple[int, int]:
+    return _SIMPLICITY[plan.strategy], plan.chunks

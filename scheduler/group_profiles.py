@@ -1,0 +1,163 @@
+"""The profile of any group of a measured cluster, from the curves of the groups that are measured everywhere.
+
+A sweep measures four kinds of group (:func:`commlayer.scheduler.probes.spanning_groups`): all ranks, one rank of every node,
+the ranks of a node, and two ranks of a node. A curve of any other group follows from two of them, which span what matters:
+between nodes from all ranks and one rank of every node, inside nodes from the whole node and two of its ranks. Both are
+looked up at equal bytes through the link that they share, the node's card or its memory, so that bandwidth is the measured
+one whatever number of ranks share it; and between the two, time is linear in the number of rounds (ranks less one), which is
+what latency adds up over.
+
+Siblings. Groups of one shape are active together, as the gradient groups of tensor parallelism are: all ranks of a node that such
+groups can have, unless the job says otherwise. They share the card, so their bytes go through it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import PlanError, UsageError
+from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology, shape_text
+from commlayer.scheduler.plan import CurveKey, Leg, Span
+from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
+from commlayer.scheduler.traffic import Traffic, link_over
+
+__all__ = ["group_profile", "most_siblings"]
+
+_LEAST_OF_REFERENCE = 0.5
+"""The least that a group of fewer ranks than any measured one takes, of the time of the smallest measured one."""
+
+
+def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -> Profile:
+    """The profile of a group with so many ranks on each of ``nodes``, on the cluster that ``profile`` describes.
+
+    ``siblings``: how many groups of this shape, this one among them, use a node at the same time; 0: as many as its ranks make
+    up. Returns ``profile`` itself where it has that group as measured. Raises UsageError for a negative number of siblings,
+    PlanError for a group that is larger than the cluster.
+    """
+    cluster = Topology.parse(profile.topology)
+    sizes = tuple(len(members) for members in cluster.nodes)
+    nodes = tuple(sorted(nodes, reverse=True))  # in whatever order: a curve's key does not say
+    most = most_siblings(sizes, nodes)
+    if siblings < 0:
+        raise UsageError(f"siblings: expected how many groups share a node, or 0 for all of them, got {siblings}")
+    if len(nodes) > len(sizes) or max(nodes) > max(sizes):
+        raise PlanError(
+            f"profile {profile.name!r} ({profile.topology}): a group of {shape_text(nodes)} does not fit a cluster of that shape"
+        )
+    count = siblings or most
+    spanning = spanning_groups(sorted(sizes, reverse=True)).values()
+    references = [_Shape(*each) for each in spanning]
+    wanted = _Shape(nodes, count)
+    if wanted in references:
+        return profile
+    curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
+    for probe in probes_of_group("group", nodes):
+        if probe.leg.is_exchange and probe.key not in curves:
+            derived = _derived(profile, probe, wanted, references)
+            curves |= {} if derived is None else {derived.key: derived}
+    share = max(1.0, max(sizes) / (max(nodes) * count))
+    peaks = Peaks(profile.peaks.inter_gbps * share, profile.peaks.intra_gbps * share, profile.peaks.device_gbps)
+    suffix = "" if count == most else f", {count} at once"
+    return profile.replace(
+        name=f"{profile.name} for {shape_text(nodes)}{suffix}",
+        topology=shape_text(nodes),
+        peaks=peaks,
+        curves=tuple(curves.values()),
+    )
+
+
+def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:
+    """The number of groups on ``nodes`` that the ranks of a node of ``cluster`` make up, at least 1."""
+    fits = (there // here for there, here in zip(sorted(cluster)[::-1], sorted(nodes)[::-1], strict=False))
+    return max(1, min(fits))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A kind of group: its ranks on each node, and how many such groups use a node at the same time."""
+
+    nodes: tuple[int, ...]
+    siblings: int
+
+    def load(self, leg: Leg, key: CurveKey) -> float:
+        """The bytes through a node's link for each byte by which the leg's curve is looked up.
+
+        A step between nodes of different sizes is looked up by what as many rails as the emptiest one has ranks would carry
+        (:meth:`commlayer.scheduler.plan.Cut.over_rails`).
+        """
+        link = link_over(self.nodes)
+        traffic = Traffic(sum(self.nodes), sum(self.nodes), 1, link, "all_gather", self.nodes)
+        unit = Curve(*key, bytes=(1,), time_us=(1.0,))
+        active = (min if leg.span is Span.RAIL else max)(self.nodes) * self.siblings
+        return leg.share_of_link(traffic, unit) * active
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A measured curve of the same kind of step, and the bytes through the link for each of those that it is looked up by."""
+
+    curve: Curve
+    load: float
+
+    @property
+    def rounds(self) -> int:
+        return self.curve.group_size - 1
+
+    def at(self, size: float, load: float) -> float:
+        """The time at as many bytes through the link as ``size`` bytes are at ``load``, µs."""
+        return self.curve.at(size * load / self.load)
+
+
+def _derived(profile: Profile, probe: Probe, wanted: _Shape, shapes: Sequence[_Shape]) -> Curve | None:
+    """The curve of a step of the group ``wanted``; None where the profile has nothing to make it of."""
+    found = sorted(_references(profile, probe, shapes), key=lambda each: abs(each.rounds + 1 - probe.key[2]))
+    if not found:
+        return None
+    near, load, rounds = found[0], wanted.load(probe.leg, probe.key), probe.key[2] - 1
+    is_alike = near.rounds == rounds
+    if is_alike and abs(near.load / load - 1.0) < 1e-9:
+        return near.curve
+    far = None if is_alike or len(found) < 2 else found[1]
+    sizes = sorted({max(1, round(size * near.load / load)) for size in near.curve.bytes})
+    times = accumulate((_time_us(size, load, rounds, near, far) for size in sizes), max)
+    is_between = is_alike or (far is not None and min(near.rounds, far.rounds) < rounds < max(near.rounds, far.rounds))
+    return Curve(
+        *probe.key,
+        tuple(sizes),
+        tuple(times),
+        holdout_error=_larger(near.curve.holdout_error, None if far is None else far.curve.holdout_error),
+        source=near.curve.source,
+        basis="interpolated" if is_between else "derived",
+    )
+
+
+def _references(profile: Profile, probe: Probe, shapes: Sequence[_Shape]) -> Iterator[_Reference]:
+    """The measured curves of such a step on its link, each of another number of ranks."""
+    collective, link, _ = probe.key
+    seen: set[int] = set()
+    for shape in shapes:
+        if link_over(shape.nodes) is not link or sum(shape.nodes) in seen:
+            continue
+        key = (collective, link, sum(shape.nodes))
+        curve = profile.find(*key)
+        if curve is not None:
+            seen.add(sum(shape.nodes))
+            yield _Reference(curve, shape.load(probe.leg, key))
+
+
+def _time_us(size: float, load: float, rounds: int, near: _Reference, far: _Reference | None) -> float:
+    time_us = near.at(size, load)
+    if far is None:
+        return time_us
+    slope = (far.at(size, load) - time_us) / (far.rounds - near.rounds)
+    return max(time_us + slope * (rounds - near.rounds), time_us * _LEAST_OF_REFERENCE)
+
+
+def _larger(a: float | None, b: float | None) -> float | None:
+    known = [error for error in (a, b) if error is not None]
+    return max(known) if known else None

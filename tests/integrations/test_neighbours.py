@@ -1,0 +1,79 @@
+"""Which groups communicate at the same time, told by lists, meshes and the folded mesh."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from commlayer.integrations import FoldedMesh, tell_neighbours, use_neighbours
+from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+
+
+def start(profile: str = "emulated-2x4") -> int:
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_PROFILE": profile, "COMMLAYER_TRIALS": "off"})
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
+    return dist.get_rank()
+
+
+def siblings(group: Any) -> int:
+    return int(group._planned.choices.siblings)
+
+
+def test_groups_on_one_node_are_counted(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[int]:
+        rank = start()
+        pairs = [[0, 4], [1, 5], [2, 6], [3, 7]]
+        made = [dist.new_group(ranks) for ranks in pairs]
+        mine: Any = made[rank % 4]
+        seen, times = [siblings(mine)], []
+        for known in (pairs, [pairs[rank % 4]]):
+            use_neighbours(mine, known)
+            seen.append(siblings(mine))
+            times.append(mine._planned.choices.predicted_us("all_gather", 1 << 20))
+        assert times[1] < times[0] / 2  # alone on the card
+        x = torch.ones(1 << 16)
+        dist.all_reduce(x, group=mine)
+        assert x[0] == 2
+        return seen
+
+    assert emulated_cluster(2, 4).run(job, timeout_s=60.0) == [[0, 4, 1]] * 8
+
+
+def test_meshes_tell_their_dimensions(emulated_cluster: ClusterFactory) -> None:
+    def job() -> list[int]:
+        start()
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        tell_neighbours(mesh)
+        seen = [siblings(mesh.get_group("dp")), siblings(mesh.get_group("tp"))]
+        with FoldedMesh({"tp": 2, "cp": 1, "pp": 1, "ep": 2, "etp": 1}) as folded:
+            seen += [siblings(folded.group("dp")), siblings(folded.group("ep"))]
+        return seen
+
+    assert emulated_cluster(2, 4).run(job, timeout_s=60.0) == [[2, 2, 2, 2]] * 8
+
+
+def test_lists_that_cannot_be_are_refused(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        start("none")
+        group: Any = dist.new_group([0, 1])
+        with pytest.raises(UsageError, match=r"rank \d: expected groups without common ranks"):
+            use_neighbours(group, [[0, 1], [1, 2]])
+        with pytest.raises(UsageError, match=r"\[0, 1\] among them"):
+            use_neighbours(group, [[0], [1]])
+        with pytest.raises(UsageError, match="use_siblings expects how many groups"):
+            group.use_siblings(-1)
+        other = dist.new_group([0, 1], backend="gloo")
+        with pytest.raises(GroupError, match="needs a group of backend commlayer"):
+            use_neighbours(other, [[0, 1]])
+
+    emulated_cluster(1, 2).run(job, timeout_s=60.0)
