@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -76,6 +76,9 @@ docs-serve: $(READY)  ## the same on http://127.0.0.1:8000, built anew when a pa
 
 bench-collectives: $(READY)  ## the backend's collectives against torch's on Gloo; writes a dated result document
 	$(RUN) benchmarks/collectives.py $(ARGS)
+
+bench-groups: $(READY)  ## collectives of a trainer's groups: how good the chosen plans are, and against torch's; writes a dated document
+	$(RUN) benchmarks/groups.py $(ARGS)
 
 bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; writes a dated result document
 	$(RUN) benchmarks/moe.py $(ARGS)

@@ -12,7 +12,7 @@ import msgspec
 
 from commlayer.profiles.errors import ProfileError, UsageError
 
-__all__ = ["COLLECTIVES", "Peaks", "Resource", "bus_factor"]
+__all__ = ["COLLECTIVES", "Peaks", "Resource", "SlowLink", "bus_factor"]
 
 
 class Resource(str, Enum):
@@ -56,6 +56,36 @@ class Peaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if link not in ("inter", "intra", "device"):
             raise UsageError(f"expected the link class inter, intra or device, got {link}: only links have a peak rate")
         return float(getattr(self, f"{Resource(link).value}_gbps"))
+
+
+class SlowLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link between nodes that is slower than the others: a node's card, or the way between two nodes.
+
+    Attributes:
+        nodes: one node, whose card it is, or two; by their place in the topology.
+        rate: of what the cluster's nodes usually have, a fraction below 1.
+
+    Raises:
+        ProfileError: other numbers of nodes, a rate out of its range.
+    """
+
+    nodes: tuple[int, ...]
+    rate: float
+
+    def __post_init__(self) -> None:
+        if len(self.nodes) not in (1, 2) or min(self.nodes) < 0 or len(set(self.nodes)) < len(self.nodes):
+            raise ProfileError(f"nodes: expected one node, or two different ones, got {self.nodes}")
+        if not 0 < self.rate < 1:
+            raise ProfileError(f"rate: expected a fraction of the usual rate between 0 and 1, got {self.rate}")
+        msgspec.structs.force_setattr(self, "rate", float(self.rate))
+
+    def __str__(self) -> str:
+        where = (
+            f"node {self.nodes[0]}'s card has"
+            if len(self.nodes) == 1
+            else f"nodes {self.nodes[0]} and {self.nodes[1]} have"
+        )
+        return f"{where} {self.rate:.0%} of the usual rate"
 
 
 _SHARED = frozenset(

@@ -18,7 +18,7 @@ import msgspec
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, ProfileError, ProfileMismatchError, ProfileNotFoundError
 from commlayer.profiles.files import read_file, write_file
-from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.printable import shortened
 from commlayer.profiles.strict_json import convert, parse_object, pretty
 from commlayer.profiles.topology import Topology
@@ -84,6 +84,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             they are as good there as elsewhere.
         curves: at most one per (collective, link, group_size).
         interference: slowdowns of pairs of resources; a pair that is not listed does not interfere.
+        slow_links: cards, and ways between two nodes, that are slower than the cluster's others.
         environment: versions, host, date and so on, by name.
         fingerprint: "sha256:…" over everything else. Also the hash of the object, so that profiles can key a cache.
 
@@ -102,6 +103,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     plan_from_bytes: int = 0
     curves: tuple[Curve, ...]
     interference: tuple[Interference, ...] = ()
+    slow_links: tuple[SlowLink, ...] = ()
     environment: dict[str, str] = {}
     fingerprint: str
 
@@ -114,6 +116,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.plan_from_bytes < 0:
             raise ProfileError(f"plan_from_bytes: expected a size of at least 0, got {self.plan_from_bytes}")
         _refuse_twins("curves", [curve.key for curve in self.curves])
+        _refuse_twins("slow_links", [tuple(sorted(link.nodes)) for link in self.slow_links])
+        num_nodes = Topology.parse(self.topology).num_nodes
+        if any(node >= num_nodes for link in self.slow_links for node in link.nodes):
+            raise ProfileError(f"slow_links: expected nodes below {num_nodes}, got {self.slow_links}")
         _refuse_twins("interference", [(entry.resource, entry.other) for entry in self.interference])
 
     def __hash__(self) -> int:
@@ -131,6 +137,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         gather: str,
         curves: Iterable[Curve],
         interference: Iterable[Interference] = (),
+        slow_links: Iterable[SlowLink] = (),
         environment: Mapping[str, str] | None = None,
         plan_from_bytes: int = 0,
     ) -> Profile:
@@ -151,6 +158,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             "plan_from_bytes": plan_from_bytes,
             "curves": tuple(curves),
             "interference": tuple(interference),
+            "slow_links": tuple(slow_links),
             "environment": dict(environment or {}),
             "fingerprint": "",
         }
@@ -219,6 +227,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if nodes == 1:
             return {("device", 1)} | of_node
         return {("inter", topology.world_size), ("inter", nodes), ("device", 1)} | of_node
+
+    @cached_property
+    def node_rates(self) -> tuple[float, ...]:
+        """The rate of each node's card, as a fraction of the usual one; empty where all are alike."""
+        slow = {link.nodes[0]: link.rate for link in self.slow_links if len(link.nodes) == 1}
+        return tuple(slow.get(node, 1.0) for node in range(Topology.parse(self.topology).num_nodes)) if slow else ()
 
     def slowdown(self, resource: Resource, other: Resource) -> float:
         """Return how many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
@@ -322,10 +336,11 @@ def _refuse_twins(field: str, keys: list[Any]) -> None:
 
 
 def _content(profile: Profile) -> dict[str, Any]:
-    """What is in the file. Profiles without ``plan_from_bytes`` are as they were before there was such a field."""
+    """What is in the file. Profiles without what came later are as they were before there were such fields."""
     content: dict[str, Any] = msgspec.to_builtins(profile)
-    if not profile.plan_from_bytes:
-        del content["plan_from_bytes"]
+    for later in ("plan_from_bytes", "slow_links"):
+        if not content[later]:
+            del content[later]
     return content
 
 

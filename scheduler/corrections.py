@@ -46,7 +46,7 @@ class Trial:
 
 
 class Corrections:
-    """What trials have taught of one group. Pure: it knows the times that all ranks have agreed on, and nothing else."""
+    """The corrections of one group that its trials have taught. Pure: it knows the times that all ranks have agreed on, and nothing else."""
 
     def __init__(self) -> None:
         self.spent_us = 0.0

@@ -27,6 +27,8 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
+_OF_SAME_LEGS = 0.25
+"""The part of the tolerance that holds between plans of one strategy in different numbers of chunks."""
 _MAX_GROUPS = 64
 """Shapes of groups, of which a job has a handful."""
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
@@ -118,8 +120,10 @@ class Decision:
 
     def reason(self) -> str:
         """One sentence: why this plan."""
+        slow = [f"node {node} of the group has {rate:.0%}" for node, rate in enumerate(self.traffic.rates) if rate < 1]
+        links = f"; of the usual rate {', '.join(slow)}" if slow else ""
         basis = "" if self.basis == "measured" else f"; by {self.basis} curves"
-        return f"{self.plan.name}: {self._because()}{basis}"
+        return f"{self.plan.name}: {self._because()}{links}{basis}"
 
     def _because(self) -> str:
         traffic = self.traffic
@@ -175,8 +179,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
         raise PlanError(f"no plan: the policy allows only {names}, {which} to {traffic}: allow flat too")
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
-    near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
-    chosen = min(near, key=_simplicity)
+    chosen = _simplest(priced, best_us, tolerance)
     unyielding = None
     if level_of(traffic.lane):
         fine = _yielding(chosen, priced, profile, policy)
@@ -187,6 +190,16 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     return Decision(
         traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding, basis
     )
+
+
+def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> Timeline:
+    """The plan of the simplest kind that is slower than the best one by no more than ``tolerance``; of that kind the one of the
+    fewest chunks, within a part of the tolerance only: plans of the same legs err by the same curves, and so alike."""
+    near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
+    simplest = min(near, key=_simplicity)
+    kind = [timeline for timeline in priced if _kind(timeline.plan) == _kind(simplest.plan)]
+    most_us = min(timeline.total_us for timeline in kind) * (1.0 + tolerance * _OF_SAME_LEGS)
+    return min((timeline for timeline in kind if timeline.total_us <= most_us), key=_simplicity)
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
@@ -279,18 +292,19 @@ class Planner:
         self.profile = profile
         self.policy = policy or Policy()
         self._decisions = Kept[Traffic, Decision](_MAX_DECISIONS)
-        self._of_groups = Kept[tuple[tuple[int, ...], int], Planner](_MAX_GROUPS)
+        self._of_groups = Kept[tuple[tuple[int, ...], int, float], Planner](_MAX_GROUPS)
 
-    def of_group(self, nodes: tuple[int, ...], siblings: int = 0) -> Planner:
+    def of_group(self, nodes: tuple[int, ...], siblings: int = 0, rate: float = 0.0) -> Planner:
         """The planner of a group of the cluster with so many ranks on each of ``nodes``; kept.
 
-        ``siblings``, and what is raised: see :func:`commlayer.scheduler.group_profiles.group_profile`.
+        ``siblings``, ``rate``, and what is raised: see :func:`commlayer.scheduler.group_profiles.group_profile`.
         """
-        found = self._of_groups.get((nodes, siblings))
+        key = nodes, siblings, rate
+        found = self._of_groups.get(key)
         if found is None:
-            profile = group_profile(self.profile, nodes, siblings)
+            profile = group_profile(self.profile, nodes, siblings, rate)
             found = self if profile is self.profile else Planner(profile, self.policy)
-            self._of_groups.add((nodes, siblings), found)
+            self._of_groups.add(key, found)
         return found
 
     def decide(self, traffic: Traffic) -> Decision:

@@ -17,7 +17,7 @@ from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LegOrder, LocalLe
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
 from commlayer.scheduler.plan import Cut, Op, Span
 
-__all__ = ["ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "SUM_NODES", "Cross", "SpreadSlices"]
+__all__ = ["ALL_REDUCE_DUPLEX", "ON_ONE_LEVEL", "OVER_NODES", "SHARE", "SUM_NODE", "SUM_NODES", "Cross", "SpreadSlices"]
 
 
 class OwnBlock(LocalLeg):
@@ -163,6 +163,17 @@ OVER_NODES = {
     "reduce_scatter": _SUMS,
     "all_reduce": _SUMS + LegOrder(((RAILS_OF_SUMS, 0), (SPREAD, LATE))),
 }
+ALL_REDUCE_DUPLEX = LegOrder(
+    (
+        (CROSS, AHEAD),
+        (SHARE, 0),
+        (SUM_NODES, 2 * AHEAD),
+        (RAILS_OF_SUMS, 2 * AHEAD),
+        (SPREAD, 3 * AHEAD),
+        (SUM_NODE, AHEAD - 1),
+    )
+)
+"""The same as an all_reduce over nodes, but that a chunk's sums are sent as soon as they are there: where cards are unequal."""
 _SUMS_OF_ALL = LegOrder(((SHARE_WITH_ALL, 0), (SUM_ALL, AHEAD - 1)))
 ON_ONE_LEVEL = {
     "all_gather": LegOrder(((OWN_BLOCK, 0), (SPREAD_TO_ALL, 0))),

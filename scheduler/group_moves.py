@@ -17,18 +17,19 @@ those are encoded (:mod:`commlayer.scheduler.encoded_moves`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from commlayer.scheduler.broadcast import BroadcastPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
-from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.plan import Plan, Strategy, owned_by_node
 
 __all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves", "owned_blocks"]
 
 Nodes = tuple[tuple[int, ...], ...]
+_PARTS = 1 << 20
+"""The finest part of a tensor that a rank may own, of the whole."""
 _Regions = Callable[[int], list[Region]]
 _Addressed = Callable[[int], list[tuple[int, Region]]]
 
@@ -53,20 +54,23 @@ def even_blocks(num_bytes: int, group_size: int, align: int = ALIGN) -> tuple[in
 
 
 def owned_blocks(plan: Plan, nodes: Nodes, align: int = ALIGN) -> tuple[int, ...]:
-    """Who owns how much of a tensor that every rank holds, where ``plan`` sums it: every node as much as the others.
+    """Who owns how much of a tensor that every rank holds, where ``plan`` sums it: every node as much as the others, or as
+    its card allows (:func:`commlayer.scheduler.plan.owned_by_node`).
 
     Not every rank: a node that owned more than the others would get more through its card than they. On one level, where there
     are no nodes, each rank owns as much.
     """
     num_bytes, size = plan.traffic.logical_bytes, plan.traffic.group_size
-    if plan.strategy is Strategy.DIRECT or plan.traffic.is_uniform:
+    if plan.strategy is Strategy.DIRECT or (plan.traffic.is_uniform and not plan.is_duplex):
         return even_blocks(num_bytes, size, align)
-    parts = math.lcm(*map(len, nodes))
-    weights = {member: parts // len(members) for members in nodes for member in members}
-    cuts = [
-        cut(num_bytes, parts * len(nodes), k, align)
-        for k in accumulate(map(weights.__getitem__, range(size)), initial=0)
-    ]
+    owned = owned_by_node(plan.traffic, is_duplex=plan.is_duplex)
+    parts = {
+        member: round(part / len(members) * _PARTS)
+        for part, members in zip(owned, nodes, strict=True)
+        for member in members
+    }
+    edges = list(accumulate(map(parts.__getitem__, range(size)), initial=0))
+    cuts = [*(cut(num_bytes, edges[-1], edge, align) for edge in edges[:-1]), num_bytes]
     return tuple(stop - start for start, stop in pairwise(cuts))
 
 

@@ -33,11 +33,12 @@ _LEAST_OF_REFERENCE = 0.5
 """The least that a group of fewer ranks than any measured one takes, of the time of the smallest measured one."""
 
 
-def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -> Profile:
+def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, rate: float = 0.0) -> Profile:
     """The profile of a group with so many ranks on each of ``nodes``, on the cluster that ``profile`` describes.
 
     ``siblings``: how many groups of this shape, this one among them, use a node at the same time; 0: as many as its ranks make
-    up. Returns ``profile`` itself where it has that group as measured. Raises UsageError for a negative number of siblings,
+    up. ``rate``: of the slowest card that the group uses, as a fraction of the cluster's usual one; 0.0: the slowest of all.
+    Returns ``profile`` itself where it has that group as measured. Raises UsageError for a negative number of siblings,
     PlanError for a group that is larger than the cluster.
     """
     cluster = Topology.parse(profile.topology)
@@ -52,8 +53,9 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -
         )
     count = siblings or most
     spanning = spanning_groups(sorted(sizes, reverse=True)).values()
-    references = [_Shape(*each) for each in spanning]
-    wanted = _Shape(nodes, count)
+    slowest = min(profile.node_rates, default=1.0)
+    references = [_Shape(*each, slowest) for each in spanning]
+    wanted = _Shape(nodes, count, rate or slowest)
     if wanted in references:
         return profile
     curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
@@ -63,13 +65,18 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0) -
             curves |= {} if derived is None else {derived.key: derived}
     # Of a card's rate a rank of the emptiest node has most (Peaks), of the memory's one of the fullest least.
     inter, intra = max(1.0, min(sizes) / (min(nodes) * count)), max(1.0, max(sizes) / (max(nodes) * count))
-    peaks = Peaks(profile.peaks.inter_gbps * inter, profile.peaks.intra_gbps * intra, profile.peaks.device_gbps)
+    peaks = Peaks(
+        profile.peaks.inter_gbps * inter * wanted.rate / slowest,
+        profile.peaks.intra_gbps * intra,
+        profile.peaks.device_gbps,
+    )
     suffix = "" if count == most else f", {count} at once"
     return profile.replace(
         name=f"{profile.name} for {shape_text(nodes)}{suffix}",
         topology=shape_text(nodes),
         peaks=peaks,
         curves=tuple(curves.values()),
+        slow_links=(),
     )
 
 
@@ -81,13 +88,14 @@ def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A kind of group: its ranks on each node, and how many such groups use a node at the same time."""
+    """A kind of group: its ranks on each node, how many such groups use a node at the same time, and its slowest card's rate."""
 
     nodes: tuple[int, ...]
     siblings: int
+    rate: float
 
     def load(self, leg: Leg, key: CurveKey) -> float:
-        """The bytes through a node's link for each byte by which the leg's curve is looked up.
+        """The bytes through a node's link, for its rate, for each byte by which the leg's curve is looked up.
 
         A step between nodes of different sizes is looked up by what as many rails as the emptiest one has ranks would carry
         (:meth:`commlayer.scheduler.plan.Cut.over_rails`), and a ring's share of the link is that of a rank of the emptiest.
@@ -97,7 +105,8 @@ class _Shape:
         unit = Curve(*key, bytes=(1,), time_us=(1.0,))
         is_ring = isinstance(leg, OwnCallLeg) and leg.op is not Op.ALL_TO_ALL
         active = (min if is_ring or leg.span is Span.RAIL else max)(self.nodes) * self.siblings
-        return leg.share_of_link(traffic, unit) * active
+        load = leg.share_of_link(traffic, unit) * active
+        return load / self.rate if key[1] is Resource.INTER else load
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
 from commlayer.scheduler.legs import LegOrder, OwnCallLeg
 from commlayer.scheduler.moves import MAX_TAGS, Buffer
-from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
+from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy, is_duplex
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.two_level import TWO_LEVEL
 from commlayer.scheduler.wire import NATIVE, Wire
@@ -56,7 +56,7 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     _check(traffic, strategy, chunks, wire)
     if pieces > 1 and not (strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES):
         raise PlanError(_refusal(traffic, strategy, "its exchanges between nodes cannot go out in pieces"))
-    steps = schedule_of(traffic, strategy, wire).steps(
+    steps = schedule_of(traffic, strategy, wire, chunks).steps(
         Cut(traffic, chunks, pieces, wire, is_on_one_level=strategy is Strategy.DIRECT)
     )
     if chunks * pieces > 1 and level_of(traffic.lane):
@@ -67,11 +67,13 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     return plan
 
 
-def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire) -> LegOrder:
-    """The legs of a strategy that applies to the traffic."""
+def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire, chunks: int = 1) -> LegOrder:
+    """The legs of a strategy that applies to the traffic, in so many chunks."""
     collective, is_direct = traffic.collective, strategy is Strategy.DIRECT
     if strategy is Strategy.FLAT:
         return _OWN_CALLS[collective]
+    if not is_direct and is_duplex(traffic, chunks, wire):
+        return group_legs.ALL_REDUCE_DUPLEX
     if wire.is_native:
         return (group_legs.ON_ONE_LEVEL if is_direct else _OVER_NODES)[collective]
     if collective == "all_to_all_v" and len(traffic.nodes) > 1 and max(traffic.nodes) > 1:

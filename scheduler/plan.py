@@ -19,7 +19,20 @@ from commlayer.scheduler.moves import Buffer, Moves
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["Buffer", "CurveKey", "Cut", "Gather", "Leg", "Op", "Plan", "Span", "Step", "Strategy"]
+__all__ = [
+    "Buffer",
+    "CurveKey",
+    "Cut",
+    "Gather",
+    "Leg",
+    "Op",
+    "Plan",
+    "Span",
+    "Step",
+    "Strategy",
+    "is_duplex",
+    "owned_by_node",
+]
 
 CurveKey = tuple[str, Resource, int]
 """Collective, link and group size, by which a profile finds a curve."""
@@ -113,27 +126,67 @@ class Cut:
         self.size = float(traffic.logical_bytes)
         self.block = self.size / traffic.group_size
         """Bytes of the largest block."""
-        if traffic.collective == "all_reduce" and not traffic.is_uniform and not is_on_one_level:
-            self.block = self.size / len(traffic.nodes) / min(traffic.nodes)
+        self.is_duplex = not is_on_one_level and is_duplex(traffic, chunks, wire)
+        if (
+            traffic.collective == "all_reduce"
+            and not is_on_one_level
+            and not (traffic.is_uniform and not traffic.rates)
+        ):
+            owned = owned_by_node(traffic, is_duplex=self.is_duplex)
+            self.block = self.size * max(part / ranks for part, ranks in zip(owned, traffic.nodes, strict=True))
         self.ratio = wire.ratio(traffic.element_bytes)
         """Bytes on the wire for each of the tensor."""
 
     def over_rails(self, size: float) -> float:
         """The size of an exchange between ranks of every node by which ``size`` bytes of the tensor go there.
 
-        Nodes of equal numbers of ranks: each rank's part. Else the size that takes as many bytes through a card, in or out, as
-        go through the busiest one, with as many such exchanges at once as the emptiest node has ranks: so many a curve is
-        measured with (:mod:`commlayer.scheduler.probes`), and which ranks of a node send does not matter to its card. Where
-        each rank has a card of its own, those of the emptiest node have most to carry.
+        Nodes of equal numbers of ranks: each rank's part. Else the size that takes as many bytes through a card, in or out,
+        as go through the busiest one (for its rate: curves are those of the slowest), with as many such exchanges at once as
+        the emptiest node has ranks: so many a curve is measured with (:mod:`commlayer.scheduler.probes`), and which ranks of
+        a node send does not matter to its card. Where each rank has a card of its own, those of the emptiest node have most
+        to carry. In a duplex plan the blocks' sums go out of a card while others come in: so the mean of both directions.
         """
         traffic = self.traffic
-        if traffic.is_uniform:
+        if traffic.is_uniform and not self.is_duplex:
             return size / max(traffic.nodes)
-        nodes, m = traffic.nodes, len(traffic.nodes)
-        is_by_node = traffic.collective == "all_reduce"  # group_moves.owned_blocks
-        owned = [1 / m if is_by_node else ranks / traffic.group_size for ranks in nodes]
-        busiest = max(1 - min(owned), max(owned) * (m - 1))
+        nodes, m, rates = traffic.nodes, len(traffic.nodes), traffic.node_rates
+        if traffic.collective == "all_reduce":
+            owned = owned_by_node(traffic, is_duplex=self.is_duplex)
+        else:
+            owned = tuple(ranks / traffic.group_size for ranks in nodes)
+        both = [(1 - part, part * (m - 1)) for part in owned]  # out and in, or in and out, of each card
+        loads = [sum(ways) / 2 if self.is_duplex else max(ways) for ways in both]
+        busiest = max(load / rate for load, rate in zip(loads, rates, strict=True)) * min(rates)
         return size * busiest * m / (m - 1) / min(nodes)
+
+
+def is_duplex(traffic: Traffic, chunks: int, wire: Wire) -> bool:
+    """Whether an all_reduce over nodes sends sums of some chunks while it collects those of others.
+
+    It does where cards are unequal, of three nodes or more: a slow node then owns less, which loads its card in one direction
+    while it shares and in the other while it hears of sums, so that the time is saved only where both go on at once.
+    """
+    is_wide = len(traffic.nodes) > 2 and max(traffic.nodes) > 1
+    return traffic.collective == "all_reduce" and bool(traffic.rates) and is_wide and chunks > 1 and wire.is_native
+
+
+def owned_by_node(traffic: Traffic, *, is_duplex: bool) -> tuple[float, ...]:
+    """The part of an all_reduce's tensor that each node sums up, by which its card's load goes.
+
+    As much as the others; where the plan is duplex, as much as its card's rate allows: node i, owning the part w of S bytes,
+    sends and receives S·(1 + (m − 2)·w) each, so all cards end together at T where w = (T·rate/S − 1)/(m − 2), and those too
+    slow for that own nothing.
+    """
+    m = len(traffic.nodes)
+    if not is_duplex:
+        return (1 / m,) * m
+    owners = sorted(range(m), key=lambda node: -traffic.rates[node])
+    while True:
+        time = (m - 2 + len(owners)) / sum(traffic.rates[node] for node in owners)
+        if len(owners) == 1 or time * traffic.rates[owners[-1]] >= 1:
+            parts = {node: (time * traffic.rates[node] - 1) / (m - 2) for node in owners}
+            return tuple(parts.get(node, 0.0) for node in range(m))
+        owners.pop()
 
 
 @dataclass(frozen=True)
@@ -263,6 +316,11 @@ class Plan:
                 raise InternalError(
                     f"step {index} of {self.name} waits for {step.after}: only earlier steps may be named"
                 )
+
+    @property
+    def is_duplex(self) -> bool:
+        """Whether sums of some chunks are sent while those of others are collected: see :func:`is_duplex`."""
+        return self.strategy is Strategy.PIPELINED and is_duplex(self.traffic, self.chunks, self.wire)
 
     @property
     def is_chunked(self) -> bool:

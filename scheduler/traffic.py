@@ -44,8 +44,9 @@ class Traffic:
     ``group_size``). The other collectives are planned over ``nodes``: how many ranks of the group each node holds.
     ``is_ordered`` asks for sums in FP32 and in rank order (only all_reduce and reduce_scatter have any).
 
-    ``wires`` are the forms that its elements, of ``element_bytes`` each, may cross the links in. ``lane``: its class of traffic,
-    "" for none (:mod:`commlayer.scheduler.lanes`); of some, others go before it at the edges of its chunks.
+    ``rates``: of each node's card, as a fraction of the usual one; empty where all are alike. ``wires`` are the forms that
+    its elements, of ``element_bytes`` each, may cross the links in. ``lane``: its class of traffic, "" for none
+    (:mod:`commlayer.scheduler.lanes`); of some, others go before it at the edges of its chunks.
 
     Raises PlanError for negative sizes, empty groups, nodes that do not add up to the group, an unknown collective, and
     an even all_to_all whose group does not divide the buffer.
@@ -61,6 +62,7 @@ class Traffic:
     wires: tuple[Wire, ...] = (NATIVE,)
     element_bytes: int = 0
     lane: str = ""
+    rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.logical_bytes < 0:
@@ -80,9 +82,11 @@ class Traffic:
             )
 
     @classmethod
-    def on_nodes(cls, collective: str, logical_bytes: int, nodes: tuple[int, ...], lane: str = "") -> Traffic:
+    def on_nodes(
+        cls, collective: str, logical_bytes: int, nodes: tuple[int, ...], lane: str = "", rates: tuple[float, ...] = ()
+    ) -> Traffic:
         """The traffic of a group with so many ranks on each of ``nodes``."""
-        return cls(logical_bytes, sum(nodes), 1, link_over(nodes), collective, nodes, lane=lane)
+        return cls(logical_bytes, sum(nodes), 1, link_over(nodes), collective, nodes, lane=lane, rates=rates)
 
     def __str__(self) -> str:
         """In words, for messages."""
@@ -100,6 +104,10 @@ class Traffic:
             raise PlanError(
                 f"{self.collective} over {self.group_size} ranks needs the number of them on each node, got {self.nodes}"
             )
+        if self.rates and (len(self.rates) != len(self.nodes) or not all(0 < rate <= 1 for rate in self.rates)):
+            raise PlanError(
+                f"expected a rate above 0 and at most 1 for each of {len(self.nodes)} nodes, got {self.rates}"
+            )
 
     def row_bytes(self, wire: Wire) -> int:
         """Bytes of what must not be cut when it is encoded: a row, or the rows that share scales."""
@@ -109,6 +117,11 @@ class Traffic:
         """Multiples of what encoded blocks are cut at, bytes: whole rows, and not too few of them."""
         row = self.row_bytes(wire)
         return -(-_LEAST_CUT // row) * row
+
+    @property
+    def node_rates(self) -> tuple[float, ...]:
+        """The rate of each node's card, as a fraction of the usual one."""
+        return self.rates or (1.0,) * len(self.nodes)
 
     @property
     def is_uniform(self) -> bool:

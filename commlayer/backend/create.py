@@ -187,6 +187,7 @@ class _Connector:
             settings=job.settings,
             timeout_s=self.timeout.total_seconds(),
             board=self.board,
+            rates=job.rates_of(self.global_ranks),
         )
         planned.own_calls = gloo
         return planned

@@ -63,11 +63,21 @@ class World:
 
     def nodes_of(self, global_ranks: Sequence[int]) -> list[list[int]]:
         """The members of a group by node, as ranks of the group: ``[[0, 1], [2, 3]]``."""
+        return list(self._nodes_of(global_ranks).values())
+
+    def rates_of(self, global_ranks: Sequence[int]) -> tuple[float, ...]:
+        """The rate of each of those nodes' cards, as a fraction of the usual one; empty where the profile knows none."""
+        rates = () if self.planner is None else self.planner.profile.node_rates
+        if len(rates) != self.topology.num_nodes:  # a part of the job does not know which of the profile's nodes it has
+            return ()
+        return tuple(rates[node] for node in self._nodes_of(global_ranks))
+
+    def _nodes_of(self, global_ranks: Sequence[int]) -> dict[int, list[int]]:
         place = {rank: index for index, rank in enumerate(self.ranks)}
         nodes: dict[int, list[int]] = {}
         for member, rank in enumerate(global_ranks):
             nodes.setdefault(self.topology.node_of(place[rank]), []).append(member)
-        return list(nodes.values())
+        return nodes
 
 
 _current: tuple[World, object] | None = None

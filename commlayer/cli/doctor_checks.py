@@ -270,7 +270,11 @@ def _choice() -> list[Finding]:
         return [Finding(section, "bad", "profile", name, str(error))]
     doubt = _DOUBTS.get(profile.kind, "")
     about = f"{profile.name}: {profile.kind}, {profile.topology}"
-    return [Finding(section, "warn" if doubt else "ok", "profile", about, doubt), _decision(section, profile)]
+    found = [Finding(section, "warn" if doubt else "ok", "profile", about, doubt)]
+    for link in profile.slow_links:
+        advice = "look at its card, cable and driver, or leave it out; all_reduces over three nodes or more spare it meanwhile"
+        found.append(Finding(section, "warn", "slow link", str(link), advice))
+    return [*found, _decision(section, profile)]
 
 
 _DOUBTS = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.option_types import COUNT, DURATION_US
+from commlayer.cli.option_types import COUNT, DURATION_US, NODE_RATE
 from commlayer.cli.tables import echo, said_warnings
 from commlayer.profiles.errors import UsageError
 
@@ -28,6 +28,14 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
 @click.option("--ranks-per-node", default=4, show_default=True, type=COUNT, help="Processes on each.")
 @click.option("--inter", metavar="RATE", help="Rate of a node's network interface, each direction: 400mbit, 50mbyte.")
 @click.option("--intra", metavar="RATE", help="Rate of a node's loopback, which its ranks share.")
+@click.option(
+    "--slow-node",
+    "slow_nodes",
+    type=NODE_RATE,
+    multiple=True,
+    metavar="NODE:RATE",
+    help="Give this node's network interface another rate: 3:100mbit; may be repeated.",
+)
 @click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
 @click.option(
     "--mode", type=_MODES, default="auto", show_default=True, help="auto: loopback where the machine grants no more."
@@ -45,6 +53,7 @@ def emulate(
     ranks_per_node: int,
     inter: str | None,
     intra: str | None,
+    slow_nodes: tuple[tuple[int, str], ...],
     delay: float,
     mode: str,
     per_node: bool,
@@ -67,11 +76,17 @@ def emulate(
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
     with _built(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay, mode=mode) as cluster:
-        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay))
+        for node, rate in slow_nodes:
+            cluster.shape(inter=rate, node=node)
+        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + _described(slow_nodes))
         if prefix is None:
             prefix = nodes * (1 if per_node else ranks_per_node) > 1
         status = _run(cluster, command, None if timeout is None else timeout / 1e6, per_node=per_node, prefix=prefix)
     sys.exit(status)
+
+
+def _described(slow_nodes: Sequence[tuple[int, str]]) -> str:
+    return "".join(f", node {node} inter {rate}" for node, rate in slow_nodes)
 
 
 def _built(nodes: int, ranks_per_node: int, **links: Any) -> EmulatedCluster:

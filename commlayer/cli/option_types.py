@@ -18,6 +18,7 @@ __all__ = [
     "BYTES",
     "COUNT",
     "DURATION_US",
+    "NODE_RATE",
     "OUTPUT_FILE",
     "PICTURE",
     "PROFILE",
@@ -60,6 +61,20 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic befor
         if match is None:
             self.fail(f"expected a time with its unit, got {value!r}: for example 100us, 5ms, 30s or 2m", param, ctx)
         return float(match[1]) * _DURATION_US[match[2].lower()]
+
+
+class _NodeRate(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """A node and the rate of its network interface, such as 3:100mbit."""
+
+    name = "node and rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, str]:
+        if isinstance(value, tuple):
+            return value
+        node, colon, rate = str(value).partition(":")
+        if not (node.isascii() and node.isdigit() and colon and rate):
+            self.fail(f"expected a node's number and its rate, such as 3:100mbit, got {value!r}", param, ctx)
+        return int(node), rate
 
 
 class NameOrPath(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
@@ -143,6 +158,7 @@ class _Report(_OutputFile):
 BYTES = _Bytes()
 COUNT = click.IntRange(min=1)
 DURATION_US = _Duration()
+NODE_RATE = _NodeRate()
 OUTPUT_FILE = _OutputFile()
 PICTURE = _Picture()
 PROFILE = NameOrPath("profile", _profile_names)

@@ -42,32 +42,31 @@ def parse_plan(text: str) -> tuple[Strategy, int]:
     return strategy, chunks
 
 
-def _planner_of(job_planner: Planner | None, shape: tuple[int, ...], siblings: int) -> Planner | None:
-    """The planner of a group; the job's own, which then says what it lacks, for one that does not fit its profile's cluster."""
-    if job_planner is None or sum(shape) == 1:
-        return job_planner
-    with contextlib.suppress(PlanError):
-        return job_planner.of_group(shape, siblings)
-    return job_planner
-
-
 class Choices:
     """``shape``: how many of the group's ranks each node holds. ``job_planner``, the job's: its profile says what a group of that
     shape can do. None: nothing is planned, unless ``settings.plan`` names one plan for all calls to which it applies, or
     ``settings.reduction`` asks for ordered sums.
 
     ``planner`` is the group's own. ``pending``: plans that are to be run once, by all ranks of the group, before the call
-    goes for which :meth:`plan` was asked last. ``siblings``: how many groups of its shape use a node at the same time; 0: as
-    many as its ranks make up. ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before,
-    so that calls are cut finely.
+    goes for which :meth:`plan` was asked last. ``rates``: of each of its nodes' cards, as a fraction of the usual one; empty:
+    all alike. ``siblings``: how many groups of its shape use a node at the same time; 0: as many as its ranks make up.
+    ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so that calls are cut
+    finely.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], job_planner: Planner | None, settings: Settings, lane: str = "", siblings: int = 0
+        self,
+        shape: tuple[int, ...],
+        job_planner: Planner | None,
+        settings: Settings,
+        lane: str = "",
+        rates: tuple[float, ...] = (),
     ) -> None:
         self.lane = lane  # one that others go before; else empty
-        self.shape, self.size, self.job_planner, self.siblings = shape, sum(shape), job_planner, siblings
-        self.planner = _planner_of(job_planner, shape, siblings)
+        self.shape, self.size, self.job_planner, self.siblings = shape, sum(shape), job_planner, 0
+        self.rates = rates if min(rates, default=1.0) < 1.0 else ()
+        self._slowest = min(rates, default=0.0)  # 0.0: perhaps the slowest of all
+        self.planner = self._planner()
         self.reasons: Counter[str] = Counter()
         self._forced = parse_plan(settings.plan) if settings.plan else None
         self._is_ordered = settings.reduction == "ordered"
@@ -88,11 +87,20 @@ class Choices:
 
         Raises UsageError for a negative number.
         """
-        self.planner = _planner_of(self.job_planner, self.shape, siblings)
         self.siblings = siblings
+        self.planner = self._planner()
         self._corrections = Corrections()
         self._plans.clear()
         self.__dict__.pop("two_level_may_pay", None)
+
+    def _planner(self) -> Planner | None:
+        """The planner of the group; the job's own, which says what it lacks, for one that does not fit its profile's cluster."""
+        job = self.job_planner
+        if job is None or self.size == 1:
+            return job
+        with contextlib.suppress(PlanError):
+            return job.of_group(self.shape, self.siblings, self._slowest)
+        return job
 
     def settle(self, trial: Trial, times_us: Sequence[float]) -> None:
         """Take what the plans of a pending trial took, µs, equal on all ranks, and decide by it from now on."""
@@ -227,6 +235,7 @@ class Choices:
             wires=wires,
             element_bytes=element_bytes,
             lane=self.lane if lane is None else lane,
+            rates=self.rates,
         )
 
     def _decide(self, traffic: Traffic) -> Plan | str:

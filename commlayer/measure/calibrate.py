@@ -167,7 +167,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
     if ranks.rank == 0:
         _print(
             f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, "
-            f"{_keep(profile, entry.path)}. {_doubted(profile)}`commlayer profile` "
+            f"{_keep(profile, entry.path)}. {_doubted(profile)}{_slow(profile, topology)}`commlayer profile` "
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
@@ -181,6 +181,15 @@ def _doubted(probe: Profile) -> str:
         f"{len(few)} of its {len(probe.curves)} curves rest on too few times to know their error, which is taken to be "
         f"{_PROBE_ERROR:.0%}. "
     )
+
+
+def _slow(profile: Profile, topology: Topology) -> str:
+    """Sentences that name the links which are slower than the others, with the nodes' hosts."""
+    sentences = []
+    for link in profile.slow_links:
+        hosts = [topology.hostnames[node] for node in link.nodes] if topology.hostnames else []
+        sentences.append(f"{str(link).capitalize()} ({', '.join(hosts)}). " if hosts else f"{str(link).capitalize()}. ")
+    return "".join(sentences)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
+from commlayer.agree.messages import ControlMessage
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
@@ -21,6 +23,7 @@ from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
 from commlayer.profiles.errors import BLAMING, ClusterError
 from commlayer.profiles.links import Resource
+from commlayer.profiles.pairs import Pair, pair_rounds
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Plan, Strategy
@@ -29,6 +32,13 @@ from commlayer.settings import Settings
 from commlayer.transport.connect import connect
 
 __all__ = ["Prober"]
+
+
+class _PairTime(ControlMessage, frozen=True):
+    """The two nodes of which a rank has timed an exchange, None for a rank that waited, and the time in µs."""
+
+    pair: Pair | None
+    time_us: float
 
 
 class Prober:
@@ -179,6 +189,43 @@ class Prober:
                 spans = zip(plan.steps, timeline.spans, strict=True)
                 values.append(self.agree(max(end for step, (_, end) in spans if step.resource is resource)))
         return {resource: sorted(values[1:])[rounds // 2] for resource, values in seen.items()}
+
+    def pair_times(self, num_bytes: int, repeats: int) -> dict[Pair, float]:
+        """What each two nodes take to send each other ``num_bytes`` a node at once, µs: the least of ``repeats`` times.
+
+        Ranks at the same place of both nodes exchange, as many as the emptiest node has. Collective.
+        """
+        planned = self._group("world")
+        places = min(map(len, self._topology.nodes))
+        data = torch.zeros(max(1, num_bytes // places), dtype=torch.uint8)
+        node, place = self._topology.node_of(self.ranks.rank), self._topology.local_rank_of(self.ranks.rank)
+        arrived = torch.empty_like(data)
+        found: dict[Pair, float] = {}
+        for pairs in pair_rounds(self._topology.num_nodes):
+            mine = next((pair for pair in pairs if node in pair), None) if place < places else None
+            times = []
+            for _ in range(repeats):
+                self.ranks.barrier()
+                begin = time.perf_counter()
+                if mine is not None:
+                    peer = self._topology.nodes[sum(mine) - node][place]
+                    self._swap(planned, peer, data, arrived)
+                times.append((time.perf_counter() - begin) * 1e6)
+            told = self.ranks.gather(_PairTime(mine, min(times)), _PairTime)
+            for each in told:
+                if each.pair is not None:
+                    found[each.pair] = max(each.time_us, found.get(each.pair, 0.0))
+        return found
+
+    def _swap(self, planned: PlannedGroup, peer: int, data: torch.Tensor, arrived: torch.Tensor) -> None:
+        """Send ``data`` to rank ``peer`` of the world while its own arrives."""
+        own, limit, begin = planned.connect_own_calls(), timedelta(seconds=self._timeout_s), time.monotonic()
+        try:
+            for work in [own.recv([arrived], peer, 0), own.send([data], peer, 0)]:
+                planned.wait_for_message(work, limit)
+        except RuntimeError as error:
+            waited_s = time.monotonic() - begin
+            raise planned.explain(error, "send_recv between two nodes", 0, waited_s, self._timeout_s) from error
 
     def is_one_call(self, plan: Plan) -> bool:
         """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""

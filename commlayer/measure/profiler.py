@@ -24,6 +24,7 @@ from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.pairs import slow_links
 from commlayer.profiles.profile import Interference, Profile, parse_profile
 from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
@@ -41,6 +42,8 @@ _PAIRS = (
     (Resource.INTER, Resource.DEVICE),
     (Resource.INTRA, Resource.DEVICE),
 )
+_PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
+"""A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
 _GROUP_SHARE = 8
 """The curves of whole groups end at this fraction of the largest size: there are many of them, and their links' rates show
 much earlier."""
@@ -111,6 +114,7 @@ def measure_cluster(
         ]
         curves = _curves(prober, sweeps, options, on_point)
         by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
+        slow = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS)) if _has_pairs(topology, ranks) else ()
         pairs = _interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     backend = "nccl" if ranks.device_type == "cuda" else "gloo"
     return _agreed(
@@ -122,6 +126,7 @@ def measure_cluster(
         peaks=_peaks(by_steps, options),
         curves=curves,
         interference=pairs,
+        slow_links=slow,
         environment=run_environment(backend) | (environment or {}),
     )
 
@@ -278,6 +283,11 @@ def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
             "on their nodes: measure each shape by itself"
         )
     return Topology.parse(shape_text(shapes[0]))
+
+
+def _has_pairs(topology: Topology, ranks: AllRanks) -> bool:
+    """Whether there are cards to compare: those of three nodes or more; on the CPU, where plans over nodes run."""
+    return topology.num_nodes > 2 and ranks.device_type == "cpu"
 
 
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:

@@ -2,7 +2,7 @@
 
 A *declared* cluster states a peak rate and an efficiency for each link, from public measurements; the curves of a group
 follow from its shape (:mod:`commlayer.scheduler.mapping.group_curves`). A *measured* one has profiles of `commlayer profile`,
-which know the groups that were measured, and no others.
+from whose curves those of other groups follow (:mod:`commlayer.scheduler.group_profiles`).
 """
 
 from __future__ import annotations

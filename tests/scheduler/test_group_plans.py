@@ -21,6 +21,7 @@ from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, bui
 from commlayer.scheduler.group_moves import Group, even_blocks, group_moves, owned_blocks
 from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
+from commlayer.scheduler.plan import owned_by_node
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 
@@ -204,11 +205,19 @@ def test_reduce_scatter(sizes: list[int], shuffle: int, block: int, seed: int) -
             assert np.array_equal(done.buffers[Buffer.INPUT], bytes_of(index, n * block)), "the input was changed"
 
 
-@given(shapes, st.integers(0, 1000), st.integers(1, 3000), st.integers(0, 1000))
-def test_all_reduce_in_place(sizes: list[int], shuffle: int, size: int, seed: int) -> None:
+@given(
+    shapes,
+    st.integers(0, 1000),
+    st.integers(1, 3000),
+    st.integers(0, 1000),
+    st.lists(st.sampled_from([1.0, 1.0, 0.7, 0.25, 0.05]), min_size=4, max_size=4),
+)
+def test_all_reduce_in_place(sizes: list[int], shuffle: int, size: int, seed: int, rates: list[float]) -> None:
     nodes, n = nodes_of(sizes, shuffle), sum(sizes)
     total = np.sum([bytes_of(rank, size) for rank in range(n)], axis=0, dtype=np.uint8)
-    for plan in plans_of(traffic_of("all_reduce", size, nodes)):
+    traffic = traffic_of("all_reduce", size, nodes)
+    unequal = replace(traffic, rates=tuple(rates[: len(sizes)]))
+    for plan in [*plans_of(traffic), *plans_of(unequal)]:
         ranks = []
         for rank in range(n):
             moves, staging = group_moves(plan, Group(nodes, rank, owned_blocks(plan, nodes)))
@@ -218,6 +227,59 @@ def test_all_reduce_in_place(sizes: list[int], shuffle: int, size: int, seed: in
         simulate(plan, ranks, seed)
         for done in ranks:
             assert np.array_equal(done.buffers[Buffer.OUTPUT], total), plan.name
+
+
+@pytest.mark.parametrize(
+    ("rates", "owned"),
+    [
+        ((1.0, 1.0, 1.0, 0.25), (1 / 3, 1 / 3, 1 / 3, 0.0)),
+        ((1.0, 1.0, 1.0, 1.0), (0.25, 0.25, 0.25, 0.25)),
+        ((0.5, 1.0, 0.5), (0.0, 1.0, 0.0)),
+        ((1.0, 1.0, 1.0, 0.75), (0.3, 0.3, 0.3, 0.1)),
+    ],
+)
+def test_a_slow_card_owns_as_much_as_lets_all_cards_end_together(
+    rates: tuple[float, ...], owned: tuple[float, ...]
+) -> None:
+    m = len(rates)
+    traffic = Traffic.on_nodes("all_reduce", 1 << 20, (2,) * m, rates=rates)
+    found = owned_by_node(traffic, is_duplex=True)
+    assert found == pytest.approx(owned)
+    assert owned_by_node(traffic, is_duplex=False) == (1 / m,) * m
+    times = [(1 + (m - 2) * part) / rate for part, rate in zip(found, rates, strict=True)]
+    assert all(
+        time == pytest.approx(max(times)) or part in (0.0, max(found)) for time, part in zip(times, found, strict=True)
+    )
+    plan = build(traffic, Strategy.PIPELINED, 4)
+    assert plan.is_duplex
+    blocks = owned_blocks(plan, tuple((2 * k, 2 * k + 1) for k in range(m)))
+    assert sum(blocks) == 1 << 20
+    shares = [sum(blocks[2 * k : 2 * k + 2]) / (1 << 20) for k in range(m)]
+    assert shares == pytest.approx(owned, abs=0.001)
+    crossing = sum(step.bytes for step in plan.steps if step.resource is Resource.INTER)
+    equal = build(replace(traffic, rates=()), Strategy.PIPELINED, 4)
+    unaware = sum(step.bytes for step in equal.steps if step.resource is Resource.INTER)
+    slowest = min(rates)  # the rails' curve is of the slowest card
+    assert crossing / unaware == pytest.approx(max(times) * slowest / (2 * (m - 1) / m))
+
+
+def test_rates_change_no_plan_that_cannot_gain_by_them() -> None:
+    rates = (1.0, 0.25)
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        for nodes in ((2, 2), (4, 4)):
+            plain = Traffic.on_nodes(collective, 1 << 20, nodes)
+            for strategy, chunks in ((Strategy.HIERARCHICAL, 1), (Strategy.PIPELINED, 4)):
+                if not applies(plain, strategy, chunks):
+                    continue
+                known = build(replace(plain, rates=rates), strategy, chunks)
+                assert known.steps == build(plain, strategy, chunks).steps
+                assert not known.is_duplex
+
+
+@pytest.mark.parametrize("rates", [(1.0,), (1.0, 0.0), (1.0, 1.5)])
+def test_rates_that_cannot_be_are_refused(rates: tuple[float, ...]) -> None:
+    with pytest.raises(PlanError, match="expected a rate above 0 and at most 1 for each of 2 nodes"):
+        Traffic.on_nodes("all_reduce", 1 << 20, (2, 2), rates=rates)
 
 
 @given(shapes, st.integers(0, 1000), st.integers(1, 3000), st.integers(0, 9), st.integers(0, 1000))
