@@ -22,7 +22,8 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology, shape_text
-from commlayer.scheduler.plan import CurveKey, Leg, Span
+from commlayer.scheduler.legs import OwnCallLeg
+from commlayer.scheduler.plan import CurveKey, Leg, Op, Span
 from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
 from commlayer.scheduler.traffic import Traffic, link_over
 
@@ -62,10 +63,11 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
         if probe.leg.is_exchange and probe.key not in curves:
             derived = _derived(profile, probe, wanted, references)
             curves |= {} if derived is None else {derived.key: derived}
-    share = max(1.0, max(sizes) / (max(nodes) * count))
+    # Of a card's rate a rank of the emptiest node has most (Peaks), of the memory's one of the fullest least.
+    inter, intra = max(1.0, min(sizes) / (min(nodes) * count)), max(1.0, max(sizes) / (max(nodes) * count))
     peaks = Peaks(
-        profile.peaks.inter_gbps * share * wanted.rate / slowest,
-        profile.peaks.intra_gbps * share,
+        profile.peaks.inter_gbps * inter * wanted.rate / slowest,
+        profile.peaks.intra_gbps * intra,
         profile.peaks.device_gbps,
     )
     suffix = "" if count == most else f", {count} at once"
@@ -96,12 +98,13 @@ class _Shape:
         """The bytes through a node's link, for its rate, for each byte by which the leg's curve is looked up.
 
         A step between nodes of different sizes is looked up by what as many rails as the emptiest one has ranks would carry
-        (:meth:`commlayer.scheduler.plan.Cut.over_rails`).
+        (:meth:`commlayer.scheduler.plan.Cut.over_rails`), and a ring's share of the link is that of a rank of the emptiest.
         """
         link = link_over(self.nodes)
         traffic = Traffic(sum(self.nodes), sum(self.nodes), 1, link, "all_gather", self.nodes)
         unit = Curve(*key, bytes=(1,), time_us=(1.0,))
-        active = (min if leg.span is Span.RAIL else max)(self.nodes) * self.siblings
+        is_ring = isinstance(leg, OwnCallLeg) and leg.op is not Op.ALL_TO_ALL
+        active = (min if is_ring or leg.span is Span.RAIL else max)(self.nodes) * self.siblings
         load = leg.share_of_link(traffic, unit) * active
         return load / self.rate if key[1] is Resource.INTER else load
 

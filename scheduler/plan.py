@@ -264,9 +264,9 @@ class Step:
 
     ``bytes`` is the size by which curves are looked up, nccl-tests' S: all_to_all the send buffer of one rank,
     all_gather the gathered total, copy what is copied, reduce what is added to the first block, encode and decode the bytes
-    of the tensor, not of the wire. It is the mean over ranks
-    (hence a float): slices that do not divide differ by less than one alignment unit. ``after`` are indices of earlier
-    steps in the same plan.
+    of the tensor, not of the wire. It is the mean over ranks (hence a float): slices that do not divide differ by less than one
+    alignment unit. Where nodes hold different numbers of ranks it is that of the busiest rank, and between nodes that of the
+    busiest card (:meth:`Cut.over_rails`). ``after`` are indices of earlier steps in the same plan.
     """
 
     leg: Leg

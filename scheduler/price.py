@@ -5,7 +5,9 @@ for have ended. Where the profile says that two resources slow each other down, 
 the slower rate (a fluid model: a step's work is its time alone, done at 1/slowdown while the other resource is busy).
 Pieces of a chunk follow each other on the link, so many at once, and are looked up at the size of those together.
 A chunk of a stream is never faster than the link's peak: a message measured alone may be, where the wire takes a burst on
-credit, but the chunks behind it pay the credit back.
+credit, but the chunks behind it pay the credit back. Nor is any exchange on uneven nodes beyond the sizes that were measured: the
+bytes through the busiest card are what their plans differ in, and a slope over few sizes may promise a call of the backend's own
+more than the card can carry.
 MoNTA's equations 8 to 11 and the closed forms of its algorithms follow from this and are tests of it.
 """
 
@@ -91,8 +93,9 @@ def durations_of(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
             looked_up, time_us = leg.looked_up(size, plan) * at_once, 0.0
             if curve is not None:
                 time_us = curve.at(looked_up) / at_once
-                is_extrapolated = is_extrapolated or curve.is_extrapolated(looked_up)
-                if plan.is_chunked:
+                is_beyond = curve.is_extrapolated(looked_up)
+                is_extrapolated = is_extrapolated or is_beyond
+                if plan.is_chunked or (is_beyond and not plan.traffic.is_uniform):
                     share = leg.share_of_link(plan.traffic, curve)
                     time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
             known = latest[id(leg)] = size, time_us

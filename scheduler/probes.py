@@ -202,14 +202,9 @@ def _timed(plans: Iterable[Plan]) -> Iterator[tuple[CurveKey, Leg, Plan]]:
 
 def _alone(leg: Leg, plan: Plan) -> Plan:
     """``plan`` with one step, of ``leg``."""
-    return replace(
-        plan,
-        steps=(
-            leg.step(
-                Cut(plan.traffic, gather=plan.gather, wire=plan.wire, is_on_one_level=plan.strategy is Strategy.DIRECT)
-            ),
-        ),
-    )
+    is_on_one_level = plan.strategy is Strategy.DIRECT
+    cut = Cut(plan.traffic, gather=plan.gather, wire=plan.wire, is_on_one_level=is_on_one_level)
+    return replace(plan, steps=(leg.step(cut),))
 
 
 def _is_inside(probe: Probe) -> bool:

@@ -212,11 +212,11 @@ def _sweeps(options: SweepOptions, topology: Topology, device: str) -> list[_Swe
     """List all that is measured on a cluster; on ``cuda`` the grid's alone: plans over nodes run on the CPU only, so far."""
     on_cpu = device == "cpu"
     wanted = probes(topology, with_groups=on_cpu, is_brief=options.is_probe)
-    found = [_grid_sweep(probe, options) if probe.is_on_grid else _group_sweep(probe, options) for probe in wanted]
+    found = [(_link_sweep if _shows_peak(probe, topology) else _group_sweep)(probe, options) for probe in wanted]
     return [each for each in found if each.sizes and (on_cpu or not _is_one_call(each.probe))]
 
 
-def _grid_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
+def _link_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
     # What the plans gather and copy of a buffer of max_bytes is smaller than it: larger sizes would only cost time. But of the
     # few sizes of a probe none may be missing, and inside a node they cost little.
     largest = options.max_bytes if options.is_probe else int(options.max_bytes * probe.share)

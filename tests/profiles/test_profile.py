@@ -183,6 +183,9 @@ def test_a_missing_curve_says_what_there_is_and_how_to_get_it() -> None:
         ("1x4", "all_gather", INTRA, 4, True),
         ("2x1", "all_gather", INTRA, 1, False),
         ("3+4", "copy", DEVICE, 1, True),
+        ("3+4", "all_to_all", INTRA, 4, True),
+        ("3+4", "all_to_all", INTRA, 3, False),
+        ("3+4", "all_reduce", INTER, 7, True),
     ],
 )
 def test_a_missing_curve_advises_to_measure_only_what_the_profiler_measures(

@@ -529,6 +529,21 @@ def test_an_all_reduce_in_chunks_hides_the_stage_inside_nodes() -> None:
     assert chunked < wire + (whole - wire) / 4
 
 
+@pytest.mark.parametrize("nodes", [(3, 1), (2, 2)])
+def test_beyond_what_was_measured_no_call_on_uneven_nodes_is_faster_than_the_card(nodes: tuple[int, ...]) -> None:
+    """Two sizes whose times hardly differ would promise any size for nothing."""
+    profile, size = linear_profile(), 1 << 24
+    own = Curve("all_gather_single", Resource.INTER, 4, (1 << 10, 1 << 20), (1000.0, 1100.0))
+    flat = profile.replace(topology="+".join(map(str, nodes)), curves=[own])
+    plan = build(Traffic(size, 4, 1, Resource.INTER, "all_gather", nodes), Strategy.FLAT)
+    card_us = size * 3 / 4 / min(nodes) / (flat.peaks.inter_gbps * 1e3)
+    total_us = price(plan, flat).total_us
+    assert total_us == pytest.approx(card_us if len(set(nodes)) > 1 else own.at(size))
+    assert own.at(size) < card_us
+    within = build(Traffic(1 << 20, 4, 1, Resource.INTER, "all_gather", nodes), Strategy.FLAT)
+    assert price(within, flat).total_us == pytest.approx(1100.0)
+
+
 def test_small_messages_stay_flat_and_large_ones_do_not() -> None:
     profile = linear_profile()
     for collective in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all_v"):

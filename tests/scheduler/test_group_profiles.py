@@ -12,7 +12,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler import Policy, Traffic, choose
+from commlayer.scheduler import Policy, Strategy, Traffic, build, choose, price
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import group_profile, most_siblings
 from commlayer.scheduler.probes import probes, spanning_groups
@@ -64,6 +64,20 @@ def test_a_call_of_half_a_node_is_found_between_all_ranks_and_one_of_every_node(
             expected = (n - 1) * ROUND_US + size * bus_factor(collective, n) * siblings / CARD
             assert curve.at(size) == pytest.approx(expected, rel=0.12)  # between powers of four a curve is a chord
         assert curve.basis == "interpolated"
+
+
+def test_an_uneven_group_brings_as_many_bytes_through_the_card_as_its_plans_say() -> None:
+    found, size = group_profile(ideal("2x4"), (3, 1)), 4 << 20
+    assert found.peaks.inter_gbps * 1e3 == pytest.approx(CARD)  # one rank of the emptier node has it alone
+    assert found.peaks.intra_gbps * 1e3 == pytest.approx(MEMORY / 3)
+    ring = found.curve("all_gather_single", Resource.INTER, 4)
+    assert ring.at(size) == pytest.approx(3 * ROUND_US + size * 3 / 4 / CARD, rel=0.12)
+    rail = found.curve("all_gather", Resource.INTER, 2)
+    assert rail.at(size) == pytest.approx(ROUND_US + size / 2 / CARD, rel=0.12)
+    for collective, through_card in (("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_reduce", 1.0)):
+        plan = build(Traffic.on_nodes(collective, size, (3, 1)), Strategy.PIPELINED, 4)
+        inter_us = price(plan, found, interference=False).busy_us()[Resource.INTER]
+        assert inter_us == pytest.approx(size * through_card / CARD, rel=0.15)
 
 
 def test_fewer_siblings_share_the_card_among_fewer() -> None:
