@@ -1,0 +1,88 @@
+"""Nodes whose cards differ, on an emulated cluster: found by the probe, and spared by sums that stay right."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer.emulation import EmulatedCluster
+from commlayer.scheduler import Strategy, build
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+SLOW = 2
+
+
+def start(cache: Path) -> Any:
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_PROFILE": "auto", "COMMLAYER_CACHE": str(cache), "COMMLAYER_TRIALS": "off"})
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
+    return dist.group.WORLD
+
+
+def cluster_with_a_slow_card(emulated_cluster: ClusterFactory) -> EmulatedCluster:
+    cluster = emulated_cluster(3, 2, inter="400mbit")
+    if not cluster.shaped:
+        pytest.skip("links are not shaped here: no card is slow")
+    cluster.shape(inter="40mbit", node=SLOW)
+    return cluster
+
+
+def test_a_slow_card_is_found_and_owns_less_of_a_sum(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def job() -> tuple[tuple[float, ...], str]:
+        group: Any = start(tmp_path)
+        rank, n = dist.get_rank(), dist.get_world_size()
+        choices = group._planned.choices
+        links = choices.job_planner.profile.slow_links
+        for count, chunks in ((100_003, 4), (17, 2), (1 << 16, 7)):
+            plan = build(choices._traffic("all_reduce", 4 * count), Strategy.PIPELINED, chunks)
+            assert plan.is_duplex
+            x = torch.arange(count).remainder(64).float() + rank
+            group._planned.run(plan, x, x)
+            assert torch.equal(x, torch.arange(count).remainder(64).float() * n + sum(range(n)))
+        dist.all_reduce(x)
+        far = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [4, 5])]
+        pair: Any = far[0] if rank in (0, 2) else far[1] if rank in (1, 3) else None
+        if pair is not None:
+            assert pair._planned.choices.rates == ()  # it does not touch the slow node
+            assert pair._planned.choices.predicted_us("all_gather", 1 << 20) < choices.predicted_us(
+                "all_gather", 1 << 20
+            )
+        return choices.rates, " ".join(str(link) for link in links)
+
+    found = cluster_with_a_slow_card(emulated_cluster).run(job, timeout_s=120.0)
+    for rates, names in found:
+        assert rates[:SLOW] == (1.0, 1.0)
+        assert rates[SLOW] < 0.5
+        assert names.startswith(f"node {SLOW}'s card has")
+        assert "nodes" not in names  # those that talk to it are not blamed
+
+
+def test_doctor_names_the_slow_link_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from commlayer.cli.doctor_checks import all_findings
+    from commlayer.profiles.catalog import load_profile
+    from commlayer.profiles.links import SlowLink
+
+    path = tmp_path / "cluster.json"
+    profile = load_profile("emulated-2x4").replace(slow_links=[SlowLink((1,), 0.25)])
+    profile.save(path)
+    monkeypatch.setenv("COMMLAYER_PROFILE", str(path))
+    (found,) = (finding for finding in all_findings() if finding.name == "slow link")
+    assert found.mark == "warn"
+    assert found.value == "node 1's card has 25% of the usual rate"
+
+
+def test_a_slow_node_without_a_rate_is_refused() -> None:
+    from click.testing import CliRunner
+
+    from commlayer.cli.main import main
+
+    result = CliRunner().invoke(main, ["emulate", "--slow-node", "3", "--", "true"])
+    assert result.exit_code == 2
+    assert "expected a node's number and its rate, such as 3:100mbit, got '3'" in result.output
