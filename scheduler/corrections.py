@@ -2,7 +2,7 @@
 
 A group's curves may be interpolated, or of a probe that knows little. Where the plans that contend are closer to each other
 than the profile's error, running them once says more than the profile does (:class:`Trial`); what is learnt there holds for
-other sizes of the same collective too, so that a few trials settle a group.
+sizes like it of the same collective too, so that a few trials settle a group.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE
 
-__all__ = ["Corrections", "Trial"]
+__all__ = ["RUNS", "Corrections", "Trial"]
 
 _LEAST_TOLERANCE = 0.1
 """A profile that knows its plans' times better than this is believed: a trial is noisier."""
-_CONTENDS = 4.0
+_CONTENDS = 2.0
 """A plan contends that is predicted slower by no more than this many times the profile's error: two curves may err both ways."""
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
-_TRIAL_US, _BUDGET_US = 1e5, 2e5
+_TRIAL_US, _BUDGET_US = 1.5e5, 3e5
 """The longest trial, and all trials of a group together, as predicted and as measured."""
-_LEAST_BYTES = 128 << 10
-"""What contends at a smaller size says little about a large one."""
+RUNS = 2
+"""How often each plan of a trial runs, one after the other in turn; the faster time counts, for others' work only adds to it."""
+_ALIKE = 4
+"""Sizes within this factor say something about each other: a smaller call is more latency and less bandwidth."""
 _TRIED = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
@@ -55,55 +57,55 @@ class Corrections:
         self._tried: set[tuple[str, int]] = set()
 
     def factor(self, plan: Plan) -> float:
-        """How many times its predicted time a plan takes, as was learnt at the nearest size; 1.0 where nothing was."""
-        known = self._factors.get((plan.traffic.collective, plan.strategy))
-        if not known:
-            return 1.0
-        size = max(1, plan.traffic.logical_bytes)
-        return known[min(known, key=lambda other: abs(math.log(other / size)))]
+        """How many times its predicted time a plan takes, as was learnt at a size like its own; 1.0 where nothing was."""
+        return self._learnt(plan) or 1.0
 
     def best(self, decision: Decision) -> Plan:
-        """The plan of the decision that is the fastest by what was learnt; the decision's own where nothing was."""
-        if not any(self._known(timeline.plan) for timeline in decision.candidates):
+        """The plan of the decision that is the fastest by what was learnt; the decision's own where nothing was.
+
+        Among strategies that were tried: what delayed them all is no reason to take another one unseen.
+        """
+        tried = [timeline for timeline in decision.candidates if self._learnt(timeline.plan)]
+        times = [(timeline.total_us * self.factor(timeline.plan), timeline.plan) for timeline in tried]
+        if not times:
             return decision.plan
-        times = [(timeline.total_us * self.factor(timeline.plan), timeline.plan) for timeline in decision.candidates]
         most_us = min(time_us for time_us, _ in times) * (1.0 + _SIMPLER)
         return min((plan for time_us, plan in times if time_us <= most_us), key=_simplicity)
 
     def trial(self, planner: Planner, traffic: Traffic, *, is_wanted: bool) -> Trial | None:
         """The plans to run before a call is planned; None where they would not pay. ``is_wanted``: however good the profile is.
 
-        Large calls are tried at a smaller size, which takes a bounded time.
+        A call that takes long is tried at a smaller size, down to a fourth of its own, and else not at all.
         """
         asked = _size_class(traffic.logical_bytes)
         is_plain = traffic.wires == (NATIVE,) and not traffic.is_ordered and not traffic.lane
         if traffic.collective not in _TRIED or not is_plain or (traffic.collective, asked) in self._tried:
             return None
         self._tried.add((traffic.collective, asked))
-        limit_us = min(_TRIAL_US, _BUDGET_US - self.spent_us)
-        size = traffic.logical_bytes
-        while True:
+        limit_us = min(_TRIAL_US, _BUDGET_US - self.spent_us) / RUNS
+        for size in (traffic.logical_bytes // part for part in (1, 2, _ALIKE)):
             decision = planner.decide(_of_size(traffic, size))
             if not is_wanted and decision.tolerance < _LEAST_TOLERANCE:
                 return None
             contenders = _contenders(decision)
             if sum(timeline.total_us for timeline in contenders) <= limit_us:
                 return Trial(contenders, asked) if len(contenders) > 1 else None
-            size //= 2
-            if size < _LEAST_BYTES:
-                return None
+        return None
 
     def learn(self, trial: Trial, times_us: Sequence[float]) -> None:
         """Take what each plan of a trial took, µs, as agreed on by all ranks."""
-        self.spent_us += sum(times_us)
+        self.spent_us += RUNS * sum(times_us)
         for timeline, time_us in zip(trial.contenders, times_us, strict=True):
             plan = timeline.plan
             size = plan.traffic.logical_bytes
             self._tried.add((plan.traffic.collective, _size_class(size)))
             self._factors.setdefault((plan.traffic.collective, plan.strategy), {})[size] = time_us / timeline.total_us
 
-    def _known(self, plan: Plan) -> bool:
-        return (plan.traffic.collective, plan.strategy) in self._factors
+    def _learnt(self, plan: Plan) -> float | None:
+        known = self._factors.get((plan.traffic.collective, plan.strategy), {})
+        size = max(1, plan.traffic.logical_bytes)
+        near = min(known, key=lambda other: abs(math.log(other / size)), default=0)
+        return known[near] if size <= near * 2 * _ALIKE and near <= size * 2 * _ALIKE else None
 
 
 def _contenders(decision: Decision) -> tuple[Timeline, ...]:

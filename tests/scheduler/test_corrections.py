@@ -32,11 +32,13 @@ def test_plans_that_contend_are_tried_once_and_the_fastest_one_wins() -> None:
     trial = corrections.trial(planner, traffic(1 << 20), is_wanted=False)
     assert trial is not None
     assert {plan.strategy for plan in trial.plans} >= {Strategy.FLAT, Strategy.PIPELINED}
-    assert sum(timeline.total_us for timeline in trial.contenders) <= 1e5
+    assert sum(timeline.total_us for timeline in trial.contenders) <= 0.75e5
     slow = {Strategy.FLAT: 0.5}
     corrections.learn(trial, [t.total_us * slow.get(t.plan.strategy, 2.0) for t in trial.contenders])
     assert corrections.best(planner.decide(traffic(1 << 20))).strategy is Strategy.FLAT
-    assert corrections.best(planner.decide(traffic(16 << 20))).strategy is Strategy.FLAT  # it holds for other sizes too
+    assert corrections.best(planner.decide(traffic(3 << 19))).strategy is Strategy.FLAT  # it holds for sizes like it
+    large = planner.decide(traffic(64 << 20))
+    assert corrections.best(large) is large.plan  # and for no others
     for size in (1 << 20, trial.plans[0].traffic.logical_bytes):
         assert corrections.trial(planner, traffic(size), is_wanted=True) is None
     assert corrections.spent_us > 0
@@ -59,10 +61,20 @@ def test_a_good_profile_is_believed_unless_trials_are_asked_for() -> None:
     assert Corrections().trial(planner, traffic(1 << 20), is_wanted=True) is not None
 
 
+def test_what_was_not_tried_is_not_taken_because_all_others_were_slow() -> None:
+    planner, corrections = Planner(coarse(0.11)), Corrections()
+    trial = corrections.trial(planner, traffic(1 << 20), is_wanted=False)
+    assert trial is not None
+    strategies = {plan.strategy for plan in trial.plans}
+    assert Strategy.DIRECT not in strategies
+    corrections.learn(trial, [t.total_us * 50.0 for t in trial.contenders])
+    assert corrections.best(planner.decide(traffic(1 << 20))).strategy in strategies
+
+
 @pytest.mark.parametrize("size", [0, 64, 1 << 30])
 def test_a_trial_takes_a_bounded_time_or_is_none(size: int) -> None:
     trial = Corrections().trial(Planner(coarse()), traffic(size), is_wanted=True)
-    assert trial is None or sum(timeline.total_us for timeline in trial.contenders) <= 1e5
+    assert trial is None or sum(timeline.total_us for timeline in trial.contenders) <= 0.75e5
 
 
 def test_trials_of_a_group_end_when_their_time_is_spent() -> None:
