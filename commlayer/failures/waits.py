@@ -81,6 +81,9 @@ class Board(Protocol):
     def woken(self) -> RuntimeError:
         """The error of a wait that was given up for it."""
 
+    def on_break(self, wake: Callable[[], None]) -> None:
+        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
+
 
 def is_timeout(error: BaseException) -> bool:
     """Whether a wait that raised ``error``, Gloo's or ours, had lasted too long."""
@@ -152,10 +155,12 @@ def bounded_reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor,
 
 
 class Watched:
-    """A Gloo group's collectives, whose works are waited for by :func:`wait`. For what is not on the way of every call."""
+    """A Gloo group's collectives and messages, waited for as long as its ranks live. For what is not on the way of every call."""
 
     def __init__(self, group: Any, board: Board) -> None:
         self._group, self._board = group, board
+        self._waited_for: set[Work] = set()
+        self._is_listening = False
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         call = getattr(self._group, verb)
@@ -165,6 +170,42 @@ class Watched:
             return _WatchedWork(answer, self._board) if isinstance(answer, Work) else answer
 
         return watched
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _WatchedMessage:
+        """Gloo's, to the member ``peer``."""
+        return _WatchedMessage(self._group.send(tensors, peer, tag), self)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _WatchedMessage:
+        """Gloo's, of the member ``peer``."""
+        return _WatchedMessage(self._group.recv(tensors, peer, tag), self)
+
+    def wait_for_message(self, work: Work, timeout: timedelta) -> None:
+        """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board has been broken meanwhile.
+
+        Not in slices, as for a collective: Gloo closes all connections of a group when the wait for a message times out.
+        """
+        if not self._is_listening:
+            self._is_listening = True
+            self._board.on_break(self._wake)
+        self._waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
+        try:
+            if self._board.is_broken or not work.wait(timeout):
+                raise self._board.woken()
+        finally:
+            self._waited_for.discard(work)
+
+    def _wake(self) -> None:
+        for work in list(self._waited_for):
+            end_wait(work)
+
+
+class _WatchedMessage:
+    def __init__(self, work: Work, watched: Watched) -> None:
+        self._work, self._watched = work, watched
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._watched.wait_for_message(self._work, timeout or NO_TIMEOUT)
+        return True
 
 
 class _WatchedWork:

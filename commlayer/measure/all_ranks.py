@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree import messages
 from commlayer.agree.messages import ControlMessage, Peers
+from commlayer.agree.tree import gather_by_tree
 from commlayer.failures.detector import FailureDetector
 from commlayer.transport.connect import device_type
 
@@ -88,7 +89,8 @@ class AllRanks:
 
     def gather(self, value: M, type_: type[M]) -> list[M]:
         """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
-        return messages.gather_messages(value, type_, self._peers, None, _PURPOSE)
+        gather = gather_by_tree if self.device_type == "cpu" else messages.gather_messages  # NCCL connects for each message
+        return gather(value, type_, self._peers, None, _PURPOSE)
 
     @property
     def _peers(self) -> Peers:
