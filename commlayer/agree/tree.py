@@ -10,6 +10,7 @@ store, which one process serves to all.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -37,6 +38,8 @@ FAN_OUT = 4
 """Children of a rank: two or three levels of them are a node, and seven a job of 16,384 ranks."""
 
 _TAG = 0
+_PARTING_S = 5.0
+"""How long a rank that has heard of trouble waits for those to whom it passes that on."""
 
 M = TypeVar("M", bound=ControlMessage)
 
@@ -134,7 +137,9 @@ def _opened(message: bytes | None, span: range, ranks: Sequence[int], teller: in
     try:
         bundle = decode(message or b"", _Bundle, who)
         if bundle.trouble is None and not _is_sound(bundle, span):
-            raise refusal(who, f"expected the words of {len(span)} ranks, each once, got {len(bundle.runs)} runs of them")
+            raise refusal(
+                who, f"expected the words of {len(span)} ranks, each once, got {len(bundle.runs)} runs of them"
+            )
     except DisagreementError as error:
         return _Bundle(trouble=str(error))
     return bundle
@@ -160,7 +165,7 @@ def _merged(bundles: Sequence[_Bundle]) -> _Bundle:
         for first, count, which in bundle.runs:
             index = index_of.setdefault(bundle.words[which], len(index_of))
             if runs and runs[-1][2] == index:
-                first, count = runs[-1][0], runs.pop()[1] + count  # noqa: PLW2901
+                first, count = runs[-1][0], runs.pop()[1] + count
             runs.append((first, count, index))
     return _Bundle(tuple(index_of), tuple(runs))
 
@@ -199,7 +204,8 @@ def _run(steps: _Steps, peers: Peers, wait: _Wait) -> _Told:
         _settle(sent, wait)
         return told
     except DisagreementError:
-        _settle(sent, wait)  # the others raise it too, once they hear of it
+        with contextlib.suppress(RuntimeError):  # whoever cannot speak perhaps does not listen either
+            _settle(sent, partial(wait_for, until=until_after(_PARTING_S), board=peers.board))
         raise
 
 

@@ -182,19 +182,32 @@ class Watched:
     def wait_for_message(self, work: Work, timeout: timedelta) -> None:
         """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board has been broken meanwhile.
 
-        Not in slices, as for a collective: Gloo closes all connections of a group when the wait for a message times out.
+        Not in slices, as for a collective: Gloo closes all connections of a group when the wait for a message times out. What a
+        rank has sent before it left may still be on its way through others, so a message has a moment more.
         """
         if not self._is_listening:
             self._is_listening = True
             self._board.on_break(self._wake)
         self._waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
         try:
-            if self._board.is_broken or not work.wait(timeout):
-                raise self._board.woken()
+            if work.wait(timedelta(seconds=_PARTING_S) if self._board.is_broken else timeout):
+                return
+        except RuntimeError:
+            if not self._board.is_broken:
+                raise
         finally:
             self._waited_for.discard(work)
+        raise self._board.woken()
 
     def _wake(self) -> None:
+        timer = threading.Timer(_PARTING_S, self._end_waits)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # as many threads as may be, or the interpreter is ending
+            self._end_waits()
+
+    def _end_waits(self) -> None:
         for work in list(self._waited_for):
             end_wait(work)
 

@@ -89,7 +89,9 @@ class AllRanks:
 
     def gather(self, value: M, type_: type[M]) -> list[M]:
         """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
-        gather = gather_by_tree if self.device_type == "cpu" else messages.gather_messages  # NCCL connects for each message
+        gather = (
+            gather_by_tree if self.device_type == "cpu" else messages.gather_messages
+        )  # NCCL connects for each message
         return gather(value, type_, self._peers, None, _PURPOSE)
 
     @property
