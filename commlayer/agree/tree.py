@@ -34,9 +34,9 @@ from commlayer.profiles.errors import DisagreementError
 
 __all__ = ["FAN_OUT", "Family", "Receive", "Send", "exchange", "family", "gather_by_tree", "most_messages"]
 
-FAN_OUT = 4
-"""Children of a rank: two or three levels of them are a node, and seven a job of 16,384 ranks."""
-
+FAN_OUT = 2
+"""Children of a rank. More would save levels, of which 4,096 ranks have twelve, and cost bytes: a rank hands down all that is
+said once for each child."""
 _TAG = 0
 _PARTING_S = 5.0
 """How long a rank that has heard of trouble waits for those to whom it passes that on."""

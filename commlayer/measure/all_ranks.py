@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -74,6 +75,14 @@ class AllRanks:
     def maximum(self, value: float) -> float:
         """The largest ``value`` over ranks."""
         return float(self._reduced(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
+
+    def time_all_reduce(self, num_bytes: int) -> float:
+        """The time of one all_reduce of the group's own, µs: the largest over ranks, and equal on all of them."""
+        value = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=self.device)
+        self.barrier()
+        begin = time.perf_counter()
+        float(self._reduced(value, dist.ReduceOp.SUM)[0])  # which a device has to have ended
+        return self.maximum((time.perf_counter() - begin) * 1e6)
 
     def total(self, value: int) -> int:
         """The sum of ``value`` over ranks."""
