@@ -30,9 +30,10 @@ from commlayer.agree.messages import (
     until_after,
     wait_for,
 )
+from commlayer.failures.waits import Watched
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["FAN_OUT", "Family", "Receive", "Send", "exchange", "family", "gather_by_tree", "most_messages"]
+__all__ = ["FAN_OUT", "Awaited", "Branch", "Outgoing", "branch_of", "gather_by_tree", "most_messages", "tree_exchange"]
 
 FAN_OUT = 2
 """Children of a rank. More would save levels, of which 4,096 ranks have twelve, and cost bytes: a rank hands down all that is
@@ -44,7 +45,7 @@ _PARTING_S = 5.0
 M = TypeVar("M", bound=ControlMessage)
 
 
-class Family(NamedTuple):
+class Branch(NamedTuple):
     """A rank's place in the tree: its parent (-1: it is the root), and the run of places below each of its children, of which
     the first is the child."""
 
@@ -53,14 +54,14 @@ class Family(NamedTuple):
     children: tuple[range, ...]
 
 
-class Send(NamedTuple):
+class Outgoing(NamedTuple):
     """A message that goes to the rank at ``place``."""
 
     place: int
     data: bytes
 
 
-class Receive(NamedTuple):
+class Awaited(NamedTuple):
     """A message that is awaited from the rank at ``place``, which speaks for ``num_ranks``."""
 
     place: int
@@ -78,13 +79,13 @@ class _Bundle(ControlMessage, frozen=True):
     trouble: str | None = None
 
 
-def family(place: int, size: int) -> Family:
+def branch_of(place: int, size: int) -> Branch:
     """Find the parent and the children of ``place`` among ``size`` ranks."""
     parent, span = -1, range(size)
     while True:
         children = _parts(range(span.start + 1, span.stop))
         if place == span.start:
-            return Family(parent, span, children)
+            return Branch(parent, span, children)
         parent, span = span.start, next(part for part in children if place in part)
 
 
@@ -100,29 +101,29 @@ def most_messages(size: int) -> int:
 
 
 _Told = list[tuple[bytes, list[int]]]
-_Steps = Generator[Send | Receive, bytes | None, _Told]
+_Steps = Generator[Outgoing | Awaited, bytes | None, _Told]
 
 
-def exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
+def tree_exchange(place: int, ranks: Sequence[int], words: bytes) -> _Steps:
     """Gather the words of all ``ranks``, as the messages that the rank at ``place`` sends and awaits.
 
-    Yields :class:`Send` and :class:`Receive`; to the latter the message is sent back in. Returns each different word with the
+    Yields :class:`Outgoing` and :class:`Awaited`; to the latter the message is sent back in. Returns each different word with the
     places that say it, the first of them ascending. Raises DisagreementError, on all ranks alike, naming the rank whose message
     cannot be read.
     """
-    mine = family(place, len(ranks))
+    mine = branch_of(place, len(ranks))
     bundles = [_Bundle((words,), ((place, 1, 0),))]
     for child in mine.children:
-        message = yield Receive(child.start, len(child))
+        message = yield Awaited(child.start, len(child))
         bundles.append(_opened(message, child, ranks))
     bundle = _merged(bundles)
     if mine.parent >= 0:
-        yield Send(mine.parent, encode(bundle))
-        message = yield Receive(mine.parent, len(ranks))
+        yield Outgoing(mine.parent, encode(bundle))
+        message = yield Awaited(mine.parent, len(ranks))
         bundle = _opened(message, range(len(ranks)), ranks, mine.parent)
     whole = encode(bundle)
     for child in mine.children:
-        yield Send(child.start, whole)
+        yield Outgoing(child.start, whole)
     if bundle.trouble is not None:
         raise DisagreementError(bundle.trouble)
     told: _Told = [(each, []) for each in bundle.words]
@@ -173,12 +174,15 @@ def _merged(bundles: Sequence[_Bundle]) -> _Bundle:
 def gather_by_tree(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> list[M]:
     """``value`` of every one of ``peers``, in their order; what several say alike is one object. Collective over them.
 
-    ``peers.group`` has the messages of Gloo (``send``, ``recv``), or is watched by a board. ``timeout_s``, ``purpose`` and what
-    is raised are as of :func:`commlayer.agree.messages.gather_messages`.
+    ``peers.group`` has the messages of Gloo (``send``, ``recv``). ``timeout_s``, ``purpose`` and what is raised are as of
+    :func:`commlayer.agree.messages.gather_messages`; but where the group is :class:`commlayer.failures.waits.Watched`, a wait that
+    breaks raises RuntimeError, for the board's :meth:`~commlayer.failures.board.FailureBoard.connecting` to explain.
     """
     wait = partial(wait_for, until=until_after(timeout_s), board=peers.board)
-    with blaming(peers, timeout_s, purpose):
-        told = _run(exchange(peers.place, peers.ranks, encode(value)), peers, wait)
+    # Whoever watches has a board, which knows better which rank it was.
+    is_watched = isinstance(peers.group, Watched)
+    with contextlib.nullcontext() if is_watched else blaming(peers, timeout_s, purpose):
+        told = _run(tree_exchange(peers.place, peers.ranks, encode(value)), peers, wait)
     found: dict[int, M] = {}
     for word, places in told:
         found |= dict.fromkeys(places, decode(word, type_, f"rank {peers.ranks[places[0]]}"))
@@ -195,7 +199,7 @@ def _run(steps: _Steps, peers: Peers, wait: _Wait) -> _Told:
         while True:
             step = steps.send(answer)
             answer = None
-            if isinstance(step, Send):
+            if isinstance(step, Outgoing):
                 sent += _send(peers, step)
             else:
                 answer = _receive(peers, step, wait)
@@ -214,13 +218,13 @@ def _settle(sent: Sequence[tuple[dist.Work, torch.Tensor]], wait: _Wait) -> None
         wait(work)
 
 
-def _send(peers: Peers, step: Send) -> list[tuple[dist.Work, torch.Tensor]]:
+def _send(peers: Peers, step: Outgoing) -> list[tuple[dist.Work, torch.Tensor]]:
     content = torch.frombuffer(bytearray(step.data), dtype=torch.uint8)
     parts = torch.tensor([content.numel()], dtype=torch.int64), content
     return [(peers.group.send([part], step.place, _TAG), part) for part in parts]
 
 
-def _receive(peers: Peers, step: Receive, wait: _Wait) -> bytes:
+def _receive(peers: Peers, step: Awaited, wait: _Wait) -> bytes:
     """The message; in the place of one whose length cannot be, a bundle that says so, which all ranks get to hear."""
     length = torch.zeros(1, dtype=torch.int64)
     wait(peers.group.recv([length], step.place, _TAG))

@@ -145,7 +145,7 @@ def test_a_pickle_at_init_of_the_backend_is_refused_and_not_run(
                 words = torch.frombuffer(bytearray(pickle.dumps(Opens(trap))), dtype=torch.uint8)
                 length = torch.tensor([words.numel() if announced is None else announced], dtype=torch.int64)
                 for message in (length, words)[: 2 if announced is None else 1]:
-                    gloo.send([message], tree.family(HOSTILE, 4).parent, 0).wait()
+                    gloo.send([message], tree.branch_of(HOSTILE, 4).parent, 0).wait()
                 while (
                     len(list(tmp_path.glob("heard-*"))) < 3
                 ):  # it never listens; whoever left now would be blamed for that

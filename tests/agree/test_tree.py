@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer.agree.messages import encode
-from commlayer.agree.tree import FAN_OUT, Send, _Bundle, exchange, family, most_messages
+from commlayer.agree.tree import FAN_OUT, Outgoing, _Bundle, branch_of, most_messages, tree_exchange
 from commlayer.profiles.errors import DisagreementError
 
 Told = list[tuple[bytes, list[int]]]
@@ -22,14 +22,14 @@ class Fakes:
     """Ranks in this process: each runs its side of the exchange as far as the messages that have come allow."""
 
     def __init__(
-        self, words: Sequence[bytes], spoil: Callable[[int, Send], bytes | None] = lambda _, step: step.data
+        self, words: Sequence[bytes], spoil: Callable[[int, Outgoing], bytes | None] = lambda _, step: step.data
     ) -> None:
         self.size, self.spoil = len(words), spoil
         self.lines: dict[tuple[int, int], deque[bytes]] = {}
         self.sent, self.received, self.bytes_sent = Counter[int](), Counter[int](), Counter[int]()
         self.ends: list[Any] = [None] * self.size
         ranks = [10 * place for place in range(self.size)]
-        steps = [exchange(place, ranks, word) for place, word in enumerate(words)]
+        steps = [tree_exchange(place, ranks, word) for place, word in enumerate(words)]
         waiting: dict[tuple[int, int], int] = {}
         ready: deque[tuple[int, bytes | None]] = deque((place, None) for place in range(self.size))
         while ready:
@@ -44,7 +44,7 @@ class Fakes:
                     self.ends[place] = error
                     break
                 answer = None
-                if isinstance(step, Send):
+                if isinstance(step, Outgoing):
                     self._send(place, step)
                     if (place, step.place) in waiting and self.lines.get((place, step.place)):
                         ready.append((waiting.pop((place, step.place)), self._take(place, step.place)))
@@ -55,7 +55,7 @@ class Fakes:
                     break
         self.stuck = sorted(waiting.values())
 
-    def _send(self, place: int, step: Send) -> None:
+    def _send(self, place: int, step: Outgoing) -> None:
         self.sent[place] += 1
         self.bytes_sent[place] += len(step.data)
         message = self.spoil(place, step)
@@ -101,10 +101,10 @@ def test_words_in_any_order_come_back_with_those_who_say_them(words: list[bytes]
 def test_children_share_out_the_ranks_below_their_parent(size: int) -> None:
     depth = dict[int, int]()
     for place in range(size):
-        mine = family(place, size)
+        mine = branch_of(place, size)
         assert mine.span.start == place
         assert [below for child in mine.children for below in child] == list(mine.span)[1:]
-        assert all(family(child.start, size).parent == place for child in mine.children)
+        assert all(branch_of(child.start, size).parent == place for child in mine.children)
         depth[place] = depth[mine.parent] + 1 if place else 0
     assert max(depth.values()) <= math.log(max(size, 2), FAN_OUT) + 1
 
@@ -124,10 +124,10 @@ BROKEN: dict[str, bytes] = {
 def test_words_that_cannot_be_read_are_told_to_all_ranks_by_name(broken: str) -> None:
     """Place 21 (rank 210) speaks to its parent, which is not the root."""
     culprit = 21
-    parent = family(culprit, 64).parent
+    parent = branch_of(culprit, 64).parent
     assert parent > 0
 
-    def spoil(place: int, step: Send) -> bytes:
+    def spoil(place: int, step: Outgoing) -> bytes:
         return BROKEN[broken] if (place, step.place) == (culprit, parent) else step.data
 
     fakes = Fakes([b"a"] * 64, spoil)
@@ -140,11 +140,11 @@ def test_words_that_cannot_be_read_are_told_to_all_ranks_by_name(broken: str) ->
 def test_a_parent_that_cannot_be_read_is_named_by_all_below_it() -> None:
     culprit = 1
 
-    def spoil(place: int, step: Send) -> bytes:
+    def spoil(place: int, step: Outgoing) -> bytes:
         return b"junk" if place == culprit and step.place > culprit else step.data
 
     fakes = Fakes([b"a"] * 64, spoil)
-    below = family(culprit, 64).span
+    below = branch_of(culprit, 64).span
     for place in range(64):
         if place in below and place != culprit:
             assert "what rank 10 says cannot be read" in str(fakes.ends[place])

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import HALF_AN_HOUR
 from torch._C._distributed_c10d import Store, TCPStore
 
+from commlayer.agree import tree
 from commlayer.agree.tree import most_messages
 from commlayer.failures.waits import Watched
 from commlayer.testing.counting_store import CountingStore
@@ -78,3 +83,68 @@ def test_a_rank_asks_the_store_little_more_than_torch_does(emulated_cluster: Clu
         assert found["init"][1] <= 2 * GATHERS_OF_INIT * most_messages(ranks)
         assert found["group"][1] <= 2 * GATHERS_OF_GROUP * most_messages(ranks)
         assert found["torch"][1] == 0
+
+
+# Ranks that do not agree, in a tree of eight: the root, one with children, and a leaf
+
+
+def outcome(timeout_s: float) -> tuple[str, str]:
+    torch.set_num_threads(1)
+    os.environ.setdefault("COMMLAYER_PROFILE", "none")
+    try:
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+    except Exception as error:  # noqa: BLE001  the tests ask which it was
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("culprit", [0, 4, 7])
+def test_a_rank_that_differs_is_named_on_all(emulated_cluster: ClusterFactory, culprit: int) -> None:
+    def job() -> tuple[str, str]:
+        if os.environ["RANK"] == str(culprit):
+            os.environ["COMMLAYER_REDUCTION"] = "ordered"
+        return outcome(HALF_AN_HOUR)
+
+    for kind, text in emulated_cluster(2, 4).run(job, timeout_s=60.0):
+        assert kind == "DisagreementError", text
+        assert "ranks disagree on COMMLAYER_REDUCTION" in text
+        assert f"rank {culprit} has ordered" in text
+
+
+@pytest.mark.parametrize("culprit", [0, 4, 7])
+def test_a_rank_that_dies_while_it_agrees_is_named_on_all(emulated_cluster: ClusterFactory, culprit: int) -> None:
+    def job() -> tuple[str, str]:
+        if os.environ["RANK"] == str(culprit):
+            tree._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        return outcome(HALF_AN_HOUR)
+
+    outcomes = emulated_cluster(2, 4).run(job, check=False, grace_s=40.0)
+    assert len(outcomes) == 8
+    for each in outcomes:
+        if each.rank != culprit:
+            kind, text = each.value
+            assert kind == "PeerError", text
+            assert text.startswith(f"rank {culprit} died"), text
+
+
+@pytest.mark.parametrize("culprit", [0, 4, 7])
+def test_a_rank_that_never_agrees_is_named_on_all(
+    emulated_cluster: ClusterFactory, tmp_path: Path, culprit: int
+) -> None:
+    def job() -> tuple[str, str]:
+        if os.environ["RANK"] == str(culprit):
+
+            def stay_away(*_: Any) -> Any:
+                while len(list(tmp_path.iterdir())) < 7:
+                    time.sleep(0.01)
+                raise ConnectionAbortedError
+
+            tree._run = stay_away  # type: ignore[assignment]
+        found = outcome(3.0)
+        (tmp_path / os.environ["RANK"]).touch()
+        return found
+
+    for rank, (kind, text) in enumerate(emulated_cluster(2, 4).run(job, timeout_s=60.0)):
+        if rank != culprit:
+            assert kind == "CollectiveTimeoutError", text
+            assert text.startswith(f"rank {culprit} did not answer within 3 s"), text
