@@ -175,8 +175,8 @@ def gather_by_tree(value: M, type_: type[M], peers: Peers, timeout_s: float | No
     """``value`` of every one of ``peers``, in their order; what several say alike is one object. Collective over them.
 
     ``peers.group`` has the messages of Gloo (``send``, ``recv``). ``timeout_s``, ``purpose`` and what is raised are as of
-    :func:`commlayer.agree.messages.gather_messages`; but where the group is :class:`commlayer.failures.waits.Watched`, a wait that
-    breaks raises RuntimeError, for the board's :meth:`~commlayer.failures.board.FailureBoard.connecting` to explain.
+    :func:`commlayer.agree.messages.gather_messages`; but where the group is :class:`commlayer.failures.waits.Watched`, a wait
+    that breaks raises RuntimeError, for the board's :meth:`~commlayer.failures.board.FailureBoard.connecting` to explain.
     """
     wait = partial(wait_for, until=until_after(timeout_s), board=peers.board)
     # Whoever watches has a board, which knows better which rank it was.

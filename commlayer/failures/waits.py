@@ -55,6 +55,8 @@ _SHORTEST = timedelta(milliseconds=1)
 """Gloo counts milliseconds, and waits without a limit for none."""
 _LOOK_S = 0.05
 _PARTING_S = 1.0
+_BEYOND = timedelta(seconds=30)
+"""How much later than ours Gloo's own timeout of a message is: its last resort."""
 _NEWS_S = 2.0
 _OBJECT_HEAD_BYTES = object.__basicsize__
 """The head of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
@@ -182,22 +184,32 @@ class Watched:
     def wait_for_message(self, work: Work, timeout: timedelta) -> None:
         """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board has been broken meanwhile.
 
-        Not in slices, as for a collective: Gloo closes all connections of a group when the wait for a message times out. What a
-        rank has sent before it left may still be on its way through others, so a message has a moment more.
+        Not in slices, as for a collective, and not until Gloo's own timeout: when the wait for a message times out, Gloo closes
+        all connections of the group, and those who wait at its other ends take this rank for dead. What a rank has sent before it
+        left may still be on its way through others, so a message has a moment more.
         """
         if not self._is_listening:
             self._is_listening = True
             self._board.on_break(self._wake)
         self._waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
+        limit = timedelta(seconds=_PARTING_S) if self._board.is_broken else timeout
+        alarm = threading.Timer(limit.total_seconds(), end_wait, [work]) if limit else None
         try:
-            if work.wait(timedelta(seconds=_PARTING_S) if self._board.is_broken else timeout):
+            if alarm is not None:
+                alarm.daemon = True
+                alarm.start()
+            if work.wait(limit + _BEYOND if limit else limit):
                 return
         except RuntimeError:
             if not self._board.is_broken:
                 raise
         finally:
             self._waited_for.discard(work)
-        raise self._board.woken()
+            if alarm is not None:
+                alarm.cancel()
+        if self._board.is_broken:
+            raise self._board.woken()
+        raise RuntimeError(f"Timed out after {limit.total_seconds():g} s, waiting for a message")
 
     def _wake(self) -> None:
         timer = threading.Timer(_PARTING_S, self._end_waits)

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from commlayer.agree import tree
 from commlayer.agree.tree import most_messages
+from commlayer.backend import world
 from commlayer.failures.waits import Watched
 from commlayer.testing.counting_store import CountingStore
 from commlayer.testing.plugin import ClusterFactory
@@ -88,11 +89,11 @@ def test_a_rank_asks_the_store_little_more_than_torch_does(emulated_cluster: Clu
 # Ranks that do not agree, in a tree of eight: the root, one with children, and a leaf
 
 
-def outcome(timeout_s: float) -> tuple[str, str]:
+def outcome() -> tuple[str, str]:
     torch.set_num_threads(1)
     os.environ.setdefault("COMMLAYER_PROFILE", "none")
     try:
-        dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
     except Exception as error:  # noqa: BLE001  the tests ask which it was
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -103,7 +104,7 @@ def test_a_rank_that_differs_is_named_on_all(emulated_cluster: ClusterFactory, c
     def job() -> tuple[str, str]:
         if os.environ["RANK"] == str(culprit):
             os.environ["COMMLAYER_REDUCTION"] = "ordered"
-        return outcome(HALF_AN_HOUR)
+        return outcome()
 
     for kind, text in emulated_cluster(2, 4).run(job, timeout_s=60.0):
         assert kind == "DisagreementError", text
@@ -116,7 +117,7 @@ def test_a_rank_that_dies_while_it_agrees_is_named_on_all(emulated_cluster: Clus
     def job() -> tuple[str, str]:
         if os.environ["RANK"] == str(culprit):
             tree._run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-        return outcome(HALF_AN_HOUR)
+        return outcome()
 
     outcomes = emulated_cluster(2, 4).run(job, check=False, grace_s=40.0)
     assert len(outcomes) == 8
@@ -140,11 +141,17 @@ def test_a_rank_that_never_agrees_is_named_on_all(
                 raise ConnectionAbortedError
 
             tree._run = stay_away  # type: ignore[assignment]
-        found = outcome(3.0)
+        agree = world.agree
+
+        def for_five_seconds(gloo: Any, store: Any, rank: int, ranks: Any, _: timedelta, detector: Any) -> world.World:
+            return agree(gloo, store, rank, ranks, timedelta(seconds=5), detector)
+
+        world.agree = for_five_seconds  # type: ignore[assignment]  # whatever comes before it may take longer on a busy machine
+        found = outcome()
         (tmp_path / os.environ["RANK"]).touch()
         return found
 
     for rank, (kind, text) in enumerate(emulated_cluster(2, 4).run(job, timeout_s=60.0)):
         if rank != culprit:
             assert kind == "CollectiveTimeoutError", text
-            assert text.startswith(f"rank {culprit} did not answer within 3 s"), text
+            assert text.startswith(f"rank {culprit} did not answer within"), text
