@@ -51,6 +51,8 @@ padded to the longest, so one rank's claim costs every rank that many bytes time
 
 _MOST_SHOWN = 2000
 """Characters of a value that ranks hold differently: a policy has some hundreds, and differs anywhere."""
+_MOST_NAMED = 32
+"""Ranks that differ from the first one and are named: of thousands, where the first one is the odd one out, those are enough."""
 _SHOWN = 40
 """Characters of a peer's words that an error message repeats."""
 
@@ -241,7 +243,8 @@ def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
         if others:
             raise DisagreementError(
                 f"ranks disagree on {key}: rank {first_rank} has {_shown(first.get(key))}, "
-                + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others)
+                + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others[:_MOST_NAMED])
+                + (f" and {len(others) - _MOST_NAMED} more ranks" if len(others) > _MOST_NAMED else "")
                 + ": start all ranks with the same one"
             )
 

@@ -191,6 +191,9 @@ def test_what_must_be_alike_is_compared_by_name_also_where_a_rank_has_more_names
     check_alike([(0, {"version": "1"}), (1, {"version": "1"})])
     with pytest.raises(DisagreementError, match="ranks disagree on version: rank 0 has 1, rank 5 has 2"):
         check_alike([(0, {"version": "1"}), (1, {"version": "1"}), (5, {"version": "2"})])
+    with pytest.raises(DisagreementError, match="rank 32 has 2 and 4063 more ranks: start all ranks") as caught:
+        check_alike([(rank, {"version": "2" if rank else "1"}) for rank in range(4096)])
+    assert len(str(caught.value)) < 1000
     for everyones in ([(0, {}), (1, {"new": "1"})], [(0, {"new": "1"}), (1, {})]):
         with pytest.raises(DisagreementError, match=r"ranks disagree on new: rank 0 has .*, rank 1 has"):
             check_alike(everyones)
