@@ -39,7 +39,10 @@ __all__ = [
     "from_first",
     "gather_grid",
     "gather_messages",
+    "refusal",
     "require_alike",
+    "until_after",
+    "wait_for",
 ]
 
 LIMIT_BYTES = 1 << 20
@@ -48,6 +51,8 @@ padded to the longest, so one rank's claim costs every rank that many bytes time
 
 _MOST_SHOWN = 2000
 """Characters of a value that ranks hold differently: a policy has some hundreds, and differs anywhere."""
+_MOST_NAMED = 32
+"""Ranks that differ from the first one and are named: of thousands, where the first one is the odd one out, those are enough."""
 _SHOWN = 40
 """Characters of a peer's words that an error message repeats."""
 
@@ -122,14 +127,14 @@ def decode(data: bytes, type_: type[M], who: str) -> M:
     try:
         envelope = _decoder(_Envelope).decode(data)
     except _UNREADABLE as error:
-        raise _refusal(who, f"expected a {type_.__name__} of commlayer, got {len(data)} bytes ({error})") from error
+        raise refusal(who, f"expected a {type_.__name__} of commlayer, got {len(data)} bytes ({error})") from error
     if envelope.kind != type_.__name__:
         got = f"got a {envelope.kind[:_SHOWN]!r}: it makes another call, or its commlayer is another"
-        raise _refusal(who, f"expected a {type_.__name__}, {got}", envelope.version)
+        raise refusal(who, f"expected a {type_.__name__}, {got}", envelope.version)
     try:
         value: M = _decoder(type_).decode(envelope.content)
     except _UNREADABLE as error:
-        raise _refusal(who, f"expected a {type_.__name__}, got another ({error})", envelope.version) from error
+        raise refusal(who, f"expected a {type_.__name__}, got another ({error})", envelope.version) from error
     return value
 
 
@@ -146,7 +151,8 @@ def _own_version() -> str:
     return __version__
 
 
-def _refusal(who: str, why: str, version: str | None = None) -> DisagreementError:
+def refusal(who: str, why: str, version: str | None = None) -> DisagreementError:
+    """The error for words of ``who`` ("rank 3") that cannot be read, and ``why``."""
     if version is not None and version != _own_version():
         versions = f"it runs commlayer {version[:_SHOWN]!r}, this rank {_own_version()!r}"
     else:
@@ -165,7 +171,7 @@ def gather_messages(value: M, type_: type[M], peers: Peers, timeout_s: float | N
     CollectiveTimeoutError where not all come within ``timeout_s``, PeerError where one is gone.
     """
     mine = _as_tensor(encode(value))
-    until = _until(timeout_s)
+    until = until_after(timeout_s)
     with blaming(peers, timeout_s, purpose):
         lengths = _all_gather(peers, torch.tensor([mine.numel()], dtype=torch.int64), until)
         sizes = [int(length) for length in lengths]
@@ -212,14 +218,14 @@ def gather_grid(
 def _opened(row: _Row, type_: type[M], teller: int) -> list[tuple[int, M]]:
     if teller not in row.ranks or len(row.ranks) != len(row.words) or len(set(row.ranks)) < len(row.ranks):
         why = f"expected the words of its row, got {len(row.words)} of ranks {list(row.ranks)}"
-        raise _refusal(f"rank {teller}", why)
+        raise refusal(f"rank {teller}", why)
     return [(rank, decode(word, type_, f"rank {rank}")) for rank, word in zip(row.ranks, row.words, strict=True)]
 
 
 def from_first(value: M, type_: type[M], peers: Peers, timeout_s: float | None, purpose: str) -> M:
     """``value`` of the first of ``peers``, on all of them; that of the others is not looked at. As :func:`gather_messages`."""
     content = _as_tensor(encode(value))
-    until = _until(timeout_s)
+    until = until_after(timeout_s)
     with blaming(peers, timeout_s, purpose):
         size = int(_broadcast(peers, torch.tensor([content.numel()], dtype=torch.int64), until))
         _check_size(size, peers.ranks[0])
@@ -237,7 +243,8 @@ def check_alike(everyones: Sequence[tuple[int, Mapping[str, str]]]) -> None:
         if others:
             raise DisagreementError(
                 f"ranks disagree on {key}: rank {first_rank} has {_shown(first.get(key))}, "
-                + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others)
+                + ", ".join(f"rank {rank} has {_shown(theirs)}" for rank, theirs in others[:_MOST_NAMED])
+                + (f" and {len(others) - _MOST_NAMED} more ranks" if len(others) > _MOST_NAMED else "")
                 + ": start all ranks with the same one"
             )
 
@@ -262,7 +269,7 @@ def _shown(value: str | None) -> str:
 
 def _check_size(size: int, rank: int) -> None:
     if not 0 < size <= LIMIT_BYTES:
-        raise _refusal(f"rank {rank}", f"expected 1 to {LIMIT_BYTES} bytes, it announces {size}")
+        raise refusal(f"rank {rank}", f"expected 1 to {LIMIT_BYTES} bytes, it announces {size}")
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
@@ -272,7 +279,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
 def _all_gather(peers: Peers, mine: torch.Tensor, until: float | None) -> list[torch.Tensor]:
     mine = mine.to(peers.device)
     parts = [torch.empty_like(mine) for _ in peers.ranks]
-    _wait(peers.group.allgather([parts], [mine]), until, peers.board)
+    wait_for(peers.group.allgather([parts], [mine]), until, peers.board)
     return [part.cpu() for part in parts]
 
 
@@ -280,15 +287,17 @@ def _broadcast(peers: Peers, value: torch.Tensor, until: float | None) -> torch.
     value = value.to(peers.device)
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    _wait(peers.group.broadcast([value], options), until, peers.board)
+    wait_for(peers.group.broadcast([value], options), until, peers.board)
     return value.cpu()
 
 
-def _until(timeout_s: float | None) -> float | None:
+def until_after(timeout_s: float | None) -> float | None:
+    """The moment, on the monotonic clock, at which ``timeout_s`` from now are over; None: never."""
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _wait(work: dist.Work, until: float | None, board: Board | None) -> None:
+def wait_for(work: dist.Work, until: float | None, board: Board | None) -> None:
+    """Wait for ``work`` until that moment, or until ``board`` is broken. Raises RuntimeError."""
     if board is not None:
         wait(work, board, None if until is None else max(0.001, until - time.monotonic()))
     elif until is None:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
 
+from commlayer.agree.gathered_store import GatheredStore
+from commlayer.agree.messages import Peers
 from commlayer.backend import world
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
@@ -102,10 +104,10 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     if job.settings.stats == "1":
         print_at_exit()
     planned = connect.planned(gloo, job)
-    signatures = connect.signatures(planned)
+    signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
     # collectives come from two threads (theirs, and the progress thread) mixes them up.
-    direct = connect.gloo("direct") if len(global_ranks) > 1 else gloo
+    direct = connect.gloo("direct", beside=gloo) if len(global_ranks) > 1 else gloo
     inner = InnerGroups(gloo, direct, planned, store, signatures)
     group = CommlayerGroup(
         name=name,
@@ -146,13 +148,15 @@ class _Connector:
     timeout: timedelta
     board: FailureBoard
 
-    def gloo(self, tag: str) -> Any:
-        """An inner Gloo group. Raises PeerError, CollectiveTimeoutError where a rank does not come."""
+    def gloo(self, tag: str, *, beside: Any = None) -> Any:
+        """An inner Gloo group. Its ranks find each other in the job's store, or, where they have one already, over that
+        (``beside``). Raises PeerError, CollectiveTimeoutError where a rank does not come."""
         size = len(self.global_ranks)
         require(of_gloo(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
         def make() -> Any:
-            store = PrefixStore(f"{tag}/", self.store)
+            where = self.store if beside is None else self._over(beside, f"to connect for {tag}")
+            store = PrefixStore(f"{tag}/", where)
             gloo: Any = dist.ProcessGroupGloo(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
             gloo._set_sequence_number_for_group()
@@ -160,6 +164,10 @@ class _Connector:
 
         with self.connecting(f"for {tag}"):
             return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
+
+    def _over(self, gloo: Any, purpose: str) -> Store:
+        peers = Peers(Watched(gloo, self.board), tuple(self.global_ranks), self.rank, torch.device("cpu"))
+        return GatheredStore(peers, self.timeout.total_seconds(), purpose)
 
     def connecting(self, purpose: str) -> AbstractContextManager[None]:
         """Guard a block in which the group is made: a failure is told to the other ranks, and raised with the name of
@@ -192,9 +200,9 @@ class _Connector:
         planned.own_calls = gloo
         return planned
 
-    def signatures(self, planned: PlannedGroup) -> SignatureCheck | None:
+    def signatures(self, planned: PlannedGroup, gloo: Any) -> SignatureCheck | None:
         """Make the comparison of calls where COMMLAYER_DEBUG asks for one; else None."""
         if planned.settings.debug != "detail" and get_debug_level() != DebugLevel.DETAIL:
             return None
-        control = self.gloo("control")
+        control = self.gloo("control", beside=gloo)
         return SignatureCheck(control, self.store, self.rank, self.global_ranks, self.name, self.board, planned.explain)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 
-from commlayer.agree.discovery import declared_topology, node_identity, versions
-from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike, gather_messages
+from commlayer.agree.discovery import Identity, declared_topology, node_identity, versions
+from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike
+from commlayer.agree.tree import gather_by_tree
 from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError
@@ -45,9 +46,8 @@ _AGREED = (
 
 
 class _Card(ControlMessage, frozen=True):
-    """What a rank says of itself when a group is made. ``must_agree``: names and values that all ranks must have alike."""
+    """What a rank says when a group is made. ``must_agree``: names and values that all ranks must have alike."""
 
-    identity: str
     must_agree: dict[str, str]
     failure: Reason | None = None
 
@@ -120,20 +120,21 @@ def agree(
     settings, failure = read_settings()
     must_agree = _of_the_machine(settings) | versions()
     must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
-    mine = _Card(node_identity(), must_agree, None if failure is None else Reason.of(failure))
+    mine = _Card(must_agree, None if failure is None else Reason.of(failure))
     peers = Peers(gloo, tuple(global_ranks), rank, torch.device("cpu"))
-    everyone = gather_messages(mine, _Card, peers, timeout.total_seconds(), "to make a group of the backend")
+    timeout_s, purpose = timeout.total_seconds(), "to make a group of the backend"
+    # Two gathers: cards are all alike, and where a rank runs is alike on its node, so that neither is told once for each rank.
+    everyone = gather_by_tree(mine, _Card, peers, timeout_s, purpose)
     if failure is not None:
         raise failure
     _check(everyone, global_ranks)
-    topology = _topology(settings, [card.identity for card in everyone], global_ranks)
+    identities = gather_by_tree(Identity(node_identity()), Identity, peers, timeout_s, purpose)
+    topology = _topology(settings, [each.text for each in identities], global_ranks)
     from commlayer.measure.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
     own = PrefixStore("calibrate/", store)
     ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector)
-    planner = planner_for(
-        settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout.total_seconds()
-    )
+    planner = planner_for(settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout_s)
     return World(tuple(global_ranks), topology, settings, planner)
 
 

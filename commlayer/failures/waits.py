@@ -55,6 +55,8 @@ _SHORTEST = timedelta(milliseconds=1)
 """Gloo counts milliseconds, and waits without a limit for none."""
 _LOOK_S = 0.05
 _PARTING_S = 1.0
+_BEYOND = timedelta(seconds=30)
+"""How much later than ours Gloo's own timeout of a message is: its last resort."""
 _NEWS_S = 2.0
 _OBJECT_HEAD_BYTES = object.__basicsize__
 """The head of a Python object: its count of references and its type. pybind11 keeps the address of the C++ object behind it."""
@@ -80,6 +82,9 @@ class Board(Protocol):
 
     def woken(self) -> RuntimeError:
         """The error of a wait that was given up for it."""
+
+    def on_break(self, wake: Callable[[], None]) -> None:
+        """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at once where it has."""
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -152,10 +157,12 @@ def bounded_reduce_scatter(gloo: Any, output: torch.Tensor, input: torch.Tensor,
 
 
 class Watched:
-    """A Gloo group's collectives, whose works are waited for by :func:`wait`. For what is not on the way of every call."""
+    """A Gloo group's collectives and messages, waited for as long as its ranks live. For what is not on the way of every call."""
 
     def __init__(self, group: Any, board: Board) -> None:
         self._group, self._board = group, board
+        self._waited_for: set[Work] = set()
+        self._is_listening = False
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         call = getattr(self._group, verb)
@@ -165,6 +172,65 @@ class Watched:
             return _WatchedWork(answer, self._board) if isinstance(answer, Work) else answer
 
         return watched
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _WatchedMessage:
+        """Gloo's, to the member ``peer``."""
+        return _WatchedMessage(self._group.send(tensors, peer, tag), self)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _WatchedMessage:
+        """Gloo's, of the member ``peer``."""
+        return _WatchedMessage(self._group.recv(tensors, peer, tag), self)
+
+    def wait_for_message(self, work: Work, timeout: timedelta) -> None:
+        """Return when a message has gone or come. Raises RuntimeError: Gloo's, or that the board has been broken meanwhile.
+
+        Not in slices, as for a collective, and not until Gloo's own timeout: when the wait for a message times out, Gloo closes
+        all connections of the group, and those who wait at its other ends take this rank for dead. What a rank has sent before it
+        left may still be on its way through others, so a message has a moment more.
+        """
+        if not self._is_listening:
+            self._is_listening = True
+            self._board.on_break(self._wake)
+        self._waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
+        limit = timedelta(seconds=_PARTING_S) if self._board.is_broken else timeout
+        alarm = threading.Timer(limit.total_seconds(), end_wait, [work]) if limit else None
+        try:
+            if alarm is not None:
+                alarm.daemon = True
+                alarm.start()
+            if work.wait(limit + _BEYOND if limit else limit):
+                return
+        except RuntimeError:
+            if not self._board.is_broken:
+                raise
+        finally:
+            self._waited_for.discard(work)
+            if alarm is not None:
+                alarm.cancel()
+        if self._board.is_broken:
+            raise self._board.woken()
+        raise RuntimeError(f"Timed out after {limit.total_seconds():g} s, waiting for a message")
+
+    def _wake(self) -> None:
+        timer = threading.Timer(_PARTING_S, self._end_waits)
+        timer.daemon = True
+        try:
+            timer.start()
+        except RuntimeError:  # as many threads as may be, or the interpreter is ending
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        for work in list(self._waited_for):
+            end_wait(work)
+
+
+class _WatchedMessage:
+    def __init__(self, work: Work, watched: Watched) -> None:
+        self._work, self._watched = work, watched
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._watched.wait_for_message(self._work, timeout or NO_TIMEOUT)
+        return True
 
 
 class _WatchedWork:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree import messages
 from commlayer.agree.messages import ControlMessage, Peers
+from commlayer.agree.tree import gather_by_tree
 from commlayer.failures.detector import FailureDetector
 from commlayer.transport.connect import device_type
 
@@ -74,6 +76,14 @@ class AllRanks:
         """The largest ``value`` over ranks."""
         return float(self._reduced(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
 
+    def time_all_reduce(self, num_bytes: int) -> float:
+        """The time of one all_reduce of the group's own, µs: the largest over ranks, and equal on all of them."""
+        value = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=self.device)
+        self.barrier()
+        begin = time.perf_counter()
+        float(self._reduced(value, dist.ReduceOp.SUM)[0])  # which a device has to have ended
+        return self.maximum((time.perf_counter() - begin) * 1e6)
+
     def total(self, value: int) -> int:
         """The sum of ``value`` over ranks."""
         return int(self._reduced(torch.tensor([value], dtype=torch.int64), dist.ReduceOp.SUM))
@@ -88,7 +98,10 @@ class AllRanks:
 
     def gather(self, value: M, type_: type[M]) -> list[M]:
         """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
-        return messages.gather_messages(value, type_, self._peers, None, _PURPOSE)
+        gather = (
+            gather_by_tree if self.device_type == "cpu" else messages.gather_messages
+        )  # NCCL connects for each message
+        return gather(value, type_, self._peers, None, _PURPOSE)
 
     @property
     def _peers(self) -> Peers:

@@ -1,7 +1,8 @@
 """Self-calibration: the profile of the cluster that a job runs on, without anybody having asked for one.
 
 ``COMMLAYER_PROFILE``: a name or a path is taken as it is. ``none``: nothing is planned. ``auto``, which is the backend's default:
-the profile that an earlier job measured on such a cluster (same nodes, ranks, software), else a probe of a few seconds, whose
+the profile that an earlier job measured on such a cluster (same kind of nodes, ranks, software; their names do not count), if a
+check of some milliseconds finds that it still holds, else a probe of a few seconds, whose
 cost is printed once and whose result is kept for the next job. Of jobs that measure at the same time the first one's is kept,
 and each plans by its own. A cache that cannot be used costs a line and the next job's probe, nothing else. It is coarser than
 ``commlayer profile``: a few sizes a curve, no interference; so a simpler plan is preferred unless another is clearly faster.
@@ -18,10 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.agree.discovery import Identity, node_identity, versions
+from commlayer.agree.discovery import versions
 from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.measure.all_ranks import AllRanks
+from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.profiler import SweepOptions, measure_cluster
+from commlayer.measure.recheck import drift
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
 from commlayer.profiles.files import read_file
@@ -56,7 +59,7 @@ say how much a curve bends, not how wrong it is."""
 _PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
-_PROBE_VERSION = 3
+_PROBE_VERSION = 4
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 
@@ -107,13 +110,13 @@ def cache_folder(settings: Settings) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "commlayer"
 
 
-def cluster_key(topology: Topology, identities: list[str], device_type: str, intra: str) -> str:
-    """The key under which a profile is cached, of what must be equal for it to hold: which ranks share which nodes, their
-    names, device, software, and ``intra``, the setting.
+def cluster_key(topology: Topology, machines: list[Machine], device_type: str, intra: str) -> str:
+    """The key under which a profile is cached, of what must be equal for it to hold: which ranks share which nodes, of what
+    kind these are, device, software, and ``intra``, the setting.
 
-    The order of nodes and of a node's ranks does not matter, nor do network namespaces, which have another name each time.
+    The order of nodes and of a node's ranks does not matter, nor do names of hosts, which pods have another of in every job.
     """
-    nodes = sorted((identities[members[0]].split("/")[0], len(members)) for members in topology.nodes)
+    nodes = sorted((repr(machines[members[0]]), len(members)) for members in topology.nodes)
     links = os.environ.get("COMMLAYER_EMULATED_LINKS", "")
     content = repr((_PROBE_VERSION, nodes, device_type, intra, links, sorted(versions().items())))
     return f"{topology.shape}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
@@ -144,12 +147,21 @@ def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
 
 
 def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout_s: float) -> Profile | None:
-    identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
-    key = cluster_key(topology, identities, ranks.device_type, settings.intra)
+    machines = ranks.gather(describe_machine(settings), Machine)
+    key = cluster_key(topology, machines, ranks.device_type, settings.intra)
     entry = _cached(settings, key) if ranks.rank == 0 else _Entry(None)
     cached = ranks.from_first(_Cached(entry.text), _Cached).json
     if cached is not None:
-        return parse_profile(cached, f"the cached profile {key}")
+        profile = parse_profile(cached, f"the cached profile {key}")
+        off = drift(profile, ranks)
+        if not off:
+            return profile
+        _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
+    return _measured(topology, ranks, timeout_s, entry)
+
+
+def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Entry) -> Profile | None:
+    """The profile of a probe, which rank 0 keeps as ``entry``; None where there is nothing to measure."""
     begin = time.perf_counter()
     try:
         measured = measure_cluster(
@@ -165,9 +177,11 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         return None
     profile, took_s = as_probe(measured), time.perf_counter() - begin
     if ranks.rank == 0:
+        why = (
+            f"no profile of this cluster ({topology.shape}) yet: measured one" if entry.text is None else "measured one"
+        )
         _print(
-            f"no profile of this cluster ({topology.shape}) yet: measured one in {took_s:.1f} s, "
-            f"{_keep(profile, entry.path)}. {_doubted(profile)}{_slow(profile, topology)}`commlayer profile` "
+            f"{why} in {took_s:.1f} s, {_keep(profile, entry)}. {_doubted(profile)}{_slow(profile, topology)}`commlayer profile` "
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
@@ -221,11 +235,16 @@ def _cached(settings: Settings, key: str) -> _Entry:
         return _Entry(None)
 
 
-def _keep(profile: Profile, path: Path | None) -> str:
-    """Put ``profile`` into the cache, if no other job has been faster; the words for it. Raises nothing."""
+def _keep(profile: Profile, entry: _Entry) -> str:
+    """Put ``profile`` into the cache, in place of the one that was there, or if no other job has been faster; the words for
+    it. Raises nothing."""
+    path = entry.path
     if path is None:
         return "not kept"
     try:
+        if entry.text is not None:
+            profile.save(path)
+            return f"kept in {path}"
         path.parent.mkdir(parents=True, exist_ok=True)
         return _first_kept(profile, path)
     except (OSError, ProfileError) as error:

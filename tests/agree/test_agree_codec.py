@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer import __version__
-from commlayer.agree import discovery
+from commlayer.agree import discovery, gathered_store, tree
 from commlayer.agree import messages as agree_codec
 from commlayer.agree.communicator_signatures import Signature
 from commlayer.agree.discovery import Member
@@ -46,8 +46,15 @@ MESSAGES: dict[type[ControlMessage], st.SearchStrategy[Any]] = {
     Member: st.builds(Member, small, st.text(), ranks, ranks, values, small, reasons),
     Reason: st.builds(Reason, st.text(), st.text()),
     ProfileText: st.builds(ProfileText, st.text()),
-    world._Card: st.builds(world._Card, st.text(), values, reasons),
+    world._Card: st.builds(world._Card, values, reasons),
     calibrate._Held: st.builds(calibrate._Held, st.text(), reasons),
+    gathered_store._Entry: st.builds(gathered_store._Entry, st.text(), st.binary()),
+    tree._Bundle: st.builds(
+        tree._Bundle,
+        st.lists(st.binary(), max_size=3).map(tuple),
+        st.lists(st.tuples(small, small, small), max_size=3).map(tuple),
+        st.none() | st.text(),
+    ),
     Signature: st.builds(Signature, small, st.text(), st.text(), ranks, st.text(), small),
     agree_codec._Row: st.builds(
         agree_codec._Row, ranks, st.lists(st.binary(), max_size=3).map(tuple), st.none() | st.text()
@@ -184,6 +191,9 @@ def test_what_must_be_alike_is_compared_by_name_also_where_a_rank_has_more_names
     check_alike([(0, {"version": "1"}), (1, {"version": "1"})])
     with pytest.raises(DisagreementError, match="ranks disagree on version: rank 0 has 1, rank 5 has 2"):
         check_alike([(0, {"version": "1"}), (1, {"version": "1"}), (5, {"version": "2"})])
+    with pytest.raises(DisagreementError, match="rank 32 has 2 and 4063 more ranks: start all ranks") as caught:
+        check_alike([(rank, {"version": "2" if rank else "1"}) for rank in range(4096)])
+    assert len(str(caught.value)) < 1000
     for everyones in ([(0, {}), (1, {"new": "1"})], [(0, {"new": "1"}), (1, {})]):
         with pytest.raises(DisagreementError, match=r"ranks disagree on new: rank 0 has .*, rank 1 has"):
             check_alike(everyones)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from ranks import HALF_AN_HOUR
 
 from commlayer import Communicator, discover_topology
+from commlayer.agree import tree
 from commlayer.backend import world
 from commlayer.integrations.groups import planned_group
 from commlayer.integrations.mesh import FoldedMesh
@@ -129,8 +131,9 @@ def test_a_pickle_is_refused_and_not_run(emulated_cluster: ClusterFactory, tmp_p
     check(found, HOSTILE, "bytes")
 
 
+@pytest.mark.parametrize("announced", [None, 1 << 60, 0, -1])
 def test_a_pickle_at_init_of_the_backend_is_refused_and_not_run(
-    emulated_cluster: ClusterFactory, tmp_path: Path
+    emulated_cluster: ClusterFactory, tmp_path: Path, announced: int | None
 ) -> None:
     trap = tmp_path / "made by a peer"
 
@@ -139,11 +142,20 @@ def test_a_pickle_at_init_of_the_backend_is_refused_and_not_run(
         if int(os.environ["RANK"]) == HOSTILE:
 
             def agree(gloo: Any, *_: Any) -> Any:
-                speak(gloo, pickle.dumps(Opens(trap)))
+                words = torch.frombuffer(bytearray(pickle.dumps(Opens(trap))), dtype=torch.uint8)
+                length = torch.tensor([words.numel() if announced is None else announced], dtype=torch.int64)
+                for message in (length, words)[: 2 if announced is None else 1]:
+                    gloo.send([message], tree.branch_of(HOSTILE, 4).parent, 0).wait()
+                while (
+                    len(list(tmp_path.glob("heard-*"))) < 3
+                ):  # it never listens; whoever left now would be blamed for that
+                    time.sleep(0.01)
                 raise ConnectionAbortedError
 
             world.agree = agree  # type: ignore[assignment]
-        return outcome(lambda: dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR)))
+        heard = outcome(lambda: dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR)))
+        (tmp_path / f"heard-{os.environ['RANK']}").touch()
+        return heard
 
     found = emulated_cluster(2, 2).run(job)
     assert not trap.exists(), "a rank ran what its peer sent"

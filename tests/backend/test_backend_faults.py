@@ -187,7 +187,7 @@ def test_a_death_ends_calls_that_gloo_makes_itself(emulated_cluster: ClusterFact
     check_named([each for each in outcomes if verb != "send" or each.rank in (2, VICTIM)], VICTIM)
 
 
-@pytest.mark.parametrize("purpose", ["messages", "agreement", "gloo", "control"])
+@pytest.mark.parametrize("purpose", ["messages", "agreement", "gloo", "direct", "control"])
 def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFactory, purpose: str) -> None:
     """Those of the first planned call, and those of another group."""
 

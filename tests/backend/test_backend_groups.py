@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from commlayer.backend.patches import answer_to
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError
+from commlayer.profiles.profile import read_profile
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -128,6 +131,38 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
     third = cluster.run(job)
     assert len(set(third)) == 1
     assert third[0] != first[0]
+
+
+def test_a_probe_is_found_by_a_job_whose_hosts_have_other_names_and_checked(
+    emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the pods of a Kubernetes job have each time."""
+    cluster = emulated_cluster(2, 2)
+
+    def job(pod: str) -> str:
+        torch.set_num_threads(1)
+        os.environ.update(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path / "new"))
+        name = f"{pod}-{socket.gethostname()}"
+        socket.gethostname = lambda: name
+        dist.init_process_group("commlayer")
+        group: Any = dist.group.WORLD
+        assert group._planned.choices.planner.profile.topology == "2x2"
+        return str(group._planned.choices.planner.profile.fingerprint)
+
+    first, second = cluster.run(job, "first"), cluster.run(job, "second")
+    assert len({*first, *second}) == 1
+    (kept,) = (tmp_path / "new").iterdir()
+    profile = read_profile(kept)
+    faster = [
+        msgspec.structs.replace(curve, time_us=tuple(time / 1000 for time in curve.time_us), p50_us=(), p99_us=())
+        for curve in profile.curves
+    ]
+    profile.replace(curves=faster).save(kept)  # as if the network had been a thousand times as fast
+    capfd.readouterr()
+    third = cluster.run(job, "third")
+    assert len(set(third)) == 1
+    assert read_profile(kept).fingerprint == third[0] != first[0]
+    assert capfd.readouterr().err.count("does not hold any more and is measured again") == 1
 
 
 def test_a_user_without_a_home_only_keeps_nothing(emulated_cluster: ClusterFactory) -> None:

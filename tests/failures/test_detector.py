@@ -478,3 +478,12 @@ def test_what_a_detector_holds_it_gives_back(emulated_cluster: ClusterFactory) -
         return (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
     assert all(emulated_cluster(1, 4).run(job))
+
+
+@pytest.mark.parametrize("size", [2, 5, 64, 512, 4096])
+def test_a_rank_has_as_many_neighbours_as_its_number_has_digits(size: int) -> None:
+    """It stores one address and reads theirs, however many ranks there are."""
+    for rank in (0, 1, size // 2, size - 1):
+        neighbours = FailureDetector(None, rank, range(size), 0.0)._neighbours()
+        assert len(neighbours) == len(set(neighbours)) == (size - 1).bit_length()
+        assert rank not in neighbours

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
@@ -17,7 +19,12 @@ from click.testing import CliRunner
 from commlayer.cli.main import main
 from commlayer.measure import calibrate
 from commlayer.measure.all_ranks import AllRanks
+from commlayer.measure.calibrate import cluster_key
+from commlayer.measure.machines import Machine, describe_machine
+from commlayer.measure.recheck import drift
+from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
+from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner, choose
@@ -39,6 +46,9 @@ class OneSpeaks:
 
     def from_first(self, value: Any, _: type[Any]) -> Any:
         return value
+
+    def time_all_reduce(self, _: int) -> float:
+        return 1000.0
 
 
 def planner_of_a_job(folder: Path) -> Planner:
@@ -177,6 +187,126 @@ def test_of_jobs_that_measure_at_once_the_first_one_s_is_kept(
     assert read_profile(path).name == ("theirs" if theirs == "whole" else "mine")
     assert list(tmp_path.iterdir()) == [path]
     assert ("as another job has kept it meanwhile" in capfd.readouterr().err) == (theirs == "whole")
+
+
+# A cached profile that does not hold any more
+
+
+def of_all_ranks(*times_us: float) -> Profile:
+    """A profile with the time of an all_reduce of all eight ranks at 4 KiB, 96 KiB, …"""
+    sizes = tuple(4096 * 24**k for k in range(len(times_us)))
+    curve = Curve("all_reduce", Resource.INTER, 8, sizes, times_us)
+    return synthetic_profile().replace(curves=(*synthetic_profile().curves, curve))
+
+
+class Timed:
+    """Eight ranks whose all_reduces take these times, one after the other, µs; the last one for ever."""
+
+    size = 8
+
+    def __init__(self, *times_us: float) -> None:
+        self.times_us, self.asked = list(times_us), list[int]()
+
+    def time_all_reduce(self, num_bytes: int) -> float:
+        self.asked.append(num_bytes)
+        return self.times_us.pop(0) if len(self.times_us) > 1 else self.times_us[0]
+
+
+@pytest.mark.parametrize(
+    ("times_us", "place"), [((1e2, 1e3, 1e4), 2), ((1e2, 1e3, 1e5), 1), ((1e5, 1e6), 0), ((2e4,), 0)]
+)
+def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, ...], place: int) -> None:
+    ranks = Timed(times_us[place])
+    assert drift(of_all_ranks(*times_us), ranks) == ""
+    assert set(ranks.asked) == {4096 * 24**place}
+    assert len(ranks.asked) <= 3
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 2.0, 3.9])
+def test_a_profile_that_is_about_right_holds(factor: float) -> None:
+    assert drift(of_all_ranks(1e2, 1e3), Timed(1e3 * factor)) == ""
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.2, 4.1, 1000.0])
+def test_a_profile_that_is_off_says_so_and_costs_little(factor: float) -> None:
+    ranks = Timed(1e3 * factor)
+    said = drift(of_all_ranks(1e2, 1e3), ranks)
+    assert said == f"an all_reduce of {4096 * 24} bytes takes {1e3 * factor:.0f} µs, and it says 1000"
+    assert sum(1e3 * factor for _ in ranks.asked[:-2]) < 1e5  # two rounds at most once the time is spent
+
+
+def test_a_hiccup_is_no_drift() -> None:
+    assert drift(of_all_ranks(1e2, 1e3), Timed(9e3, 9e3, 1e3)) == ""
+    assert drift(of_all_ranks(1e2, 1e3), Timed(9e3, 9e3, 9e3, 9e3, 1e3)) == ""
+    assert drift(of_all_ranks(1e2, 1e3), Timed(1e2, 1e2, 1e2, 1e2, 1e3)) == ""
+
+
+def test_a_profile_without_calls_of_all_ranks_is_not_checked() -> None:
+    ranks = Timed(1e9)
+    assert drift(synthetic_profile(), ranks) == ""
+    assert not ranks.asked
+
+
+def test_a_cached_profile_that_is_off_is_measured_again_and_replaced_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "measure_cluster", lambda *_, **__: of_all_ranks(10.0).replace(name="old"))
+    assert planner_of_a_job(tmp_path).profile.name == "old"  # whoever measures does not check
+    capfd.readouterr()
+    monkeypatch.setattr(calibrate, "measure_cluster", lambda *_, **__: of_all_ranks(1000.0).replace(name="new"))
+    assert planner_of_a_job(tmp_path).profile.name == "new"
+    (path,) = tmp_path.iterdir()
+    assert read_profile(path).name == "new"
+    warned, measured = capfd.readouterr().err.splitlines()
+    assert f"{path} does not hold any more and is measured again: an all_reduce of 4096 bytes takes 1000 µs" in warned
+    assert f"measured one in 0.0 s, kept in {path}" in measured
+    assert planner_of_a_job(tmp_path).profile.name == "new"
+    assert capfd.readouterr().err == ""
+
+
+# The key
+
+
+def machine(**other: Any) -> Machine:
+    return msgspec.structs.replace(Machine("eth", "cpu", 8, True), **other)
+
+
+def test_names_of_hosts_and_the_order_of_nodes_do_not_change_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(topology: Topology, machines: list[Machine], intra: str = "auto") -> str:
+        return cluster_key(topology, machines, "cpu", intra)
+
+    fast, slow = machine(interface="fast"), machine()
+    by_node, in_turn = ["a", "a", "b", "b"], ["x", "y", "x", "y"]
+    first = key(Topology.from_identities(by_node), [fast, fast, slow, slow])
+    assert first.startswith("2x2-")
+    assert first == key(Topology.from_identities(in_turn), [slow, fast, slow, fast])
+    assert first != key(Topology.from_identities(by_node), [fast] * 4)
+    assert first != key(Topology.from_identities(by_node), [fast, fast, slow, slow], "gloo")
+    for other in ({"interface": "x"}, {"processor": "x"}, {"cores": 9}, {"shares_memory": False}):
+        assert key(Topology.parse("2x2"), [machine(**other)] * 4) != key(Topology.parse("2x2"), [machine()] * 4)
+
+
+def test_a_machine_is_described_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = describe_machine(Settings())
+    assert described.cores == os.cpu_count()
+    for name in ("pod-abcde-0", "no such name", "localhost"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        assert "pod" not in repr(describe_machine(Settings()))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
+    assert describe_machine(Settings()).interface.startswith("kind 772 driver ")  # ARPHRD_LOOPBACK
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none-such")
+    assert describe_machine(Settings()).interface == "kind unknown driver unknown speed unknown mtu unknown"
+
+
+def test_an_entry_of_an_earlier_version_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is another: nothing is said of it."""
+    old = tmp_path / "2x4-0123456789abcdef.json"
+    old.write_text('{"format": "commlayer-profile", "version": 0}')
+    assert plan_without(monkeypatch, Settings(cache=str(tmp_path))).profile.name == "mine"
+    assert old.exists()
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 JOB = """
