@@ -32,7 +32,7 @@ class SplitRows:
         }
 
     def region(self, buffer: Buffer, member: int) -> Region:
-        """What goes to a member, or comes from it."""
+        """The region that goes to a member, or comes from it."""
         bases = self._bases[buffer]
         return Region(buffer, bases[member], bases[member + 1])
 

@@ -78,10 +78,15 @@ class Encodings:
         )
 
     def start_over(
-        self, span: Span, source: torch.Tensor, target: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]], most: int
+        self,
+        span: Span,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        most: int,
     ) -> Work:
-        """An all_to_all in its own format among the ranks of each rail or node; ``splits`` as of :meth:`start_exchange`. ``most``:
-        bytes that any rank sends or receives, which all ranks know."""
+        """An all_to_all in its own format among the ranks of each rail or node; ``splits`` as of :meth:`start_exchange`.
+        ``most``: bytes that any rank sends or receives, which all ranks know."""
         planned = self._inner.planned
         plan = exchange_over(span, planned.choices.shape, most)
         return self._begin(

@@ -256,7 +256,9 @@ class PlannedGroup:
             try:
                 runner = self._runner or self.connect_messages()
                 prepared = runner.prepare(plan, plan.moves(SplitRows(self.rank, *splits)), {})
-                call = runner.start(prepared, CallMemory(as_bytes(source)), CallMemory(as_bytes(target)), self.timeout_s)
+                call = runner.start(
+                    prepared, CallMemory(as_bytes(source)), CallMemory(as_bytes(target)), self.timeout_s
+                )
                 self.drive(plan, call, self.timeout_s, record)
             except BaseException as error:
                 self.tell(error)

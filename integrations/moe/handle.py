@@ -64,7 +64,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchHandle:
-    """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: ``all_to_all``, ``two_level`` or ``all_gather``.
+    """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: one of ``DISPATCH_KINDS``.
     ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the dispatcher that prepared it.
     ``needs_gradient``: whether any rank's tokens, weights or experts need one. ``sound_weights``: those that were found
     finite.
@@ -135,6 +135,20 @@ class ChoiceCounts:
         return int(torch.maximum(counts.sum(2).max(), received.max()))
 
     @property
+    def most_rows_of_nodes(self) -> int:
+        """The same number, if what crosses the links of the fullest node were its ranks' in equal shares: where one rank is
+        hot, its node's link is not so full. Of groups with two levels.
+        """
+        assert self.grid.levels is not None
+        nodes = self.grid.levels.nodes
+        m, width = len(nodes), len(nodes[0])
+        by_rank = _by_rank(self.counts.sum((1, 2)), self.grid.experts)  # [from, to]
+        by_node = by_rank[torch.tensor(nodes)].sum(1)[:, torch.tensor(nodes)].sum(2)
+        away = by_node * ~torch.eye(m, dtype=torch.bool)
+        fullest = max(int(away.sum(0).max()), int(away.sum(1).max()))
+        return min(self.most_rows, -(-fullest * m // ((m - 1) * width)))
+
+    @property
     def most_expert_rows(self) -> int:
         """The most rows that the experts of any rank work on."""
         return max(self.gathered_rows)
@@ -191,9 +205,10 @@ class ChoiceCounts:
         counted = tuple(counts.tolist())
         return (Chunk(self.indices.shape[0], rows, (), (), self.tokens, None, counted, choices[:, :most]),)
 
-
     def two_level(self) -> tuple[Chunk, ...]:
-        """Make the one chunk of a dispatch in two levels, with the rows that a flat one brings. Collective: the indices travel."""
+        """Make the one chunk of a dispatch in two levels, with the rows that a flat one brings. Collective: the indices
+        travel.
+        """
         grid = self.grid
         assert grid.levels is not None  # the decision, or the user, was told where there are none
         assert self.on_levels is not None

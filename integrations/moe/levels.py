@@ -72,8 +72,8 @@ class Levels:
         objection = cls.objection(ep, etp)
         if objection:
             raise GroupError(
-                f"rank {ep.ranks[ep.rank]}: a dispatch of kind two_level needs several nodes, and on each as many ranks of EP, at "
-                f"least 2; here {objection}: take kind all_to_all, or auto"
+                f"rank {ep.ranks[ep.rank]}: a dispatch of kind two_level needs several nodes, and on each as many ranks of "
+                f"EP, at least 2; here {objection}: take kind all_to_all, or auto"
             )
 
     @property
@@ -100,7 +100,8 @@ class Levels:
     def reached(self, indices: torch.Tensor) -> torch.Tensor:
         """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP], on the
         host."""
-        by_rank = _hits(_table(self.experts, list(range(len(self.experts))), indices.device)[indices], len(self.experts))
+        size = len(self.experts)
+        by_rank = _hits(_table(self.experts, range(size), indices.device)[indices], size)
         by_node = torch.stack([by_rank[:, list(members)].any(1) for members in self.nodes], 1)
         return torch.cat([by_node, by_rank], 1).sum(0).cpu()
 
@@ -121,8 +122,8 @@ class RowsOnLevel:
 
     @classmethod
     def of_call(cls, levels: Levels, reached: torch.Tensor) -> tuple[RowsOnLevel, RowsOnLevel]:
-        """Those on rails, and those inside nodes. ``reached`` [EP, nodes + EP]: what :meth:`Levels.reached` is on each rank; which
-        all ranks know, and so find the same here."""
+        """Those on rails, and those inside nodes. ``reached`` [EP, nodes + EP]: :meth:`Levels.reached` of each rank, which all
+        ranks know: so they find the same here."""
         m, width = len(levels.nodes), levels.width
         ranks = torch.tensor(levels.nodes)  # [node, place]
         rails = reached[:, :m][ranks]  # [node, place, to node]

@@ -50,8 +50,8 @@ class MoveShape:
 
 @dataclass(frozen=True, slots=True)
 class MoveTimes:
-    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank, two_level for
-    a row on a rail, inside a node, or of an expert; measured with ``tokens`` of all ranks."""
+    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank, two_level
+    for a row on a rail, inside a node, or of an expert; measured with ``tokens`` of all ranks."""
 
     row_us: float
     token_us: float
@@ -76,8 +76,9 @@ class Measurements:
         shared = _moves_of_group.setdefault(owner, {})
         key, wanted = (shape, *_kind_of(like)), _measured_tokens(tokens, like)
         if key not in shared or wanted > _TRUST * shared[key].tokens:
-            times = self._agreed("rows cost in memory", 3, lambda: measure_moves(like, wanted, shape))
-            shared[key] = MoveTimes(times[0], times[1], wanted, times[2])
+            count = 3 if shape.nodes else 2
+            times = self._agreed("rows cost in memory", count, lambda: measure_moves(like, wanted, shape))
+            shared[key] = MoveTimes(times[0], times[1], wanted, *times[2:])
         return shared[key]
 
     def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
@@ -126,10 +127,10 @@ def _measured_tokens(tokens: int, like: torch.Tensor) -> int:
     return min(max(tokens, _FEWEST_TOKENS), max(most, 1))
 
 
-def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, float, float]:
+def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, ...]:
     """Time what a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
-    choices are spread evenly: µs for a row that is exchanged, for a token that is gathered, and for a row of any level, 0 where
-    there are not two; medians.
+    choices are spread evenly: µs for a row that is exchanged, for a token that is gathered, and, where there are two levels,
+    for a row of any; medians.
 
     Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
     """
@@ -142,8 +143,8 @@ def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[fl
     with torch.no_grad():
         exchanged_us = median(_time_us(lambda: _exchange(like, mine, shape), like) for _ in range(_REPEATS))
         gathered_us = median(_time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
-        level_us = _measure_levels(like, own, shape) if shape.nodes and shape.top_k else 0.0
-    return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks), level_us
+        levels_us = (_measure_levels(like, own, shape),) if shape.nodes else ()
+    return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks), *levels_us
 
 
 def _measure_levels(like: torch.Tensor, own: int, shape: MoveShape) -> float:

@@ -94,7 +94,8 @@ class DispatchPlanner:
         Collective where something is to be measured: with the first call, and where there is more to do by far.
         """
         sizes = [sum(layout.tokens), layout.most_rows, layout.most_expert_rows]
-        sizes += [rows.crossing for rows in layout.on_levels or ()]
+        if layout.on_levels is not None:
+            sizes += [layout.most_rows_of_nodes, *(rows.crossing for rows in layout.on_levels)]
         of_tokens = None if like is None else (like.shape[1], like.dtype, like.is_cuda)
         of_call = (
             layout.indices.shape[1],
@@ -109,6 +110,10 @@ class DispatchPlanner:
 
     def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         kind, kinds_us, why = self._choose_kind(layout, like)
+        if kind == "two_level" and self._kind == "auto":
+            overlapped = self._overlapped(layout, like, experts, kinds_us)
+            if overlapped is not None:
+                return overlapped
         if layout.capacity is not None and self._slices not in (None, _WHOLE):
             raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
         if kind != "all_to_all" or layout.capacity is not None:
@@ -120,6 +125,22 @@ class DispatchPlanner:
             return DispatchDecision(kind, _WHOLE, kinds_us, {}, f"{why}; one chunk: {why_one}")
         slices, slices_us = self._choose_slices(layout, like, experts)
         return DispatchDecision(kind, slices, kinds_us, slices_us, f"{why}; chunks by the experts' times")
+
+    def _overlapped(
+        self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None, kinds_us: dict[str, float]
+    ) -> DispatchDecision | None:
+        """A flat dispatch in chunks, where its experts hide more of it than two levels save, whose tokens go at once; or None."""
+        if self._slices is not None or like is None or experts is None:
+            return None
+        if self._why_one_chunk(layout, like, experts) is not None:
+            return None
+        slices, slices_us = self._choose_slices(layout, like, experts)
+        passes = 1 if layout.needs_gradient else 2  # slices are of both ways
+        two_us = slices_us[_WHOLE] - passes * (kinds_us["all_to_all"] - kinds_us["two_level"])
+        if two_us <= slices_us[slices]:
+            return None
+        why = f"all_to_all: in chunks with the experts predicted {slices_us[slices]:.0f} µs, two_level {two_us:.0f}"
+        return DispatchDecision("all_to_all", slices, kinds_us, slices_us, why)
 
     def _why_one_chunk(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> str | None:
         """Why there is nothing to choose; None where there is."""
@@ -159,9 +180,13 @@ class DispatchPlanner:
         if self._slices not in (None, _WHOLE):
             return "all_to_all", {}, "all_to_all: chunks are asked for"
         each = None if like is None else self._kinds_us(layout, like)
-        if each is not None:
-            fastest = min(each, key=lambda kind: each[kind])
-            kind = fastest if each[fastest] * (1 + _MARGIN) < each["all_to_all"] else "all_to_all"
+        if like is not None and each is not None:
+            to_beat = {
+                "all_gather": each["all_to_all"],
+                "two_level": self._least_flat_us(layout, like, each["all_to_all"]),
+            }
+            faster = [kind for kind in each if each[kind] * (1 + _MARGIN) < to_beat.get(kind, 0.0)]
+            kind = min(faster, key=lambda kind: each[kind], default="all_to_all")
             others = ", ".join(f"{other} {each[other]:.0f}" for other in each if other != kind)
             return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, {others}"
         sent = layout.most_rows * (grid.ep.size - 1) / grid.ep.size + max(layout.gathered_rows) * (grid.etp.size > 1)
@@ -202,6 +227,16 @@ class DispatchPlanner:
             indices = grid.all.predicted_us("all_gather", tokens * top_k * 2) or 0.0
             each["two_level"] = passes * (2 * levels_us + small[1]) + indices + moved * moves.level_us
         return each
+
+    def _least_flat_us(self, layout: ChoiceCounts, like: torch.Tensor, flat_us: float) -> float:
+        """The least that all_to_all may take, where it is predicted ``flat_us`` by the size of its fullest rank: its ranks may
+        share their node's link. Whether they do no profile says, so two levels must win either way."""
+        if layout.on_levels is None:
+            return flat_us
+        sizes = (layout.most_rows, layout.most_rows_of_nodes)
+        times = _all_known(self._exchange_us(size * _row_bytes(like), _rows_of(like)) for size in sizes)
+        passes = 2 if layout.needs_gradient else 1
+        return flat_us if times is None else flat_us - passes * 2 * max(0.0, times[0] - times[1])
 
     def _levels_us(self, on_levels: tuple[RowsOnLevel, RowsOnLevel], like: torch.Tensor) -> float | None:
         """One way in two levels: over the rails, and inside the nodes, of rows that all ranks know how many there are."""
