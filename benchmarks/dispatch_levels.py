@@ -24,7 +24,7 @@ import torch.distributed as dist
 from common import facts, measure_links, today
 from moe_tables import Spread, ratios, spread, table
 
-import commlayer.backend.create  # before the fork: ranks then start in milliseconds
+import commlayer.backend.create  # noqa: F401  # before the fork: ranks then start in milliseconds
 from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
