@@ -105,10 +105,11 @@ class Passed:
     of_weights: torch.Tensor | None
 
 
-def passes(case: Case, ep: GroupCommunicator, kind: str) -> Passed:
+def passes(case: Case, ep: GroupCommunicator, kind: str, *, is_absolute: bool = False) -> Passed:
+    """``is_absolute``: of the absolute values of tokens and gradients."""
     dispatcher = TokenDispatcher(case.experts, ep=ep, kind=kind, chunks=1)
     x, indices, weights = case.routes(ep.rank)
-    x.requires_grad_()
+    x = (x.abs() if is_absolute else x).requires_grad_()
     weights.requires_grad_()
     given = weights if case.weighted else None
     handle = dispatcher.prepare(indices, capacity=case.capacity, like=x, weights=given)
@@ -116,24 +117,22 @@ def passes(case: Case, ep: GroupCommunicator, kind: str) -> Passed:
     rows, expert_rows = dispatcher.dispatch(x, handle)
     scale = torch.linspace(0.5, 2.0, max(1, rows.shape[0])).unsqueeze(1)[: rows.shape[0]].to(case.dtype)
     out = dispatcher.combine(rows * scale, handle, given)  # rows differ, so that one in another's place shows
-    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(ep.rank)).to(case.dtype))
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(ep.rank)).to(case.dtype)
+    out.backward(gradient.abs() if is_absolute else gradient)
     assert x.grad is not None
     return Passed(rows.detach(), expert_rows, out.detach(), x.grad, weights.grad)
 
 
-def bound(case: Case, by_choice: torch.Tensor) -> torch.Tensor:
-    """What a sum of so much may differ by, where it is rounded at each of three stops, and in any order."""
-    return (6 + case.top_k) * torch.finfo(case.dtype).eps * by_choice + 1e-12
-
-
 def differences(case: Case, ep: GroupCommunicator) -> list[str]:
     flat, two = passes(case, ep, "all_to_all"), passes(case, ep, "two_level")
+    sums = passes(case, ep, "all_to_all", is_absolute=True)
     wrong = [] if torch.equal(flat.rows, two.rows) else ["rows"]
     wrong += [] if flat.expert_rows == two.expert_rows else [f"numbers {flat.expert_rows} {two.expert_rows}"]
-    # Sums of absolute values are at most as large as this: rows are at most 2 |x|, weights and gradients at most 5.
-    largest = max((float(each.abs().max()) for each in (flat.out, flat.of_x, flat.rows) if each.numel()), default=0.0)
-    for name, mine, theirs in (("out", two.out, flat.out), ("gradient of x", two.of_x, flat.of_x)):
-        allowed = bound(case, torch.full_like(theirs, 10.0 * case.top_k * max(1.0, largest), dtype=torch.float64))
+    for name, mine, theirs, whole in (
+        ("out", two.out, flat.out, sums.out),
+        ("gradient of x", two.of_x, flat.of_x, sums.of_x),
+    ):
+        allowed = (case.top_k + 6) * torch.finfo(case.dtype).eps * whole.double()  # as docs/moe.md says
         wrong += [] if bool(((mine.double() - theirs.double()).abs() <= allowed).all()) else [name]
         if case.top_k == 1:
             wrong += [] if torch.equal(mine, theirs) else [f"{name}: of one choice, not the same bits"]
