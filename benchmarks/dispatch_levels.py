@@ -77,6 +77,12 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0, metavar="S", help="seconds for the rounds of one call")
     parser.add_argument("--inter", default=INTER, help="rate of each node's link")
     parser.add_argument(
+        "--profile",
+        choices=("sweep", "auto"),
+        default="sweep",
+        help="choose by a sweep like that of `commlayer profile` (default), or by the short probe that a job makes by itself",
+    )
+    parser.add_argument(
         "--profiles", type=Path, metavar="DIR", help="keep the clusters' profiles here, and take those there"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here too")
@@ -99,14 +105,14 @@ def main() -> None:
 def _on_cluster(name: str, shapes: Sequence[Shape], options: argparse.Namespace, folder: Path) -> list[Row]:
     nodes, width = map(int, name.split("x"))
     folder.mkdir(parents=True, exist_ok=True)
-    profile = folder / f"{name}-{options.inter}.json"
     os.environ["COMMLAYER_CACHE"] = str(folder)
-    if not profile.exists():
+    profile = "auto" if options.profile == "auto" else str(folder / f"{name}-{options.inter}.json")
+    if options.profile == "sweep" and not Path(profile).exists():
         with EmulatedCluster(nodes, width, inter=options.inter, mode="netns") as cluster:
-            took_s = cluster.run(measure_links, str(profile), "benchmarks/dispatch_levels.py", _SWEEP, timeout_s=300)[0]
+            took_s = cluster.run(measure_links, profile, "benchmarks/dispatch_levels.py", _SWEEP, timeout_s=300)[0]
         print(f"links of {name} measured in {took_s:.0f} s", flush=True)
     with EmulatedCluster(nodes, width, inter=options.inter, mode="netns") as cluster:
-        given = (name, shapes, str(profile), options.rounds, options.budget)
+        given = (name, shapes, profile, options.rounds, options.budget)
         timeout_s = len(shapes) * (3 * options.budget + 120)
         found: list[Row] = cluster.run(_on_rank, *given, timeout_s=timeout_s)[0]
     return found
