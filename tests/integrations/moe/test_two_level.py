@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,8 +159,9 @@ def test_rows_are_those_of_the_flat_kind(emulated_cluster: ClusterFactory, shape
     assert emulated_cluster(*shape).run(all_cases, timeout_s=240) == [[]] * (shape[0] * shape[1])
 
 
-def scattered_ranks() -> list[str]:
-    """An EP group whose ranks are not in the order of nodes."""
+def scattered_ranks(traces: str) -> list[str]:
+    """An EP group whose ranks are not in the order of nodes; calls are compared before they move a byte, and recorded."""
+    os.environ |= {"COMMLAYER_DEBUG": "detail", "COMMLAYER_TRACE": traces}
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     ep = GroupCommunicator(dist.new_group([0, 2, 1, 3], backend="commlayer", sort_ranks=False), "ep")
@@ -168,8 +171,12 @@ def scattered_ranks() -> list[str]:
     return wrong
 
 
-def test_ranks_may_lie_on_nodes_in_any_order(emulated_cluster: ClusterFactory) -> None:
-    assert emulated_cluster(2, 2).run(scattered_ranks, timeout_s=120) == [[]] * 4
+def test_ranks_may_lie_on_nodes_in_any_order(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    assert emulated_cluster(2, 2).run(scattered_ranks, str(tmp_path), timeout_s=120) == [[]] * 4
+    text = "".join(path.read_text(errors="replace") for path in tmp_path.iterdir())
+    assert '"plan":"hierarchical"' in text
+    assert '"steps":[{"op":"all_to_all","resource":"inter"' in text  # over the rails
+    assert '"steps":[{"op":"all_to_all","resource":"intra"' in text
 
 
 def sent_bytes() -> dict[str, tuple[int, int]]:
