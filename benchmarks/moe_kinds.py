@@ -15,11 +15,11 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
-from commlayer.integrations.moe.planning import DISPATCH_KINDS
 
 __all__ = ["HIDDEN", "NUM_EXPERTS", "NUM_TOKENS", "run_kinds"]
 
 NUM_EXPERTS, NUM_TOKENS, HIDDEN = 8, 1024, 512
+_KINDS = ("all_to_all", "all_gather")  # inside a node there are no two levels
 _TOLERANCE = 1e-5
 
 
@@ -51,7 +51,7 @@ class _Comparison:
     def __init__(self, mesh: FoldedMesh, k: int) -> None:
         self.k = k
         ep = GroupCommunicator(mesh.group("ep"), "ep")
-        self.dispatchers = {kind: TokenDispatcher(NUM_EXPERTS, ep=ep, kind=kind, chunks=1) for kind in DISPATCH_KINDS}
+        self.dispatchers = {kind: TokenDispatcher(NUM_EXPERTS, ep=ep, kind=kind, chunks=1) for kind in _KINDS}
         self.choosing = TokenDispatcher(NUM_EXPERTS, ep=ep, chunks=1)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator)
@@ -83,11 +83,9 @@ class _Comparison:
         self.choosing.prepare(self.indices, like=self.x.detach().requires_grad_())
         decision = self.choosing.decision
         assert decision is not None  # prepare() made it
-        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in DISPATCH_KINDS}
-        chooser, order, began = random.Random(self.k), list(DISPATCH_KINDS), time.perf_counter()
-        while not times[DISPATCH_KINDS[0]] or (
-            len(times[DISPATCH_KINDS[0]]) < rounds and self._goes_on(began, budget_s)
-        ):
+        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
+        chooser, order, began = random.Random(self.k), list(_KINDS), time.perf_counter()
+        while not times[_KINDS[0]] or (len(times[_KINDS[0]]) < rounds and self._goes_on(began, budget_s)):
             chooser.shuffle(order)  # the same on all ranks
             for kind in order:
                 times[kind].append(self.step(kind)[:2])
@@ -98,7 +96,7 @@ class _Comparison:
             {kind: spread([forward for forward, _ in each]) for kind, each in times.items()},
             {kind: spread([both for _, both in each]) for kind, each in times.items()},
             decision.kind,
-            len(times[DISPATCH_KINDS[0]]),
+            len(times[_KINDS[0]]),
             f"{error:.0e}",
         )
 
@@ -112,7 +110,7 @@ class _Comparison:
         """Both kinds' outputs and gradients against the tokens themselves: the weights sum to 1, and experts do nothing."""
         worst = torch.zeros(1)
         for _ in range(2):  # the first call connects
-            for kind in DISPATCH_KINDS:
+            for kind in _KINDS:
                 _, _, out, gradient = self.step(kind)
                 assert gradient is not None  # the tokens require it
                 worst = torch.stack([worst[0], (out - self.x).abs().max(), (gradient - self.x).abs().max()]).max()[None]

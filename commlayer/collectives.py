@@ -12,8 +12,10 @@ rank, it does on all, because the gradient is a collective too. In a group of on
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from commlayer.compressed import CompressedGroup
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.lanes import LANES, level_of
+from commlayer.scheduler.plan import Span
 from commlayer.scheduler.wire import WirePolicy
 from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
@@ -126,18 +129,26 @@ class GroupCommunicator:
     # Differentiable
 
     def all_to_all(
-        self, x: torch.Tensor, send_rows: Rows = None, receive_rows: Rows = None, *, most_rows: int | None = None
+        self,
+        x: torch.Tensor,
+        send_rows: Rows = None,
+        receive_rows: Rows = None,
+        *,
+        most_rows: int | None = None,
+        over: Span = Span.GROUP,
     ) -> torch.Tensor:
         """Send ``send_rows[r]`` consecutive rows of ``x`` [Σ send_rows, …] to rank r.
 
         Returns [Σ receive_rows, …], the rows of rank 0 first. None: as many to and from each. The gradient goes the way back.
         ``most_rows``: that any rank sends or receives, where all know it: with a wire format, ranks else agree on it first.
-        Raises TensorError where ``x`` does not have these rows.
+        ``over`` RAIL or NODE: all ranks exchange rows only with those of the same place on the other nodes, or with those of
+        their node (:attr:`nodes`, with equally many ranks each); then all three numbers are needed, and inside nodes rows go as
+        they are. Raises TensorError where ``x`` does not have these rows, or some are for a rank that is not among those.
         """
         return self._run(
             x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows),
-            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows),
+            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over),
+            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over),
         )
 
     def all_gather(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
@@ -187,12 +198,13 @@ class GroupCommunicator:
         receive_rows: Rows = None,
         *,
         most_rows: int | None = None,
+        over: Span = Span.GROUP,
     ) -> Pending:
         """Start :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows),
-            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows),
+            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over),
+            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over),
         )
 
     def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
@@ -247,6 +259,12 @@ class GroupCommunicator:
         shape: tuple[int, ...] = getattr(self.group, "shape", (self.size,))
         return shape
 
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the group on each node, in its order."""
+        nodes: tuple[tuple[int, ...], ...] = getattr(self.group, "nodes", (tuple(range(self.size)),))
+        return nodes
+
     def predicted_us(
         self,
         collective: str,
@@ -254,19 +272,22 @@ class GroupCommunicator:
         shape: tuple[int, ...] | None = None,
         *,
         rows_of: tuple[int, torch.dtype] | None = None,
+        over: Span = Span.GROUP,
     ) -> float | None:
         """Predict by the profile what a call takes, µs; None where there is none, or it knows no such group. Talks to nobody.
 
         ``collective``: all_to_all_v (``num_bytes``: the most that a rank sends or receives), all_gather (the gathered total)
         or reduce_scatter (a rank's whole input): numbers that all ranks know alike. ``shape``: of another group, where the
-        answer is to be the same on ranks of several. ``rows_of``: (elements, dtype) of a row, where it may go in a wire format. 0
-        for a group of one rank.
+        answer is to be the same on ranks of several. ``rows_of``: (elements, dtype) of a row, where it may go in a wire format.
+        ``over``: see :meth:`all_to_all`; rows go as they are. 0 for a group of one rank.
         """
         if self.size == 1:
             return 0.0
         predict = getattr(self.group, "predicted_us", None)
         if predict is None:
             return None
+        if over is not Span.GROUP:
+            return cast("float | None", predict(collective, num_bytes, shape, over=over))
         if self._forth is None or rows_of is None:
             return cast("float | None", predict(collective, num_bytes, shape))
         wires = self._forth.wires(*rows_of)
@@ -301,22 +322,54 @@ class GroupCommunicator:
         receive_rows: Rows,
         compressed: CompressedGroup | None = None,
         most_rows: int | None = None,
+        over: Span = Span.GROUP,
     ) -> Pending:
         self._check_rows("all_to_all", x, send_rows)
         x = x.detach().contiguous()
         if self.size == 1:
             return Pending(x, None)
+        native: Callable[[], Any] | None = None
         rows = x.shape[0] if receive_rows is None else sum(receive_rows)
         out = x.new_empty(rows, *x.shape[1:])
+        if over is not Span.GROUP:
+            native = self._over(out, x, send_rows, receive_rows, most_rows, over)
+            compressed = compressed if over is Span.RAIL else None
         work: Any
         if compressed is not None:
-            work = compressed.all_to_all(out, x, send_rows, receive_rows, most_rows=most_rows)
+            work = compressed.all_to_all(out, x, send_rows, receive_rows, most_rows=most_rows, native=native)
             return Pending(out, work, sent=x)
+        if native is not None:
+            return Pending(out, native(), sent=x)
         outs = None if receive_rows is None else list(receive_rows)
         work = dist.all_to_all_single(
             out, x, outs, None if send_rows is None else list(send_rows), group=self.group, async_op=True
         )
         return Pending(out, work, sent=x)
+
+    def _over(
+        self, out: torch.Tensor, x: torch.Tensor, send_rows: Rows, receive_rows: Rows, most_rows: int | None, over: Span
+    ) -> Callable[[], Any] | None:
+        """What starts an all_to_all among the ranks of each rail or node; None: the group's own call, which sends nothing to the
+        others either. Raises TensorError for rows to or from ranks that are not among them."""
+        if send_rows is None or receive_rows is None or most_rows is None:
+            raise TensorError(
+                f"{self._who('all_to_all')}: over {over.value} every rank says send_rows, receive_rows and most_rows"
+            )
+        self._check_length("all_to_all", receive_rows)
+        here = next(members for members in self.nodes if self.rank in members)
+        among = here if over is Span.NODE else [members[here.index(self.rank)] for members in self.nodes]
+        outside = [k for k in range(self.size) if k not in among and (send_rows[k] or receive_rows[k])]
+        if outside:
+            raise TensorError(
+                f"{self._who('all_to_all')}: over {over.value} rank {self.rank} of the group exchanges rows with ranks "
+                f"{list(among)}, got rows for {outside}"
+            )
+        start = getattr(self.group, "start_over", None)
+        if start is None or x.is_cuda:
+            return None
+        row_bytes = math.prod(x.shape[1:]) * x.element_size()
+        splits = [[count * row_bytes for count in rows] for rows in (send_rows, receive_rows)]
+        return partial(start, over, x, out, splits, most_rows * row_bytes)
 
     def _all_gather(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
         self._check_length("all_gather", rows)

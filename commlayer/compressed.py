@@ -9,7 +9,7 @@ moved by one call of the group, decoded at once (:mod:`commlayer.engine.encoded_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -122,11 +122,13 @@ class CompressedGroup:
         receive_rows: Rows = None,
         *,
         most_rows: int | None = None,
+        native: Callable[[], dist.Work] | None = None,
     ) -> dist.Work:
         """``send_rows[k]`` rows of ``x`` go to rank k, ``receive_rows[k]`` of ``out`` come from it; None: even.
 
         To ranks of this rank's node they go as they are, where the group has other nodes. ``most_rows``: a number that all ranks
-        know, of the rows that any sends or receives; None: ranks agree on one first.
+        know, of the rows that any sends or receives; None: ranks agree on one first. ``native``: starts the call where nothing
+        is encoded; None: as one of the group's own.
         """
         splits = self._blocks(x, send_rows), self._blocks(out, receive_rows)
         self._check_output("all_to_all", out, x, out.numel())
@@ -138,6 +140,8 @@ class CompressedGroup:
         if most_rows is None:
             most_rows = self._agree(x, out)
         plan = self._plan("all_to_all_v", x, _rounded(most_rows) * _width(x) * x.element_size(), x)
+        if plan is None and native is not None:
+            return native()
         if plan is None:
             outs = None if receive_rows is None else list(receive_rows)
             ins = None if send_rows is None else list(send_rows)

@@ -67,7 +67,7 @@ class MoETransformerLayer(nn.Module):
         mesh: FoldedMesh | None = None,
         attention: Literal["ulysses", "tensor"] = "ulysses",
         shared_width: int = 0,
-        dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto",
+        dispatch: Literal["all_to_all", "all_gather", "two_level", "auto"] = "auto",
         chunks: int | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
         rope_base: float | None = 10_000.0,

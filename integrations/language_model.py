@@ -61,7 +61,7 @@ class ModelConfig:
     width: int = 128
     shared_width: int = 0
     attention: Literal["ulysses", "tensor"] = "ulysses"
-    dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto"
+    dispatch: Literal["all_to_all", "all_gather", "two_level", "auto"] = "auto"
     chunks: int | Literal["auto"] = "auto"
     rope_base: float | None = 10_000.0
     seed: int = 0

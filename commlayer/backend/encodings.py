@@ -1,6 +1,7 @@
-"""Collectives in a wire format, in a group's order, counted and compared like its others. For CPU tensors.
+"""Collectives in a wire format, and those among the ranks of each rail or node, in a group's order, counted and compared like its
+others. For CPU tensors.
 
-c10d has no words for them; :mod:`commlayer.compressed` calls them.
+c10d has no words for them; :mod:`commlayer.compressed` and :mod:`commlayer.collectives` call them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from commlayer.backend.running import Calls
 from commlayer.backend.signature_check import described
 from commlayer.engine.encoded import EncodedGroup
 from commlayer.engine.runner import Sent
-from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.plan import Plan, Span
+from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.wire import Wire
 from commlayer.wire.codecs import Codec
 
@@ -74,6 +76,22 @@ class Encodings:
             source,
             target,
             lambda: self._encoded.run_exchange(plan, source, target, splits, codec, record=self._order.record),
+        )
+
+    def start_over(
+        self,
+        span: Span,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        most: int,
+    ) -> Work:
+        """An all_to_all in its own format among the ranks of each rail or node; ``splits`` as of :meth:`start_exchange`.
+        ``most``: bytes that any rank sends or receives, which all ranks know."""
+        planned = self._inner.planned
+        plan = exchange_over(span, planned.choices.shape, most)
+        return self._begin(
+            plan, source, target, lambda: planned.run_over(plan, source, target, splits, record=self._order.record)
         )
 
     def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:

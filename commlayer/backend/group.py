@@ -79,6 +79,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.start_batch = batches.start
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
         self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
+        self.start_over = encodings.start_over
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -192,12 +193,17 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         shape: tuple[int, ...] = self._inner.planned.choices.shape
         return shape
 
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The members on each node, as ranks of the group."""
+        return self._inner.planned.nodes  # type: ignore[no-any-return]
+
     def predicted_us(
-        self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **wire: Any
+        self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **how: Any
     ) -> float | None:
-        """Predict by the profile what a call takes, µs, also in ``wire``: see
+        """Predict by the profile what a call takes, µs, also in wire formats or over rails: see
         :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody."""
-        predicted: float | None = self._inner.planned.choices.predicted_us(collective, num_bytes, shape, **wire)
+        predicted: float | None = self._inner.planned.choices.predicted_us(collective, num_bytes, shape, **how)
         return predicted
 
     def get_group_store(self) -> Store:

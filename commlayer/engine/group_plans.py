@@ -13,8 +13,9 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.corrections import Corrections, Trial
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.kept import Kept
-from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.price import price
+from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
@@ -159,11 +160,16 @@ class Choices:
         *,
         wires: tuple[Wire, ...] = (NATIVE,),
         element_bytes: int = 0,
+        over: Span = Span.GROUP,
     ) -> float | None:
         """Predict what a call takes, moved as it would be; None where no profile says it. As in :meth:`plan`.
 
+        ``over``: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
+
         ``shape``: of another group of the same job; a group of one rank takes no time.
         """
+        if over is not Span.GROUP:
+            return self._over_us(over, num_bytes)
         if shape is not None and shape != self.shape:
             if sum(shape) == 1:
                 return 0.0
@@ -183,6 +189,14 @@ class Choices:
             flat = [t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT]
             return flat[0] if flat else decision.predicted_us
         return decision.predicted_us
+
+    def _over_us(self, span: Span, num_bytes: int) -> float | None:
+        if self.planner is None or num_bytes == 0:
+            return None if self.planner is None else 0.0
+        try:
+            return price(exchange_over(span, self.shape, num_bytes), self.planner.profile).total_us
+        except PlanError:
+            return None
 
     def flat_us(self, collective: str, num_bytes: int) -> float | None:
         """Predict what the backend's own call takes; None where no profile says it."""

@@ -38,6 +38,7 @@ from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.rails import SplitRows
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.traces.records import CallRecord
@@ -238,6 +239,33 @@ class PlannedGroup:
                 self.tell(error)
                 raise
         return call.sent
+
+    def run_over(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        splits: tuple[Sequence[int], Sequence[int]],
+        *,
+        record: CallRecord | None = None,
+    ) -> Sent:
+        """Run a plan of :func:`~commlayer.scheduler.rails.exchange_over`; ``splits``: bytes of ``source`` for each member, of
+        ``target`` from each, none for members that are not of the plan's span.
+
+        Contiguous tensors. ``record``, what is returned and raised: as :meth:`run`.
+        """
+        with torch._C._InferenceMode(True):
+            try:
+                runner = self._runner or self.connect_messages()
+                prepared = runner.prepare(plan, plan.moves(SplitRows(self.rank, *splits)), {})
+                call = runner.start(
+                    prepared, CallMemory(as_bytes(source)), CallMemory(as_bytes(target)), self.timeout_s
+                )
+                self.drive(plan, call, self.timeout_s, record)
+            except BaseException as error:
+                self.tell(error)
+                raise
+        return prepared.sent
 
     def _exchange(self, runner: Runner, plan: Plan, splits: Splits) -> SplitExchange:
         """The moves of an all_to_all with these splits, which many programs have again and again."""

@@ -219,7 +219,10 @@ _run_options = in_order(
     ),
     click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of weights and batches."),
     click.option(
-        "--dispatch", default="auto", show_default=True, type=click.Choice(["auto", "all_to_all", "all_gather"])
+        "--dispatch",
+        default="auto",
+        show_default=True,
+        type=click.Choice(["auto", "all_to_all", "all_gather", "two_level"]),
     ),
     click.option(
         "--chunks", default="auto", show_default=True, type=_Chunks(), help="Slices of tokens: auto, 1, 2, 4, 8."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.moe.levels import Levels
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import GroupError, UsageError
@@ -14,12 +15,13 @@ __all__ = ["ExpertGrid", "WireGroups"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertGrid:
-    """EP × ETP ranks, and the E experts over EP."""
+    """EP × ETP ranks, and the E experts over EP. ``levels``: of the EP group, where tokens may go in two of them."""
 
     num_experts: int
     ep: GroupCommunicator
     etp: GroupCommunicator
     all: GroupCommunicator
+    levels: Levels | None = None
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ class ExpertGrid:
             raise GroupError(
                 f"EP {ep.size} × ETP {etp.size} must be the size of their common group, which is {both.size}"
             )
-        return cls(num_experts, ep, etp, both)
+        return cls(num_experts, ep, etp, both, Levels.of(ep, etp, even_rows(num_experts, ep.size)))
 
 
 class WireGroups:

@@ -4,7 +4,8 @@ The six phases are MoE Parallel Folding's (its figure 4; Megatron-Core's names):
 token_dispatch (all_to_all over EP), dispatch_postprocess (all_gather over ETP, sort by expert), and their mirror:
 combine_preprocess (unsort, reduce_scatter over ETP), token_combine (all_to_all over EP), combine_postprocess (the weighted
 sum). The backward pass of each is the other's. Where it moves less, or runs faster, tokens go to all ranks instead:
-all_gather, then each rank takes what its experts need; partial sums, then reduce_scatter (MegaScale-MoE, section 3.2).
+all_gather, then each rank takes what its experts need; partial sums, then reduce_scatter (MegaScale-MoE, section 3.2). Or, over
+nodes, in two levels: once to each node, then to the ranks there (:mod:`commlayer.integrations.moe.levels`).
 
 One exchange of counts goes before, in :meth:`TokenDispatcher.prepare`. What follows from it is kept in a frozen handle, so
 that combine, backward and recompute exchange no counts.
@@ -24,6 +25,8 @@ from commlayer.collectives import GroupCommunicator, Held, Pending
 from commlayer.integrations.moe.agreement import Offer, agree_on_experts, number_of, number_of_wire
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
+from commlayer.integrations.moe.level_exchanges import LevelExchanges
+from commlayer.integrations.moe.levels import Levels
 from commlayer.integrations.moe.planning import DISPATCH_KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, permute_rows, weights_of_rows
@@ -33,6 +36,7 @@ from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["TokenDispatcher"]
 
+_WHOLE_KINDS = ("all_gather", "two_level")
 _NO_INDICES = torch.zeros(0, 1, dtype=torch.int64)
 
 
@@ -44,8 +48,8 @@ class TokenDispatcher:
         ep: the ranks that hold different experts.
         etp: the ranks that hold shards of the same experts, where there are several.
         etp_ep: both together; needed where there is ``etp``.
-        kind: ``all_to_all``, ``all_gather``, or ``auto``: whichever the profile predicts to be faster for a call, and without
-            a profile whichever moves fewer rows.
+        kind: ``all_to_all``, ``all_gather``, ``two_level``, or ``auto``: whichever the profile predicts to be fastest for a call,
+            and without a profile whichever of the first two moves fewer rows.
         chunks: in how many chunks tokens go through :meth:`run`: 1, 2, 4 or 8 equal ones; how many eighths of the tokens each
             has, such as (1, 3, 3, 1); or ``auto``: by the profile and the experts' measured times, one without a profile.
         weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
@@ -57,7 +61,7 @@ class TokenDispatcher:
 
     Raises:
         UsageError: fewer experts than EP ranks, or an unknown ``kind`` or number of chunks.
-        GroupError: the groups are no grid.
+        GroupError: the groups are no grid, or ``two_level`` is asked for and the EP group has not two levels.
     """
 
     def __init__(
@@ -76,12 +80,14 @@ class TokenDispatcher:
         if kind not in ("auto", *DISPATCH_KINDS):
             raise UsageError(f"kind (dispatch of a layer) must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
         slices = None if chunks == "auto" else slices_of(chunks)
-        if kind == "all_gather" and slices is not None and len(slices) > 1:
-            raise UsageError("all_gather brings all tokens at once: leave chunks out, or take kind all_to_all")
-        if weights_travel:  # the other way sends them for its combine
-            if kind == "all_gather":
+        if kind in _WHOLE_KINDS and slices is not None and len(slices) > 1:
+            raise UsageError(f"{kind} brings all tokens at once: leave chunks out, or take kind all_to_all")
+        if weights_travel:  # the other ways send them for their combine
+            if kind in _WHOLE_KINDS:
                 raise UsageError("gating weights are applied by the experts only with all_to_all")
             kind = "all_to_all"
+        if kind == "two_level":
+            Levels.require(ep, self.grid.etp)
         self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
@@ -92,6 +98,7 @@ class TokenDispatcher:
             *(slices or ()),
         )
         self._weights_travel = weights_travel
+        self._levels = LevelExchanges(self.grid, self.ways)
         self.decision: DispatchDecision | None = None
 
     def prepare(
@@ -122,7 +129,8 @@ class TokenDispatcher:
         agree_on_experts(self.grid)
         layout = ChoiceCounts.exchange(self.grid, offer)
         self.decision = decision = self._decide(layout, like, experts)
-        chunks = layout.gathered() if decision.kind == "all_gather" else layout.chunks(decision.slices)
+        ways = {"all_gather": layout.gathered, "two_level": layout.two_level}
+        chunks = ways[decision.kind]() if decision.kind in ways else layout.chunks(decision.slices)
         return DispatchHandle(
             decision.kind,
             indices.shape[0],
@@ -156,12 +164,14 @@ class TokenDispatcher:
 
     def dispatch_preprocess(self, x: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Permute: the chunk's tokens [t, H] → rows to send, by expert [Σ send_rows, H]."""
+        if chunk.two_level is not None:
+            return gather_rows(x, chunk.two_level.rails)
         return x if chunk.is_gathered else gather_rows(x, chunk.rows)
 
     def row_weights(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """The weights [t, K] of the rows that :meth:`dispatch_preprocess` makes, for experts that apply them: [rows, 1]."""
-        if chunk.is_gathered:
-            raise UsageError("weights travel with all_to_all only: all_gather sends them for its combine anyway")
+        if chunk.is_gathered or chunk.two_level is not None:
+            raise UsageError("weights travel with all_to_all only: the other kinds send them for their combine anyway")
         return weights_of_rows(weights, chunk.rows)
 
     def hold(self, rows: torch.Tensor, chunk: Chunk) -> Held:
@@ -169,7 +179,9 @@ class TokenDispatcher:
         return (self.grid.all if chunk.is_gathered else self.grid.ep).hold(rows)
 
     def token_dispatch(self, rows: torch.Tensor | Held, chunk: Chunk) -> Pending:
-        """Start the exchange: over EP; or (all_gather) to all ranks."""
+        """Start the exchange: over EP; or (two_level) over the rails; or (all_gather) to all ranks."""
+        if chunk.two_level is not None:
+            return self._levels.start_out(rows, chunk.two_level)
         if chunk.is_gathered:
             return self.ways.all_out.start_all_gather(rows, chunk.gather_rows)
         return self.ways.out.start_all_to_all(rows, chunk.send_rows, chunk.receive_rows, most_rows=chunk.most_rows)
@@ -179,13 +191,19 @@ class TokenDispatcher:
         return self.grid.ep.start_all_to_all(weights, chunk.send_rows, chunk.receive_rows)
 
     def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Gather all ETP ranks' rows and sort them by expert: [R, H]."""
+        """Gather all ETP ranks' rows and sort them by expert: [R, H]. Two_level: pass rows on inside the node first."""
+        if chunk.two_level is not None:
+            return gather_rows(self._levels.pass_on(rows, chunk.two_level), chunk.rows)
         if chunk.is_gathered:
             return gather_rows(rows, chunk.rows)
         return permute_rows(self.grid.etp.all_gather(rows, chunk.gather_rows), chunk.by_expert)
 
     def combine_preprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
         """Mirror :meth:`dispatch_postprocess`: [R, H] → rows to send back, summed over ETP."""
+        if chunk.two_level is not None:
+            if weights is not None:
+                weights = self._levels.weights_here(weights, chunk.gather_rows, chunk.two_level)
+            return self._levels.pass_back(combine_rows(rows, weights, chunk.rows), chunk.two_level)
         if chunk.is_gathered:
             if weights is not None:
                 assert chunk.choices is not None  # as in every chunk of this kind
@@ -196,12 +214,16 @@ class TokenDispatcher:
 
     def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
         """Start the way back."""
+        if chunk.two_level is not None:
+            return self._levels.start_home(rows, chunk.two_level)
         if chunk.is_gathered:
             return self.ways.all_home.start_reduce_scatter(rows, chunk.gather_rows)
         return self.ways.home.start_all_to_all(rows, chunk.receive_rows, chunk.send_rows, most_rows=chunk.most_rows)
 
     def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
         """Sum over choices, ``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""
+        if chunk.two_level is not None:
+            return combine_rows(rows, None, chunk.two_level.rails)
         return rows if chunk.is_gathered else combine_rows(rows, weights, chunk.rows)
 
     # Whole

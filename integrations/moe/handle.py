@@ -14,6 +14,7 @@ import torch
 
 from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
+from commlayer.integrations.moe.levels import RowsOnLevel, TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import Permutation, RowMap, make_row_map, regroup
 from commlayer.profiles.errors import GroupError
 
@@ -31,7 +32,7 @@ class Chunk:
     ``choices`` [ΣT, K']). ``send_rows``, ``receive_rows``: for each EP rank. ``gather_rows``: what each rank brings to the
     all_gather: rows for the ETP ranks, or, where all tokens are gathered, tokens. ``by_expert`` sorts what arrived by expert,
     then ETP rank, then source. ``expert_rows``: rows of each local expert. ``most_rows``: that any rank sends or receives over
-    EP, which all ranks know.
+    EP, which all ranks know. ``two_level``: the way to what arrives here, of which ``rows`` are then the experts'.
     """
 
     num_tokens: int
@@ -43,6 +44,7 @@ class Chunk:
     expert_rows: tuple[int, ...]
     choices: torch.Tensor | None = None
     most_rows: int = 0
+    two_level: TwoLevelWay | None = None
 
     @property
     def is_gathered(self) -> bool:
@@ -62,7 +64,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchHandle:
-    """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: ``all_to_all`` or ``all_gather``.
+    """The handle of a dispatch, with all that combine, backward and recompute need. ``kind``: one of ``DISPATCH_KINDS``.
     ``num_tokens`` and ``top_k`` are this rank's T and K. ``owner``: the dispatcher that prepared it.
     ``needs_gradient``: whether any rank's tokens, weights or experts need one. ``sound_weights``: those that were found
     finite.
@@ -80,7 +82,9 @@ class DispatchHandle:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceCounts:
-    """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert."""
+    """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert.
+    ``on_levels``: rows on rails and inside nodes, where tokens may go in two levels.
+    """
 
     grid: ExpertGrid
     indices: torch.Tensor
@@ -88,6 +92,7 @@ class ChoiceCounts:
     tokens: tuple[int, ...]
     counts: torch.Tensor
     needs_gradient: bool = False
+    on_levels: tuple[RowsOnLevel, RowsOnLevel] | None = None
 
     @classmethod
     def exchange(cls, grid: ExpertGrid, offer: Offer) -> ChoiceCounts:
@@ -110,9 +115,14 @@ class ChoiceCounts:
                 f"{grid.ep.size} × {grid.etp.size} once: pass groups of one mapping"
             )
         by_place = everyone[places.argsort()].view(grid.ep.size, grid.etp.size, -1)
-        counts = by_place[:, :, len(HEAD) :].view(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
+        counts, reached = by_place[:, :, len(HEAD) :].split(
+            [FINEST * grid.num_experts, by_place.shape[2] - len(HEAD) - FINEST * grid.num_experts], 2
+        )
+        counts = counts.reshape(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
         needs_gradient = bool(everyone[:, HEAD.index("needs a gradient")].any())
-        return cls(grid, offer.indices, offer.capacity, tuple(everyone[:, 2].tolist()), counts, needs_gradient)
+        on_levels = None if grid.levels is None else RowsOnLevel.of_call(grid.levels, reached[:, 0])
+        tokens = tuple(everyone[:, 2].tolist())
+        return cls(grid, offer.indices, offer.capacity, tokens, counts, needs_gradient, on_levels)
 
     @property
     def most_rows(self) -> int:
@@ -123,6 +133,20 @@ class ChoiceCounts:
         """Of ``counts`` [EP, ETP, E]."""
         received = _by_rank(counts.sum(0), self.grid.experts)
         return int(torch.maximum(counts.sum(2).max(), received.max()))
+
+    @property
+    def most_rows_of_nodes(self) -> int:
+        """The same number, if what crosses the links of the fullest node were its ranks' in equal shares: where one rank is
+        hot, its node's link is not so full. Of groups with two levels.
+        """
+        assert self.grid.levels is not None
+        nodes = self.grid.levels.nodes
+        m, width = len(nodes), len(nodes[0])
+        by_rank = _by_rank(self.counts.sum((1, 2)), self.grid.experts)  # [from, to]
+        by_node = by_rank[torch.tensor(nodes)].sum(1)[:, torch.tensor(nodes)].sum(2)
+        away = by_node * ~torch.eye(m, dtype=torch.bool)
+        fullest = max(int(away.sum(0).max()), int(away.sum(1).max()))
+        return min(self.most_rows, -(-fullest * m // ((m - 1) * width)))
 
     @property
     def most_expert_rows(self) -> int:
@@ -180,6 +204,29 @@ class ChoiceCounts:
         rows = make_row_map(local[:, :most], grid.num_local_experts)
         counted = tuple(counts.tolist())
         return (Chunk(self.indices.shape[0], rows, (), (), self.tokens, None, counted, choices[:, :most]),)
+
+    def two_level(self) -> tuple[Chunk, ...]:
+        """Make the one chunk of a dispatch in two levels, with the rows that a flat one brings. Collective: the indices
+        travel.
+        """
+        grid = self.grid
+        assert grid.levels is not None  # the decision, or the user, was told where there are none
+        assert self.on_levels is not None
+        everyones = _gather_indices(grid, self.indices, self.tokens)
+        way, rows = two_level_way(grid.levels, everyones, self.tokens, self.on_levels, self.capacity)
+        local = self.counts.narrow(3, grid.first_local_expert, grid.num_local_experts)
+        expert_rows = tuple(local.sum((0, 1, 2)).tolist())
+        return (Chunk(self.indices.shape[0], rows, (), (), self.tokens, None, expert_rows, two_level=way),)
+
+
+def _gather_indices(grid: ExpertGrid, indices: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """The indices of all ranks, [ΣT, K] int64: they travel in as few bytes as the number of experts needs."""
+    narrow = torch.int16 if grid.num_experts <= torch.iinfo(torch.int16).max else torch.int32
+    small = indices.to(narrow)
+    if not indices.shape[1]:
+        return small.new_zeros(sum(tokens), 0, dtype=torch.int64)
+    everyones = grid.all.all_gather(small.contiguous().view(torch.uint8), tokens)
+    return everyones.view(narrow).to(torch.int64)
 
 
 def _by_rank(counts: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:

@@ -58,7 +58,8 @@ class MoELayer(nn.Module):
         router: how tokens choose.
         mesh: the groups; None: all experts are here.
         shared_width: inner width of the shared experts; 0: there are none.
-        dispatch: ``all_to_all``, ``all_gather``, or ``auto``: whichever the profile predicts to be faster for each call.
+        dispatch: ``all_to_all``, ``all_gather``, ``two_level`` (over nodes), or ``auto``: whichever the profile predicts to be
+            fastest for each call.
         chunks: in how many chunks tokens go through the experts: 1, 2, 4, 8, the eighths of the tokens in each, such as
             (1, 3, 3, 1), or ``auto``: by the profile and the experts' own measured times.
         weights_at: ``combine``: gating weights are applied to the experts' outputs, where they are summed; ``experts``: before
@@ -87,7 +88,7 @@ class MoELayer(nn.Module):
         *,
         mesh: FoldedMesh | None = None,
         shared_width: int = 0,
-        dispatch: Literal["all_to_all", "all_gather", "auto"] = "auto",
+        dispatch: Literal["all_to_all", "all_gather", "two_level", "auto"] = "auto",
         chunks: int | Sequence[int] | Literal["auto"] = "auto",
         weights_at: Literal["combine", "experts"] = "combine",
         tokens: Literal["sharded", "replicated"] = "sharded",

@@ -16,7 +16,9 @@ import torch
 
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.handle import Experts
+from commlayer.integrations.moe.levels import Levels, RowsOnLevel, TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import RowMap, combine_rows, gather_rows, make_row_map, spread_rows
+from commlayer.integrations.shares import even_rows
 from commlayer.profiles.errors import DisagreementError
 from commlayer.scheduler.overlap import ExpertTimes
 
@@ -34,7 +36,7 @@ _PARTS = (8, 2, 1)
 class MoveShape:
     """The parameters on which the time of moving a row depends: ``top_k`` choices of ``num_experts``, of which each of
     ``ranks`` has ``num_local``. ``is_sorted``: what arrives has to be sorted by expert. ``needs_gradient``: it goes
-    back through all.
+    back through all. ``nodes``: the ranks on each, where tokens may go in two levels.
     """
 
     ranks: int
@@ -43,16 +45,18 @@ class MoveShape:
     num_local: int
     is_sorted: bool
     needs_gradient: bool
+    nodes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MoveTimes:
-    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank; measured
-    with ``tokens`` of all ranks."""
+    """µs that each kind takes in memory: all_to_all for a row that a rank sends, all_gather for a token of any rank, two_level
+    for a row on a rail, inside a node, or of an expert; measured with ``tokens`` of all ranks."""
 
     row_us: float
     token_us: float
     tokens: int
+    level_us: float = 0.0
 
 
 class Measurements:
@@ -72,8 +76,9 @@ class Measurements:
         shared = _moves_of_group.setdefault(owner, {})
         key, wanted = (shape, *_kind_of(like)), _measured_tokens(tokens, like)
         if key not in shared or wanted > _TRUST * shared[key].tokens:
-            times = self._agreed("rows cost in memory", 2, lambda: measure_moves(like, wanted, shape))
-            shared[key] = MoveTimes(times[0], times[1], wanted)
+            count = 3 if shape.nodes else 2
+            times = self._agreed("rows cost in memory", count, lambda: measure_moves(like, wanted, shape))
+            shared[key] = MoveTimes(times[0], times[1], wanted, *times[2:])
         return shared[key]
 
     def experts(self, experts: Experts, most_rows: int, like: torch.Tensor) -> ExpertTimes:
@@ -122,9 +127,10 @@ def _measured_tokens(tokens: int, like: torch.Tensor) -> int:
     return min(max(tokens, _FEWEST_TOKENS), max(most, 1))
 
 
-def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, float]:
+def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[float, ...]:
     """Time what a call of ``shape`` does beside the exchanges, done with ``tokens`` of all ranks such as ``like`` [T, H], whose
-    choices are spread evenly: µs for a row that is exchanged, and for a token that is gathered; medians.
+    choices are spread evenly: µs for a row that is exchanged, for a token that is gathered, and, where there are two levels,
+    for a row of any; medians.
 
     Buffers are made as the call makes them: pages of new memory may cost more than what is written there.
     """
@@ -137,7 +143,51 @@ def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[fl
     with torch.no_grad():
         exchanged_us = median(_time_us(lambda: _exchange(like, mine, shape), like) for _ in range(_REPEATS))
         gathered_us = median(_time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
-    return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks)
+        levels_us = (_measure_levels(like, own, shape),) if shape.nodes else ()
+    return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks), *levels_us
+
+
+def _measure_levels(like: torch.Tensor, own: int, shape: MoveShape) -> float:
+    """µs that two levels take for a row, of ``own`` tokens of each rank. Choices are drawn: neighbouring experts share a rank."""
+    levels = Levels(shape.nodes, 0, even_rows(shape.num_experts, shape.ranks))
+    drawn = torch.rand(own * shape.ranks, shape.num_experts, generator=torch.Generator().manual_seed(0))
+    choices = drawn.topk(shape.top_k).indices.to(like.device)
+    reached = torch.stack([levels.reached(part) for part in choices.split(own)])
+    sizes = RowsOnLevel.of_call(levels, reached)
+    way, rows = two_level_way(levels, choices, [own] * shape.ranks, sizes, None)
+    counted = sum(each.token_of_row.shape[0] for each in (way.rails, way.inside, rows))
+    taken_us = median(_time_us(lambda: _pass_on(like, way, rows, shape), like) for _ in range(_REPEATS))
+    return taken_us / max(1, counted)
+
+
+def _pass_on(like: torch.Tensor, way: TwoLevelWay, rows: RowMap, shape: MoveShape) -> torch.Tensor:
+    """As two_level; what would arrive is copied."""
+    maps = way.rails, way.inside
+    out = like.new_ones(way.rails.row_of_choice.shape[0], like.shape[1])
+    arrived = _out(out, maps, rows)
+    weights, taken = _weights(like, *rows.row_of_choice.shape), gather_rows(arrived, rows)
+    out = _home(combine_rows(taken, weights, rows), maps)
+    if not shape.needs_gradient:
+        return out
+    of_rows, _ = spread_rows(_out(out, maps, rows), taken, weights, rows, of_rows=True)
+    assert of_rows is not None  # asked for
+    return _home(combine_rows(of_rows, None, rows), maps)
+
+
+def _out(x: torch.Tensor, maps: tuple[RowMap, RowMap], rows: RowMap) -> torch.Tensor:
+    """Tokens, out on two levels; as many arrive as the last map has."""
+    for each in maps:
+        gather_rows(x, each)
+        arrives = maps[1] if each is maps[0] else rows
+        x = x.new_ones(arrives.row_of_choice.shape[0], x.shape[1])
+    return x
+
+
+def _home(x: torch.Tensor, maps: tuple[RowMap, RowMap]) -> torch.Tensor:
+    """Sums, home on two levels."""
+    for each in reversed(maps):
+        x = combine_rows(x.new_ones(each.token_of_row.shape[0], x.shape[1]), None, each)
+    return x
 
 
 def _exchange(like: torch.Tensor, rows: RowMap, shape: MoveShape) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The plan of a dispatch: whether tokens go to their experts by all_to_all or all_gather, and in how many chunks.
+"""The plan of a dispatch: whether tokens go to their experts by all_to_all, in two levels or by all_gather, and in how many
+chunks.
 
 Decided on every rank alike, from the exchanged counts, the profile's curves and the experts' own times, which are measured at
 the first call and agreed.
@@ -16,6 +17,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Experts
+from commlayer.integrations.moe.levels import RowsOnLevel
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import DispatchWire
@@ -23,15 +25,17 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.overlap import choose_slices
+from commlayer.scheduler.plan import Span
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
 
 RowsOf = tuple[int, torch.dtype]
-DISPATCH_KINDS = ("all_to_all", "all_gather")
+DISPATCH_KINDS = ("all_to_all", "all_gather", "two_level")
 _WHOLE = (FINEST,)
 _MARGIN = 0.1
-"""all_gather is taken where it is predicted faster by more than this: it also computes the same map on all ranks."""
+"""Another kind than all_to_all is taken where it is predicted faster by more than this: it also computes maps of all ranks'
+tokens."""
 _MOST_KEPT = 256
 
 
@@ -89,7 +93,9 @@ class DispatchPlanner:
 
         Collective where something is to be measured: with the first call, and where there is more to do by far.
         """
-        sizes = (sum(layout.tokens), layout.most_rows, layout.most_expert_rows)
+        sizes = [sum(layout.tokens), layout.most_rows, layout.most_expert_rows]
+        if layout.on_levels is not None:
+            sizes += [layout.most_rows_of_nodes, *(rows.crossing for rows in layout.on_levels)]
         of_tokens = None if like is None else (like.shape[1], like.dtype, like.is_cuda)
         of_call = (
             layout.indices.shape[1],
@@ -104,9 +110,13 @@ class DispatchPlanner:
 
     def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         kind, kinds_us, why = self._choose_kind(layout, like)
+        if kind == "two_level" and self._kind == "auto":
+            overlapped = self._overlapped(layout, like, experts, kinds_us)
+            if overlapped is not None:
+                return overlapped
         if layout.capacity is not None and self._slices not in (None, _WHOLE):
             raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
-        if kind == "all_gather" or layout.capacity is not None:
+        if kind != "all_to_all" or layout.capacity is not None:
             return DispatchDecision(kind, _WHOLE, kinds_us, {}, why)
         if self._slices is not None:
             return DispatchDecision(kind, self._slices, kinds_us, {}, f"{why}; chunks as asked for")
@@ -115,6 +125,22 @@ class DispatchPlanner:
             return DispatchDecision(kind, _WHOLE, kinds_us, {}, f"{why}; one chunk: {why_one}")
         slices, slices_us = self._choose_slices(layout, like, experts)
         return DispatchDecision(kind, slices, kinds_us, slices_us, f"{why}; chunks by the experts' times")
+
+    def _overlapped(
+        self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None, kinds_us: dict[str, float]
+    ) -> DispatchDecision | None:
+        """A flat dispatch in chunks, where its experts hide more of it than two levels save, whose tokens go at once; or None."""
+        if self._slices is not None or like is None or experts is None:
+            return None
+        if self._why_one_chunk(layout, like, experts) is not None:
+            return None
+        slices, slices_us = self._choose_slices(layout, like, experts)
+        passes = 1 if layout.needs_gradient else 2  # slices are of both ways
+        two_us = slices_us[_WHOLE] - passes * (kinds_us["all_to_all"] - kinds_us["two_level"])
+        if two_us <= slices_us[slices]:
+            return None
+        why = f"all_to_all: in chunks with the experts predicted {slices_us[slices]:.0f} µs, two_level {two_us:.0f}"
+        return DispatchDecision("all_to_all", slices, kinds_us, slices_us, why)
 
     def _why_one_chunk(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> str | None:
         """Why there is nothing to choose; None where there is."""
@@ -154,10 +180,15 @@ class DispatchPlanner:
         if self._slices not in (None, _WHOLE):
             return "all_to_all", {}, "all_to_all: chunks are asked for"
         each = None if like is None else self._kinds_us(layout, like)
-        if each is not None:
-            is_faster = each["all_gather"] * (1 + _MARGIN) < each["all_to_all"]
-            kind, other = DISPATCH_KINDS[::-1] if is_faster else DISPATCH_KINDS
-            return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, the other {each[other]:.0f}"
+        if like is not None and each is not None:
+            to_beat = {
+                "all_gather": each["all_to_all"],
+                "two_level": self._least_flat_us(layout, like, each["all_to_all"]),
+            }
+            faster = [kind for kind in each if each[kind] * (1 + _MARGIN) < to_beat.get(kind, 0.0)]
+            kind = min(faster, key=lambda kind: each[kind], default="all_to_all")
+            others = ", ".join(f"{other} {each[other]:.0f}" for other in each if other != kind)
+            return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, {others}"
         sent = layout.most_rows * (grid.ep.size - 1) / grid.ep.size + max(layout.gathered_rows) * (grid.etp.size > 1)
         gathered = sum(layout.tokens) * (grid.all.size - 1) / grid.all.size
         kind = "all_gather" if gathered < sent else "all_to_all"
@@ -185,16 +216,48 @@ class DispatchPlanner:
         passes, top_k = 2 if layout.needs_gradient else 1, layout.indices.shape[1]
         # Indices go to all ranks with the handle, weights with the tokens.
         small = [grid.all.predicted_us("all_gather", tokens * top_k * size) or 0.0 for size in (8, 4)]
-        return {
+        each = {
             "all_to_all": passes * (2 * exchange + gather_inside + scatter_inside) + layout.most_rows * moves.row_us,
             "all_gather": passes * (all_gather + reduce_scatter + small[1]) + small[0] + tokens * moves.token_us,
         }
+        levels_us = None if layout.on_levels is None else self._levels_us(layout.on_levels, like)
+        if levels_us is not None and layout.on_levels is not None:
+            rails, inside = layout.on_levels
+            moved = rails.whole + inside.whole + layout.most_expert_rows
+            indices = grid.all.predicted_us("all_gather", tokens * top_k * 2) or 0.0
+            each["two_level"] = passes * (2 * levels_us + small[1]) + indices + moved * moves.level_us
+        return each
+
+    def _least_flat_us(self, layout: ChoiceCounts, like: torch.Tensor, flat_us: float) -> float:
+        """The least that all_to_all may take, where it is predicted ``flat_us`` by the size of its fullest rank: its ranks may
+        share their node's link. Whether they do no profile says, so two levels must win either way."""
+        if layout.on_levels is None:
+            return flat_us
+        sizes = (layout.most_rows, layout.most_rows_of_nodes)
+        times = _all_known(self._exchange_us(size * _row_bytes(like), _rows_of(like)) for size in sizes)
+        passes = 2 if layout.needs_gradient else 1
+        return flat_us if times is None else flat_us - passes * 2 * max(0.0, times[0] - times[1])
+
+    def _levels_us(self, on_levels: tuple[RowsOnLevel, RowsOnLevel], like: torch.Tensor) -> float | None:
+        """One way in two levels: over the rails, and inside the nodes, of rows that all ranks know how many there are."""
+        grid, row_bytes = self._grid, _row_bytes(like)
+        found = [
+            grid.ep.predicted_us("all_to_all_v", rows.whole * row_bytes, over=span)
+            for rows, span in zip(on_levels, (Span.RAIL, Span.NODE), strict=True)
+        ]
+        times = _all_known(found)
+        if times is None:
+            return None
+        wire = self._exchange_us(on_levels[0].whole * row_bytes, _rows_of(like))
+        is_encoded = self._ways.out.has_wire or self._ways.home.has_wire
+        return times[1] + (times[0] if wire is None or not is_encoded else min(times[0], wire))
 
     def _move_shape(self, layout: ChoiceCounts) -> MoveShape:
         grid = self._grid
         most = max(grid.experts)
         is_sorted, top_k = most * grid.etp.size > 1, layout.indices.shape[1]
-        return MoveShape(grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient)
+        nodes = () if grid.levels is None else grid.levels.nodes
+        return MoveShape(grid.all.size, top_k, grid.num_experts, most, is_sorted, layout.needs_gradient, nodes)
 
     def _exchange_us(self, size: float, rows_of: RowsOf | None) -> float | None:
         """The mean of the ways out and home, which may differ in their wire formats."""

@@ -106,7 +106,13 @@ class Predicted(GroupCommunicator):
         self.size, self._us_per_byte = size, us_per_byte
 
     def predicted_us(
-        self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, *, rows_of: Any = None
+        self,
+        collective: str,
+        num_bytes: int,
+        shape: tuple[int, ...] | None = None,
+        *,
+        rows_of: Any = None,
+        over: Any = None,
     ) -> float | None:
         assert shape is None or sum(shape) == self.size
         return None if self._us_per_byte is None else self._us_per_byte[collective] * num_bytes
@@ -316,20 +322,26 @@ def test_inside_a_node_tokens_go_in_one_chunk() -> None:
     """The cores that compute copy the rows too; between nodes there is something to hide."""
 
     class Lying(Predicted):
-        nodes = 1
+        num_nodes = 1
 
         def all_gather(self, x: torch.Tensor, rows: Any = None) -> torch.Tensor:
             if x.dtype is torch.int64:  # how each rank's group lies
-                return torch.tensor([[4 // self.nodes] * self.nodes + [0] * (4 - self.nodes)] * 4)
+                return torch.tensor([[4 // self.num_nodes] * self.num_nodes + [0] * (4 - self.num_nodes)] * 4)
             return super().all_gather(x)
 
         def predicted_us(
-            self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, *, rows_of: Any = None
+            self,
+            collective: str,
+            num_bytes: int,
+            shape: tuple[int, ...] | None = None,
+            *,
+            rows_of: Any = None,
+            over: Any = None,
         ) -> float | None:
             return 1e3 * num_bytes
 
     class AcrossNodes(Lying):
-        nodes = 2
+        num_nodes = 2
 
     def experts(rows: torch.Tensor, counts: Any, _: object) -> torch.Tensor:
         return rows
@@ -394,7 +406,13 @@ def test_groups_that_lie_differently_are_priced_alike() -> None:
             return super().all_gather(x)
 
         def predicted_us(
-            self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, *, rows_of: Any = None
+            self,
+            collective: str,
+            num_bytes: int,
+            shape: tuple[int, ...] | None = None,
+            *,
+            rows_of: Any = None,
+            over: Any = None,
         ) -> float | None:
             return float(len(shape or ()) * num_bytes)
 
