@@ -59,6 +59,8 @@ say how much a curve bends, not how wrong it is."""
 _PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
+_HOSTS = "hosts"
+"""The name of a profile's entry that says on which hosts it was measured, in the order of its nodes."""
 _PROBE_VERSION = 4
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
@@ -153,7 +155,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
     cached = ranks.from_first(_Cached(entry.text), _Cached).json
     if cached is not None:
         profile = parse_profile(cached, f"the cached profile {key}")
-        off = drift(profile, ranks)
+        off = _moved(profile, topology) or drift(profile, ranks)
         if not off:
             return profile
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
@@ -170,6 +172,7 @@ def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Ent
             kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
             source="measured when a job started without a profile, one or two samples of a few sizes a curve",
             topology=topology,
+            environment={_HOSTS: _hosts(topology)},
             ranks=ranks,
         )
     except TopologyError as error:
@@ -185,6 +188,18 @@ def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Ent
             "makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
+
+
+def _moved(profile: Profile, topology: Topology) -> str:
+    """Say that a profile's slow links are those of other nodes; empty where they are of these, or it has none."""
+    if not profile.slow_links or profile.environment.get(_HOSTS) == _hosts(topology):
+        return ""
+    return "it knows which nodes' links are slow, and this job is on others"
+
+
+def _hosts(topology: Topology) -> str:
+    """The nodes' hosts in their order, without network namespaces, which have another name each time."""
+    return " ".join(name.split("/")[0] for name in topology.hostnames)
 
 
 def _doubted(probe: Profile) -> str:

@@ -24,7 +24,7 @@ from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.recheck import drift
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
-from commlayer.profiles.links import Resource
+from commlayer.profiles.links import Resource, SlowLink
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner, choose
@@ -382,3 +382,13 @@ def test_a_profile_that_cannot_be_read_is_an_error_on_all_ranks(
     for text in emulated_cluster(nodes=1, ranks_per_node=2).run(job, timeout_s=60.0):
         assert len(text) < 600
         assert "xxx" in text or "fifo.json: cannot read the profile: expected a regular file, got a FIFO" in text
+
+
+def test_slow_links_of_other_nodes_are_measured_again() -> None:
+    here = Topology(((0,), (1,), (2,)), hostnames=("a/net:[1]", "b/net:[2]", "c/net:[3]"))
+    there = Topology(((0,), (1,), (2,)), hostnames=("a/net:[9]", "c/net:[2]", "b/net:[3]"))
+    plain = synthetic_profile(nodes=3).replace(environment={"hosts": "a b c"})
+    slow = plain.replace(slow_links=[SlowLink((1,), 0.25)])
+    assert calibrate._moved(plain, there) == ""
+    assert calibrate._moved(slow, here) == ""
+    assert calibrate._moved(slow, there) == "it knows which nodes' links are slow, and this job is on others"
