@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from commlayer.emulation import EmulatedCluster
+from commlayer.measure import trials
+from commlayer.measure.prober import Prober
 from commlayer.scheduler import Strategy, build
 from commlayer.testing.plugin import ClusterFactory
 
@@ -86,3 +89,48 @@ def test_a_slow_node_without_a_rate_is_refused() -> None:
     result = CliRunner().invoke(main, ["emulate", "--slow-node", "3", "--", "true"])
     assert result.exit_code == 2
     assert "expected a node's number and its rate, such as 3:100mbit, got '3'" in result.output
+
+
+@pytest.mark.parametrize("victims", [(4, 5), (0, 1)])
+@pytest.mark.parametrize("step", ["pair_times", "runner"])
+def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
+    emulated_cluster: ClusterFactory, tmp_path: Path, victims: tuple[int, int], step: str
+) -> None:
+    def job() -> tuple[str, str]:
+        if int(os.environ["RANK"]) in victims:
+
+            def die(*_: Any, **__: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(Prober, {"pair_times": "_swap", "runner": "runner"}[step], die)
+        try:
+            start(tmp_path)
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        raise AssertionError("a node was killed, and nobody noticed")
+
+    for outcome in emulated_cluster(3, 2).run(job, check=False, grace_s=40.0):
+        if outcome.rank not in victims:
+            assert outcome.failure is None, outcome.failure
+            kind, text = outcome.value
+            assert kind == "PeerError", text
+            assert any(f"rank {victim} died" in text for victim in victims), text
+
+
+def test_a_trial_in_which_a_rank_dies_names_it(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str]:
+        os.environ.update({"COMMLAYER_PROFILE": "emulated-2x4", "COMMLAYER_TRIALS": "on"})
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
+        if dist.get_rank() == 5:
+            trials._largest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        try:
+            dist.all_reduce(torch.ones(1 << 16))
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        raise AssertionError("a rank was killed, and nobody noticed")
+
+    for outcome in emulated_cluster(2, 4).run(job, check=False, grace_s=40.0):
+        if outcome.rank != 5:
+            assert outcome.failure is None, outcome.failure
+            kind, text = outcome.value
+            assert (kind, "rank 5 died" in text) == ("PeerError", True), text
