@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
-from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
+from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, inherited
@@ -106,11 +107,12 @@ class Communicator:
         settings, failure = Settings(), None
         try:
             settings = Settings.from_environment()
+            _check_timeout(timeout_s)
             self.profile = _find_profile(profile, settings)
             self._planner = Planner(self.profile, policy)
         except CommlayerError as error:  # the others must hear of it before it is raised, or they wait for this rank
             failure = error
-        self._timeout_s = timeout_s if timeout_s is not None else settings.timeout_s
+        self._timeout_s = timeout_s if timeout_s is not None and failure is None else settings.timeout_s
         agreed = {} if failure else self._must_agree(settings)
         reason = None if failure is None else Reason.of(failure)
         members = describe_self(ep_group, tp_group, agreed, self._timeout_s, reason)
@@ -343,7 +345,7 @@ class Communicator:
         self._failure = error
         self.state = State.BROKEN
         is_known = isinstance(error, ClusterError)
-        self._runner.transport.abort(None if is_known else f"left with {type(error).__name__}: {error}")
+        self._runner.transport.abort(None if is_known else why_left(error))
 
     def _check_plan(self, plan: Plan, num_bytes: int, replicated: bool) -> None:
         expected = self._traffic(num_bytes, replicated)
@@ -433,13 +435,21 @@ def _nothing(*_: object) -> None:
     """The exchange of no bytes; it keeps its place in the queue."""
 
 
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
+        raise UsageError(f"timeout_s: expected a positive, finite number of seconds, or None, got {timeout_s!r}")
+
+
 def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> Profile:
     if isinstance(profile, Profile):
         return profile
     name = profile or settings.profile
     if name in (None, "auto", "none"):  # those two are for the backend, which can do without a profile
+        asked = (
+            f"profile {name!r} is for the backend, which measures by itself or plans nothing" if name else "no profile"
+        )
         raise ProfileNotFoundError(
-            "no profile: measure this cluster with `torchrun … commlayer profile -o cluster.json` and pass "
+            f"{asked}: measure this cluster with `torchrun … commlayer profile -o cluster.json` and pass "
             "profile='cluster.json' (or set COMMLAYER_PROFILE); shipped ones are listed by `commlayer profiles list`"
         )
     return load_profile(str(name))

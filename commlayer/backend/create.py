@@ -23,7 +23,7 @@ from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
-from commlayer.failures.board import FailureBoard
+from commlayer.failures.board import FailureBoard, why_left
 from commlayer.failures.descriptors import of_gloo, require
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import end_with_program
@@ -79,7 +79,7 @@ def make_group(
         connect = _Connector(name, rank, global_ranks, store, timeout, board)
         group = _make(connect, is_default=is_default, nccl_options=nccl_options)
     except BaseException as error:
-        why = f"left with {type(error).__name__}: {error}"
+        why = why_left(error)
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
         if shared is None:
             detector.close(why, is_failure=True, is_consequence=isinstance(error, BLAMING))

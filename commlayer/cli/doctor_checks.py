@@ -237,7 +237,7 @@ def _lanes() -> list[Finding]:
         version, fields = at_hand(torch)
     except Exception:  # noqa: BLE001  _torch has said what is wrong
         version, fields = None, frozenset[str]()
-    lines = lane_lines(os.environ, version, fields, is_on=settings.lanes == "on", share=settings.lane_share)
+    lines = lane_lines(os.environ, version, fields, is_on=settings.lanes != "off", share=settings.lane_share)
     return [Finding("Lanes", *line) for line in lines]
 
 

@@ -24,7 +24,7 @@ from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.engine.split_exchange import SplitExchange, Splits
 from commlayer.engine.tracing import record_steps, recorded
-from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client
+from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
@@ -276,7 +276,7 @@ class PlannedGroup:
         """Whatever breaks a call here is told to the others, who would wait for this rank in this group's other calls too."""
         if isinstance(error, UsageError):
             return  # found before a byte moved, and on all ranks alike
-        self.abort(None if isinstance(error, ClusterError) else f"left with {type(error).__name__}: {error}")
+        self.abort(None if isinstance(error, ClusterError) else why_left(error))
 
     def explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float

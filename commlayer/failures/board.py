@@ -27,7 +27,22 @@ from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, Inte
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-__all__ = ["FailedConnection", "FailedStep", "FailedWait", "Failure", "FailureBoard", "own_client"]
+__all__ = [
+    "FailedConnection",
+    "FailedStep",
+    "FailedWait",
+    "Failure",
+    "FailureBoard",
+    "own_client",
+    "why_left",
+]
+
+
+def why_left(error: BaseException) -> str:
+    """The words by which the other ranks hear of an error that made this one leave."""
+    name, text = type(error).__name__, str(error)
+    return f"left with {name}: {text}" if text else f"left with {name}"
+
 
 _SETTLE_BROKEN_S = 2.0
 """Whoever closes a connection in good order has reported before, and of a dead rank the detector knows."""
@@ -194,7 +209,7 @@ class FailureBoard:
             yield
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, (ClusterError, InternalError)) and not isinstance(error, PeerError):
-                self.leave(f"left with {type(error).__name__}: {error}")
+                self.leave(why_left(error))
                 wake()
                 raise
             wait = FailedConnection(self.rank, self.others(ranks), group, purpose)

@@ -17,7 +17,7 @@ from commlayer.agree.messages import ControlMessage
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
-from commlayer.failures.board import FailureBoard
+from commlayer.failures.board import FailureBoard, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
@@ -84,7 +84,7 @@ class Prober:
         if error is None:
             self.close()
             return
-        is_known, why = isinstance(error, ClusterError), f"left with {type(error).__name__}: {error}"
+        is_known, why = isinstance(error, ClusterError), why_left(error)
         try:
             for planned in self._groups.values():
                 planned.tell(error)

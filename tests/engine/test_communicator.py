@@ -30,6 +30,7 @@ from commlayer.profiles.errors import (
     ProfileNotFoundError,
     SettingsError,
     TensorError,
+    UsageError,
 )
 from commlayer.scheduler import Gather, Op, Plan, Policy, Strategy, Traffic, build
 from commlayer.testing.plugin import ClusterFactory
@@ -304,12 +305,17 @@ def raised(task: Callable[[], object]) -> tuple[str, str]:
 def test_bad_tensors_profiles_and_groups_are_named(emulated_cluster: ClusterFactory) -> None:
     def job() -> dict[str, tuple[str, str]]:
         communicator, ep_group, tp_group = start()
+        good = synthetic_profile(nodes=2, ranks_per_node=2)
         here = {
             "odd": raised(lambda: communicator.all_to_all(torch.zeros(3, 4))),
             "scalar": raised(lambda: communicator.all_to_all(torch.tensor(1.0))),
             "meta": raised(lambda: communicator.all_to_all(torch.zeros(2, device="meta"))),
             "unknown": raised(lambda: Communicator(ep_group, tp_group, profile="emulated-2x44")),
             "none": raised(lambda: Communicator(ep_group, tp_group)),
+            "auto": raised(lambda: Communicator(ep_group, tp_group, profile="auto")),
+            "timeout 0": raised(lambda: Communicator(ep_group, tp_group, profile=good, timeout_s=0)),
+            "timeout nan": raised(lambda: Communicator(ep_group, tp_group, profile=good, timeout_s=float("nan"))),
+            "timeout inf": raised(lambda: Communicator(ep_group, tp_group, profile=good, timeout_s=float("inf"))),
             "shape": raised(lambda: Communicator(ep_group, tp_group, profile="monta-a800-2x8")),
             "swapped": raised(
                 lambda: Communicator(tp_group, ep_group, profile=synthetic_profile(nodes=2, ranks_per_node=2))
@@ -330,6 +336,10 @@ def test_bad_tensors_profiles_and_groups_are_named(emulated_cluster: ClusterFact
             "meta": (TensorError, "moves cpu tensors, got one on meta"),
             "unknown": (ProfileNotFoundError, "emulated-2x44"),
             "none": (ProfileNotFoundError, "commlayer profile"),
+            "auto": (ProfileNotFoundError, "profile 'auto' is for the backend"),
+            "timeout 0": (UsageError, "timeout_s: expected a positive, finite number of seconds, or None, got 0"),
+            "timeout nan": (UsageError, "got nan"),
+            "timeout inf": (UsageError, "got inf"),
             "shape": (ProfileMismatchError, "2x8"),
             "swapped": (GroupError, "crosses nodes"),
             "closed": (ClusterError, "closed"),
