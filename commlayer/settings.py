@@ -49,7 +49,7 @@ class Settings:
         lanes: ``auto`` cuts the calls of groups that the program has put on a lane, ``on`` also those of groups that are only
             described as one's, ``off``: no traffic goes before other traffic (docs/lanes.md).
         lane_share: the share of the link that a lower lane keeps while higher ones have work without end.
-        trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.3 s at most, where the
+        trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.3 s as predicted, where the
             profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from commlayer.profiles.curve import median
 from commlayer.profiles.links import SlowLink
 
 __all__ = ["Pair", "pair_rounds", "slow_links"]
@@ -37,14 +36,15 @@ def pair_rounds(num_nodes: int, most: int = 15) -> list[list[Pair]]:
 def slow_links(times_us: Mapping[Pair, float]) -> tuple[SlowLink, ...]:
     """The cards and pairs that are slower than the others, by how long each pair took for the same bytes, µs.
 
-    A card is as fast as its fastest pair; the usual rate is the median card's. Two nodes have one pair, of which nobody can say
-    which card it is, and nothing to compare it with: then none.
+    A card is as fast as its fastest pair; the usual rate is the median card's, of an even number the slower middle one's, so
+    that a few pairs that are faster than all others make nobody slow. Two nodes have one pair, of which nobody can say which
+    card it is, and nothing to compare it with: then none.
     """
     nodes = sorted({node for pair in times_us for node in pair})
     if len(nodes) < 3:
         return ()
     best_us = {node: min(time for pair, time in times_us.items() if node in pair) for node in nodes}
-    usual_us = median(list(best_us.values()))
+    usual_us = sorted(best_us.values())[len(nodes) // 2]
     cards = [SlowLink((node,), usual_us / best_us[node]) for node in nodes if usual_us < best_us[node] * _SLOW_CARD]
     expected_us = {pair: max(best_us[node] for node in pair) for pair in times_us}
     pairs = [

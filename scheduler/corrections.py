@@ -1,7 +1,7 @@
 """Corrections: how much longer plans took on a group than its profile predicts, and which plan is the fastest then.
 
 A group's curves may be interpolated, or of a probe that knows little. Where the plans that contend are closer to each other
-than the profile's error, running them once says more than the profile does (:class:`Trial`); what is learnt there holds for
+than the profile's error, running them says more than the profile does (:class:`Trial`); what is learnt there holds for
 sizes like it of the same collective too, so that a few trials settle a group.
 """
 
@@ -17,7 +17,7 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE
 
-__all__ = ["RUNS", "Corrections", "Trial"]
+__all__ = ["LONGEST_US", "RUNS", "Corrections", "Trial", "may_try"]
 
 _LEAST_TOLERANCE = 0.1
 """A profile that knows its plans' times better than this is believed: a trial is noisier."""
@@ -25,12 +25,15 @@ _CONTENDS = 2.0
 """A plan contends that is predicted slower by no more than this many times the profile's error: two curves may err both ways."""
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
-_TRIAL_US, _BUDGET_US = 1.5e5, 3e5
-"""The longest trial, and all trials of a group together, as predicted and as measured."""
+LONGEST_US, _BUDGET_US = 1.5e5, 3e5
+"""The longest trial, as predicted, and all trials of a group together; one that takes longer than that ends with its first
+round."""
 RUNS = 2
-"""How often each plan of a trial runs, one after the other in turn; the faster time counts, for others' work only adds to it."""
-_ALIKE = 4
+"""How often each plan of a trial runs, in turn; the faster time counts, for others' work only adds to it."""
+_ALIKE = 8
 """Sizes within this factor say something about each other: a smaller call is more latency and less bandwidth."""
+_SMALLER = (1, 2, 4)
+"""The parts of a call's size at which it may be tried."""
 _TRIED = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
@@ -45,6 +48,12 @@ class Trial:
     @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(timeline.plan for timeline in self.contenders)
+
+
+def may_try(traffic: Traffic) -> bool:
+    """Whether trials may decide on a call: not where precision, an order of sums, or others' turn on the link does."""
+    is_plain = traffic.wires == (NATIVE,) and not traffic.is_ordered and not traffic.lane
+    return traffic.collective in _TRIED and is_plain
 
 
 class Corrections:
@@ -78,12 +87,11 @@ class Corrections:
         A call that takes long is tried at a smaller size, down to a fourth of its own, and else not at all.
         """
         asked = _size_class(traffic.logical_bytes)
-        is_plain = traffic.wires == (NATIVE,) and not traffic.is_ordered and not traffic.lane
-        if traffic.collective not in _TRIED or not is_plain or (traffic.collective, asked) in self._tried:
+        if not may_try(traffic) or (traffic.collective, asked) in self._tried:
             return None
         self._tried.add((traffic.collective, asked))
-        limit_us = min(_TRIAL_US, _BUDGET_US - self.spent_us) / RUNS
-        for size in (traffic.logical_bytes // part for part in (1, 2, _ALIKE)):
+        limit_us = min(LONGEST_US, _BUDGET_US - self.spent_us) / RUNS
+        for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
             if not is_wanted and decision.tolerance < _LEAST_TOLERANCE:
                 return None
@@ -92,10 +100,11 @@ class Corrections:
                 return Trial(contenders, asked) if len(contenders) > 1 else None
         return None
 
-    def learn(self, trial: Trial, times_us: Sequence[float]) -> None:
-        """Take what each plan of a trial took, µs, as agreed on by all ranks."""
-        self.spent_us += RUNS * sum(times_us)
-        for timeline, time_us in zip(trial.contenders, times_us, strict=True):
+    def learn(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
+        """Take what each plan of a trial took in each round, µs, as agreed on by all ranks."""
+        self.spent_us += sum(map(sum, rounds))
+        for timeline, times_us in zip(trial.contenders, zip(*rounds, strict=True), strict=True):
+            time_us = min(times_us)
             plan = timeline.plan
             size = plan.traffic.logical_bytes
             self._tried.add((plan.traffic.collective, _size_class(size)))
@@ -105,7 +114,7 @@ class Corrections:
         known = self._factors.get((plan.traffic.collective, plan.strategy), {})
         size = max(1, plan.traffic.logical_bytes)
         near = min(known, key=lambda other: abs(math.log(other / size)), default=0)
-        return known[near] if size <= near * 2 * _ALIKE and near <= size * 2 * _ALIKE else None
+        return known[near] if size <= near * _ALIKE and near <= size * _ALIKE else None
 
 
 def _contenders(decision: Decision) -> tuple[Timeline, ...]:

@@ -27,7 +27,7 @@ from commlayer.scheduler.plan import CurveKey, Leg, Op, Span
 from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
 from commlayer.scheduler.traffic import Traffic, link_over
 
-__all__ = ["group_profile", "most_siblings"]
+__all__ = ["fits", "group_profile", "most_siblings"]
 
 _LEAST_OF_REFERENCE = 0.5
 """The least that a group of fewer ranks than any measured one takes, of the time of the smallest measured one."""
@@ -47,7 +47,7 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
     most = most_siblings(sizes, nodes)
     if siblings < 0:
         raise UsageError(f"siblings: expected how many groups share a node, or 0 for all of them, got {siblings}")
-    if len(nodes) > len(sizes) or max(nodes) > max(sizes):
+    if not fits(sizes, nodes):
         raise PlanError(
             f"profile {profile.name!r} ({profile.topology}): a group of {shape_text(nodes)} does not fit a cluster of that shape"
         )
@@ -80,10 +80,16 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
     )
 
 
+def fits(cluster: Sequence[int], nodes: Sequence[int]) -> bool:
+    """Whether a group with so many ranks on each of ``nodes`` has room on a cluster with so many on each of its own."""
+    ours, theirs = sorted(nodes, reverse=True), sorted(cluster, reverse=True)
+    return len(ours) <= len(theirs) and all(mine <= there for mine, there in zip(ours, theirs, strict=False))
+
+
 def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:
     """The number of groups on ``nodes`` that the ranks of a node of ``cluster`` make up, at least 1."""
-    fits = (there // here for there, here in zip(sorted(cluster)[::-1], sorted(nodes)[::-1], strict=False))
-    return max(1, min(fits))
+    room = (there // here for there, here in zip(sorted(cluster)[::-1], sorted(nodes)[::-1], strict=False))
+    return max(1, min(room))
 
 
 @dataclass(frozen=True)

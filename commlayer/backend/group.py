@@ -168,6 +168,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         Raises UsageError for a negative number.
         """
         self._order.use_siblings(siblings)
+        self._calls.never_plans_exchanges = False
 
     # What torch, and who reads, ask of a group
 

@@ -153,10 +153,8 @@ class Order:
             raise UsageError(
                 f"{self.members.who}: use_siblings expects how many groups share a node, or 0 for all of them, got {siblings}"
             )
-        if self.progress.pending and not self.progress.is_progress_thread():
-            self.progress.submit("use_siblings", None, self.inner.planned.choices.use_siblings, (siblings,))
-        else:
-            self.inner.planned.choices.use_siblings(siblings)
+        # After what is queued, and before anything else: some plans are looked up by the thread that calls.
+        self.progress.run("use_siblings", self.inner.planned.choices.use_siblings, (siblings,))
 
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""

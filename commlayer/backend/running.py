@@ -86,7 +86,8 @@ class Calls:
         if choices is not None and choices.pending is not None:
             from commlayer.measure.trials import run_pending  # not for those who only import the backend
 
-            run_pending(self.inner.planned)
+            limit_s = 0.0 if timeout is None else timeout.total_seconds()
+            run_pending(self.inner.planned, limit_s if limit_s > 0 else None)
             plan = choices.plan(collective, num_bytes, is_float=is_float)
         return plan
 

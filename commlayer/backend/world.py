@@ -133,7 +133,7 @@ def agree(
     from commlayer.measure.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
     own = PrefixStore("calibrate/", store)
-    ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector)
+    ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector, timeout.total_seconds())
     planner = planner_for(settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout_s)
     return World(tuple(global_ranks), topology, settings, planner)
 

@@ -8,6 +8,7 @@ from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
+from commlayer.scheduler.group_profiles import fits
 from commlayer.scheduler.traffic import Traffic, dtype_bytes, moe_bytes
 from commlayer.scheduler.wire import NATIVE, Wire, parse_wire
 from commlayer.units import format_bytes
@@ -133,9 +134,7 @@ def _shape_within(profile: Profile, cluster: Sequence[int], group: str) -> tuple
         raise UsageError(
             f"--group: expected {', '.join(GROUPS)}, or how many of its ranks each node holds, such as 2x2 or 3+1, got {group!r}"
         ) from error
-    if len(sizes) > len(cluster) or any(
-        ranks > there for ranks, there in zip(sorted(sizes)[::-1], sorted(cluster)[::-1], strict=False)
-    ):
+    if not fits(cluster, sizes):
         raise UsageError(f"--group {group}: such a group does not fit {profile.name} ({profile.topology})")
     if sum(sizes) < 2:
         raise UsageError(

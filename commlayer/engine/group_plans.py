@@ -10,7 +10,7 @@ from functools import cached_property
 
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.corrections import Corrections, Trial
+from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan, Span, Strategy
@@ -48,7 +48,7 @@ class Choices:
     shape can do. None: nothing is planned, unless ``settings.plan`` names one plan for all calls to which it applies, or
     ``settings.reduction`` asks for ordered sums.
 
-    ``planner`` is the group's own. ``pending``: plans that are to be run once, by all ranks of the group, before the call
+    ``planner`` is the group's own. ``pending``: plans that are to be run by all ranks of the group before the call
     goes for which :meth:`plan` was asked last. ``rates``: of each of its nodes' cards, as a fraction of the usual one; empty:
     all alike. ``siblings``: how many groups of its shape use a node at the same time; 0: as many as its ranks make up.
     ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so that calls are cut
@@ -90,7 +90,7 @@ class Choices:
         """
         self.siblings = siblings
         self.planner = self._planner()
-        self._corrections = Corrections()
+        self._corrections, self.pending = Corrections(), None
         self._plans.clear()
         self.__dict__.pop("two_level_may_pay", None)
 
@@ -103,9 +103,9 @@ class Choices:
             return job.of_group(self.shape, self.siblings, self._slowest)
         return job
 
-    def settle(self, trial: Trial, times_us: Sequence[float]) -> None:
-        """Take what the plans of a pending trial took, µs, equal on all ranks, and decide by it from now on."""
-        self._corrections.learn(trial, times_us)
+    def settle(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
+        """Take what the plans of a pending trial took in each round, µs, equal on all ranks, and decide by it from now on."""
+        self._corrections.learn(trial, rounds)
         self._plans.clear()
         self.pending = None
 
@@ -166,15 +166,16 @@ class Choices:
 
         ``over``: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
 
-        ``shape``: of another group of the same job; a group of one rank takes no time.
+        ``shape``: of any group of the same job, whatever nodes it is on: the same on ranks of several groups. A group of one rank
+        takes no time.
         """
         if over is not Span.GROUP:
             return self._over_us(over, num_bytes)
-        if shape is not None and shape != self.shape:
+        if shape is not None:
             if sum(shape) == 1:
                 return 0.0
             other = self._others.get(shape)
-            if other is None:
+            if other is None:  # for its own shape too: other groups of that shape know other nodes and siblings
                 other = self._others[shape] = Choices(shape, self.job_planner, self._settings, self.lane)
             return other.predicted_us(collective, num_bytes, wires=wires, element_bytes=element_bytes)
         if self.planner is None or num_bytes == 0:
@@ -268,6 +269,8 @@ class Choices:
             decision = self.planner.decide(traffic)
             if decision.unpriced:
                 self._warn(decision.unpriced)
+            if not may_try(traffic):
+                return decision.plan
             if self._settings.trials != "off":
                 is_wanted = self._settings.trials == "on"
                 self.pending = self._corrections.trial(self.planner, traffic, is_wanted=is_wanted)

@@ -38,8 +38,7 @@ class _Name(ControlMessage, frozen=True):
 class AllRanks:
     """``group`` has c10d's verbs (a process group, or a backend of one) over all ranks. ``device_type``: cpu or cuda.
 
-    ``global_ranks``: what errors call the ranks of ``group``, in its order; None: 0, 1, … Every method is collective, and
-    waits as long as the group's timeout.
+    ``global_ranks``: what errors call the ranks of ``group``, in its order; None: 0, 1, … Every method is collective.
     """
 
     rank: int
@@ -50,6 +49,8 @@ class AllRanks:
     global_ranks: tuple[int, ...] | None = None
     detector: FailureDetector | None = None
     """The failure detector of these ranks, where there is one already."""
+    timeout_s: float | None = None
+    """The longest wait for what ranks tell each other; None: the group's own timeout."""
 
     @classmethod
     def default(cls) -> AllRanks:
@@ -90,7 +91,7 @@ class AllRanks:
 
     def from_first(self, value: M, type_: type[M]) -> M:
         """Rank 0's ``value``. Raises DisagreementError on the ranks that cannot read it."""
-        return messages.from_first(value, type_, self._peers, None, _PURPOSE)
+        return messages.from_first(value, type_, self._peers, self.timeout_s, _PURPOSE)
 
     def name(self) -> str:
         """Another name each time, the same on all ranks, for what they make together in their store."""
@@ -101,7 +102,7 @@ class AllRanks:
         gather = (
             gather_by_tree if self.device_type == "cpu" else messages.gather_messages
         )  # NCCL connects for each message
-        return gather(value, type_, self._peers, None, _PURPOSE)
+        return gather(value, type_, self._peers, self.timeout_s, _PURPOSE)
 
     @property
     def _peers(self) -> Peers:

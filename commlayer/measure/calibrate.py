@@ -23,7 +23,7 @@ from commlayer.agree.discovery import versions
 from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.machines import Machine, describe_machine
-from commlayer.measure.profiler import SweepOptions, measure_cluster
+from commlayer.measure.profiler import HOSTS, SweepOptions, measure_cluster, node_hosts
 from commlayer.measure.recheck import drift
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
@@ -59,8 +59,6 @@ say how much a curve bends, not how wrong it is."""
 _PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
-_HOSTS = "hosts"
-"""The name of a profile's entry that says on which hosts it was measured, in the order of its nodes."""
 _PROBE_VERSION = 4
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
@@ -94,7 +92,11 @@ def planner_for(
     if wanted == "none" or ranks.size == 1 or (wanted == "auto" and settings.plan is not None):
         return None  # a plan that is forced on every call needs no prices
     if wanted != "auto":
-        return Planner(_named(wanted, topology if is_whole_job else None, ranks))
+        named = _named(wanted, topology if is_whole_job else None, ranks)
+        if is_whole_job and (why := _moved(named, topology, ranks)):
+            _say(ranks, f"the slow links of profile {shortened(wanted)} are left out of account: {why}")
+            named = named.replace(slow_links=())
+        return Planner(named)
     profile = _calibrated(settings, topology, ranks, timeout_s)
     return None if profile is None else Planner(profile)
 
@@ -155,7 +157,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
     cached = ranks.from_first(_Cached(entry.text), _Cached).json
     if cached is not None:
         profile = parse_profile(cached, f"the cached profile {key}")
-        off = _moved(profile, topology) or drift(profile, ranks)
+        off = _moved(profile, topology, ranks) or drift(profile, ranks)
         if not off:
             return profile
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
@@ -172,7 +174,6 @@ def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Ent
             kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
             source="measured when a job started without a profile, one or two samples of a few sizes a curve",
             topology=topology,
-            environment={_HOSTS: _hosts(topology)},
             ranks=ranks,
         )
     except TopologyError as error:
@@ -190,16 +191,11 @@ def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Ent
     return profile
 
 
-def _moved(profile: Profile, topology: Topology) -> str:
-    """Say that a profile's slow links are those of other nodes; empty where they are of these, or it has none."""
-    if not profile.slow_links or profile.environment.get(_HOSTS) == _hosts(topology):
+def _moved(profile: Profile, topology: Topology, ranks: AllRanks) -> str:
+    """Say that a profile's slow links are those of other nodes; empty where they are of these, or it has none. Collective."""
+    if not profile.slow_links or profile.environment.get(HOSTS) == node_hosts(topology, ranks):
         return ""
     return "it knows which nodes' links are slow, and this job is on others"
-
-
-def _hosts(topology: Topology) -> str:
-    """The nodes' hosts in their order, without network namespaces, which have another name each time."""
-    return " ".join(name.split("/")[0] for name in topology.hostnames)
 
 
 def _doubted(probe: Profile) -> str:

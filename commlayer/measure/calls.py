@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions  # torch.distributed has it too, but not for type checkers
 
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
@@ -86,8 +87,9 @@ def _pattern(size: int, row: int) -> torch.Tensor:
 class _GroupCall(ABC):
     """A collective of a group on FP32; ``source`` is ``target`` where it works in place."""
 
-    def __init__(self, planned: PlannedGroup, plan: Plan) -> None:
+    def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
         self.planned, self.plan, self.collective = planned, plan, plan.traffic.collective
+        self.timeout_s = timeout_s or planned.timeout_s
         self.count = plan.traffic.block_bytes // torch.float32.itemsize
         whole, block = torch.zeros(self.count * plan.traffic.group_size), torch.zeros(self.count)
         self.source = block if self.collective == "all_gather" else whole
@@ -120,20 +122,29 @@ class _GroupCall(ABC):
 
 
 class StepCall(_GroupCall):
-    """One step of a plan of a group."""
+    """A plan of a group, or one step of it."""
 
     def run(self) -> None:
-        self.planned.run(self.plan, self.source, self.target)
+        self.planned.run(self.plan, self.source, self.target, timeout_s=self.timeout_s)
 
     def run_whole(self) -> None:
         self.planned.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
 
 
+_OPTIONS: dict[str, Any] = {
+    "all_gather": AllgatherOptions,
+    "reduce_scatter": dist.ReduceScatterOptions,
+    "all_to_all_v": dist.AllToAllOptions,
+    "all_reduce": dist.AllreduceOptions,
+    "broadcast": dist.BroadcastOptions,
+}
+
+
 class OwnCall(_GroupCall):
     """A collective as a call of Gloo's own."""
 
-    def __init__(self, planned: PlannedGroup, plan: Plan) -> None:
-        super().__init__(planned, plan)
+    def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
+        super().__init__(planned, plan, timeout_s)
         self._own, self._num_calls = planned.connect_own_calls(), 0
 
     def run(self) -> None:
@@ -143,17 +154,19 @@ class OwnCall(_GroupCall):
             wait(self._work(), planned.board)
         except RuntimeError as error:
             waited_s = time.monotonic() - began
-            raise planned.explain(error, self.collective, self._num_calls, waited_s, planned.timeout_s) from error
+            raise planned.explain(error, self.collective, self._num_calls, waited_s, self.timeout_s) from error
 
     def _work(self) -> Any:
+        options = _OPTIONS[self.collective]()
+        options.timeout = timedelta(seconds=self.timeout_s)
         if self.collective == "all_gather":
-            return self._own._allgather_base(self.target, self.source)
+            return self._own._allgather_base(self.target, self.source, options)
         if self.collective == "reduce_scatter":
-            return bounded_reduce_scatter(self._own, self.target, self.source, dist.ReduceScatterOptions())
+            return bounded_reduce_scatter(self._own, self.target, self.source, options)
         if self.collective == "all_to_all_v":
-            return self._own.alltoall_base(self.target, self.source, [], [])
+            return self._own.alltoall_base(self.target, self.source, [], [], options)
         verb = self._own.allreduce if self.collective == "all_reduce" else self._own.broadcast
-        return verb([self.target])
+        return verb([self.target], options)
 
 
 class CodedCall:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from commlayer.agree.discovery import discover_topology
+from commlayer.agree.discovery import Identity, discover_topology, node_identity
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
@@ -34,7 +34,7 @@ from commlayer.transport.connect import device_type
 from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
-__all__ = ["SweepOptions", "measure_cluster", "measure_groups", "num_points", "run_environment"]
+__all__ = ["HOSTS", "SweepOptions", "measure_cluster", "measure_groups", "node_hosts", "num_points", "run_environment"]
 
 _INTERFERENCE_BYTES = 4 << 20
 _PAIRS = (
@@ -44,6 +44,8 @@ _PAIRS = (
 )
 _PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
 """A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
+HOSTS = "hosts"
+"""The entry of a profile's environment that says on which nodes it found slow links, in their order."""
 _GROUP_SHARE = 8
 """The curves of whole groups end at this fraction of the largest size: there are many of them, and their links' rates show
 much earlier."""
@@ -116,6 +118,7 @@ def measure_cluster(
         by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
         slow = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS)) if _has_pairs(topology, ranks) else ()
         pairs = _interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
+    hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
     backend = "nccl" if ranks.device_type == "cuda" else "gloo"
     return _agreed(
         ranks,
@@ -127,7 +130,7 @@ def measure_cluster(
         curves=curves,
         interference=pairs,
         slow_links=slow,
-        environment=run_environment(backend) | (environment or {}),
+        environment=run_environment(backend) | hosts | (environment or {}),
     )
 
 
@@ -283,6 +286,15 @@ def _shape_of(groups: Sequence[Sequence[int]], topology: Topology) -> Topology:
             "on their nodes: measure each shape by itself"
         )
     return Topology.parse(shape_text(shapes[0]))
+
+
+def node_hosts(topology: Topology, ranks: AllRanks) -> str:
+    """The nodes' hosts in their order, without network namespaces, which have another name each time. Collective.
+
+    Asked of the ranks: a declared topology has no hosts.
+    """
+    identities = [theirs.text for theirs in ranks.gather(Identity(node_identity()), Identity)]
+    return " ".join(identities[members[0]].split("/")[0] for members in topology.nodes)
 
 
 def _has_pairs(topology: Topology, ranks: AllRanks) -> bool:

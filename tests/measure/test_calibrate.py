@@ -384,11 +384,22 @@ def test_a_profile_that_cannot_be_read_is_an_error_on_all_ranks(
         assert "xxx" in text or "fifo.json: cannot read the profile: expected a regular file, got a FIFO" in text
 
 
-def test_slow_links_of_other_nodes_are_measured_again() -> None:
-    here = Topology(((0,), (1,), (2,)), hostnames=("a/net:[1]", "b/net:[2]", "c/net:[3]"))
-    there = Topology(((0,), (1,), (2,)), hostnames=("a/net:[9]", "c/net:[2]", "b/net:[3]"))
+class OnHosts(OneSpeaks):
+    """Ranks of which each is on one of these hosts."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.hosts = hosts
+
+    def gather(self, value: Any, kind: type[Any]) -> list[Any]:
+        return [kind(host) for host in self.hosts]
+
+
+def test_slow_links_are_those_of_the_nodes_that_they_were_measured_on() -> None:
+    topology = Topology.parse("3x1")
     plain = synthetic_profile(nodes=3).replace(environment={"hosts": "a b c"})
     slow = plain.replace(slow_links=[SlowLink((1,), 0.25)])
-    assert calibrate._moved(plain, there) == ""
-    assert calibrate._moved(slow, here) == ""
-    assert calibrate._moved(slow, there) == "it knows which nodes' links are slow, and this job is on others"
+    here = cast("AllRanks", OnHosts("a/net:[1]", "b/net:[2]", "c/net:[3]"))
+    there = cast("AllRanks", OnHosts("a/net:[9]", "c/net:[2]", "b/net:[3]"))
+    assert calibrate._moved(plain, topology, there) == ""
+    assert calibrate._moved(slow, topology, here) == ""
+    assert calibrate._moved(slow, topology, there) == "it knows which nodes' links are slow, and this job is on others"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Strategy, Traffic
-from commlayer.scheduler.corrections import Corrections
+from commlayer.scheduler.corrections import Corrections, may_try
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 
 NODES = (2, 2)
 
@@ -34,7 +37,7 @@ def test_plans_that_contend_are_tried_once_and_the_fastest_one_wins() -> None:
     assert {plan.strategy for plan in trial.plans} >= {Strategy.FLAT, Strategy.HIERARCHICAL}
     assert sum(timeline.total_us for timeline in trial.contenders) <= 0.75e5
     slow = {Strategy.FLAT: 0.5}
-    corrections.learn(trial, [t.total_us * slow.get(t.plan.strategy, 2.0) for t in trial.contenders])
+    corrections.learn(trial, [[t.total_us * slow.get(t.plan.strategy, 2.0) for t in trial.contenders]])
     assert corrections.best(planner.decide(traffic(1 << 19))).strategy is Strategy.FLAT
     assert corrections.best(planner.decide(traffic(3 << 18))).strategy is Strategy.FLAT  # it holds for sizes like it
     large = planner.decide(traffic(64 << 20))
@@ -49,7 +52,7 @@ def test_nothing_is_learnt_for_other_collectives() -> None:
     trial = corrections.trial(planner, traffic(1 << 19), is_wanted=False)
     assert trial is not None
     corrections.learn(
-        trial, [t.total_us * (1.0 if t.plan.strategy is Strategy.FLAT else 9.0) for t in trial.contenders]
+        trial, [[t.total_us * (1.0 if t.plan.strategy is Strategy.FLAT else 9.0) for t in trial.contenders]]
     )
     decision = planner.decide(traffic(1 << 19, "all_gather"))
     assert corrections.best(decision) is decision.plan
@@ -67,7 +70,7 @@ def test_what_was_not_tried_is_not_taken_because_all_others_were_slow() -> None:
     assert trial is not None
     strategies = {plan.strategy for plan in trial.plans}
     assert Strategy.DIRECT not in strategies
-    corrections.learn(trial, [t.total_us * 50.0 for t in trial.contenders])
+    corrections.learn(trial, [[t.total_us * 50.0 for t in trial.contenders]] * 2)
     assert corrections.best(planner.decide(traffic(1 << 19))).strategy in strategies
 
 
@@ -81,7 +84,7 @@ def test_trials_of_a_group_end_when_their_time_is_spent() -> None:
     planner, corrections = Planner(coarse()), Corrections()
     trial = corrections.trial(planner, traffic(1 << 19), is_wanted=False)
     assert trial is not None
-    corrections.learn(trial, [1e6] * len(trial.contenders))
+    corrections.learn(trial, [[1e6] * len(trial.contenders)])
     assert corrections.trial(planner, traffic(1 << 19, "all_gather"), is_wanted=True) is None
 
 
@@ -93,3 +96,17 @@ def test_what_others_go_before_and_what_is_ordered_is_not_tried() -> None:
         Traffic(1 << 19, 4, 1, traffic(1).link, "all_reduce", NODES, is_ordered=True),
     ):
         assert Corrections().trial(planner, others, is_wanted=True) is None
+
+
+def test_what_was_learnt_leaves_wire_formats_and_lanes_alone() -> None:
+    planner, corrections = Planner(coarse()), Corrections()
+    trial = corrections.trial(planner, traffic(1 << 19), is_wanted=False)
+    assert trial is not None
+    corrections.learn(trial, [[t.total_us for t in trial.contenders]])
+    assert may_try(traffic(1 << 19))
+    for others in (
+        replace(traffic(1 << 19), lane="dp"),
+        replace(traffic(1 << 19), wires=(NATIVE, Wire(WireFormat.BF16, 1)), element_bytes=4),
+    ):
+        assert not may_try(others)
+        assert corrections.trial(planner, others, is_wanted=True) is None
