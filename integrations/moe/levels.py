@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -21,6 +22,8 @@ from commlayer.integrations.moe.row_maps import RowMap, make_row_map
 from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["Levels", "RowsOnLevel", "TwoLevelWay", "distinct_nodes", "two_level_way"]
+
+_MOST_KEPT = 64
 
 
 def distinct_nodes(num_experts: int, num_nodes: int, top_k: int) -> float:
@@ -100,9 +103,10 @@ class Levels:
     def reached(self, indices: torch.Tensor) -> torch.Tensor:
         """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP], on the
         host."""
-        size = len(self.experts)
-        by_rank = _hits(_table(self.experts, range(size), indices.device)[indices], size)
-        by_node = torch.stack([by_rank[:, list(members)].any(1) for members in self.nodes], 1)
+        size, m = len(self.experts), len(self.nodes)
+        table, order = _ranks_of_experts(self.experts, indices.device), _in_order_of_nodes(self.nodes, indices.device)
+        by_rank = _hits(table[indices], size)
+        by_node = by_rank.index_select(1, order).view(-1, m, size // m).any(2)
         return torch.cat([by_node, by_rank], 1).sum(0).cpu()
 
 
@@ -221,6 +225,17 @@ def _arriving(
     top_k = key.shape[1]
     weights = torch.cat(tokens).unsqueeze(1) * top_k + choices[:, :most]
     return weights, make_row_map(key[:, :most].contiguous(), count * size, capacity), arriving
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _ranks_of_experts(experts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The rank that holds each expert: a :func:`_table`, which every call looks into."""
+    return _table(experts, range(len(experts)), device)
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _in_order_of_nodes(nodes: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([rank for members in nodes for rank in members], device=device)
 
 
 def _table(experts: Sequence[int], value_of_rank: Sequence[int], device: torch.device) -> torch.Tensor:
