@@ -6,16 +6,18 @@ from itertools import product
 
 import pytest
 
+from commlayer.engine.group_plans import Choices
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError, UsageError
-from commlayer.profiles.links import Peaks, Resource, bus_factor
+from commlayer.profiles.links import Peaks, Resource, SlowLink, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Policy, Strategy, Traffic, build, choose, price
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import group_profile, most_siblings
 from commlayer.scheduler.probes import probes, spanning_groups
+from commlayer.settings import Settings
 
 SIZES = tuple(4096 << (2 * k) for k in range(8))
 CARD = 50.0  # bytes a microsecond
@@ -159,3 +161,15 @@ def test_a_planner_keeps_the_planners_of_its_groups() -> None:
     assert planner.of_group((2, 2)) is planner.of_group((2, 2))
     assert planner.of_group((2, 2)) is not planner.of_group((2, 2), 1)
     assert planner.of_group((4, 4)) is planner
+
+
+def test_ranks_of_several_groups_predict_a_shape_alike() -> None:
+    """Those of one that touches a slow node, of one that does not, and of one whose siblings were told."""
+    planner = Planner(ideal("4x2").replace(slow_links=[SlowLink((3,), 0.25)]))
+    groups = [Choices((1, 1), planner, Settings(), rates=rates) for rates in ((1.0, 1.0), (1.0, 0.25), ())]
+    groups.append(Choices((2, 2, 2, 2), planner, Settings(), rates=(1.0, 1.0, 1.0, 0.25)))
+    groups[0].use_siblings(1)
+    asked = [choices.predicted_us("all_to_all_v", 1 << 20, (1, 1)) for choices in groups]
+    assert len(set(asked)) == 1
+    own = [choices.predicted_us("all_to_all_v", 1 << 20) for choices in groups[:2]]
+    assert own[0] != own[1]
