@@ -67,12 +67,11 @@ class Offer:
     error: Exception | None = None
 
     def message(self, grid: ExpertGrid) -> torch.Tensor:
-        """Return what goes to the other ranks, int64: the head, then rows for each slice of the tokens and expert, then, where
-        tokens may go in two levels, how many reach each node and rank. On the host. Raises TensorError.
+        """Return what goes to the other ranks, int64: the head, then rows for each slice of the tokens and expert, then how many
+        tokens reach each node and rank, where they may go in two levels (else zeros). On the host. Raises TensorError.
         """
         if self.error is not None:
-            more = 0 if grid.levels is None else grid.levels.num_reached
-            empty = torch.zeros(len(HEAD) + FINEST * grid.num_experts + more, dtype=torch.int64)
+            empty = torch.zeros(len(HEAD) + FINEST * grid.num_experts + grid.num_reached, dtype=torch.int64)
             empty[HEAD.index("refusal")] = 1
             return empty
         if self.like is not None and (self.like.dim() != 2 or self.like.shape[0] != self.indices.shape[0]):
@@ -87,8 +86,11 @@ class Offer:
             dtype = _DTYPES.index(self.like.dtype) if self.like.dtype in _DTYPES else len(_DTYPES)
         head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
         head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
-        reached = [] if grid.levels is None else [grid.levels.reached(self.indices)]
-        return torch.cat([torch.tensor(head), counts.reshape(-1), *reached])
+        reached = torch.zeros(grid.num_reached, dtype=torch.int64)
+        if grid.levels is not None:
+            found = grid.levels.reached(self.indices)
+            reached[: len(found)] = found
+        return torch.cat([torch.tensor(head), counts.reshape(-1), reached])
 
 
 def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) -> None:

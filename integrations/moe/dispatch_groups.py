@@ -24,6 +24,12 @@ class ExpertGrid:
     levels: Levels | None = None
 
     @property
+    def num_reached(self) -> int:
+        """The count of numbers that ranks tell each other of the nodes and ranks that their tokens reach: the same for every layout
+        of nodes, of which a group of EP ranks touches EP at most."""
+        return 2 * self.ep.size if self.etp.size == 1 else 0
+
+    @property
     def experts(self) -> tuple[int, ...]:
         """The number of experts of each EP rank; the first ones one more where they do not divide."""
         return even_rows(self.num_experts, self.ep.size)

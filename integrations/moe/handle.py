@@ -115,9 +115,7 @@ class ChoiceCounts:
                 f"{grid.ep.size} × {grid.etp.size} once: pass groups of one mapping"
             )
         by_place = everyone[places.argsort()].view(grid.ep.size, grid.etp.size, -1)
-        counts, reached = by_place[:, :, len(HEAD) :].split(
-            [FINEST * grid.num_experts, by_place.shape[2] - len(HEAD) - FINEST * grid.num_experts], 2
-        )
+        counts, reached = by_place[:, :, len(HEAD) :].split([FINEST * grid.num_experts, grid.num_reached], 2)
         counts = counts.reshape(grid.ep.size, grid.etp.size, FINEST, grid.num_experts)
         needs_gradient = bool(everyone[:, HEAD.index("needs a gradient")].any())
         on_levels = None if grid.levels is None else RowsOnLevel.of_call(grid.levels, reached[:, 0])

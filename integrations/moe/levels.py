@@ -95,11 +95,6 @@ class Levels:
         place = self.nodes[self.here].index(self.rank)
         return tuple(members[place] for members in self.nodes)
 
-    @property
-    def num_reached(self) -> int:
-        """How many numbers :meth:`reached` has."""
-        return len(self.nodes) + len(self.experts)
-
     def reached(self, indices: torch.Tensor) -> torch.Tensor:
         """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP], on the
         host."""

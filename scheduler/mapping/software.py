@@ -35,7 +35,8 @@ class Software:
         sums_replicas_over_tp: gradients of what all tp ranks have whole (norms, routers) are summed over tp by themselves, then
             with the others; else at once, over tp, cp and dp.
         sends_weights: gating weights (FP32) go with the tokens, and experts apply them; else they stay, for the combine.
-        count_words: int64 numbers that a rank tells the others of etp·ep before its tokens go: so many, and so many per expert.
+        count_words: int64 numbers that a rank tells the others of etp·ep before its tokens go: so many, so many per expert, and,
+            without etp, so many per rank of ep.
         bucket_bytes: gradients are summed in buckets of at most so many bytes; None: layer by layer.
         balances: a router's losses look at the tokens of all ranks of a stage.
         sums_loss_over_world: all ranks learn the loss; else the last stage's.
@@ -56,7 +57,7 @@ class Software:
     keeps_whole_kv: bool = False
     sums_replicas_over_tp: bool = True
     sends_weights: bool = True
-    count_words: tuple[int, int] = (0, 1)
+    count_words: tuple[int, int, int] = (0, 1, 0)
     bucket_bytes: int | None = None
     balances: bool = False
     sums_loss_over_world: bool = False
@@ -78,7 +79,7 @@ COMMLAYER = Software(
     keeps_whole_kv=True,
     sums_replicas_over_tp=False,
     sends_weights=False,
-    count_words=(11, 8),
+    count_words=(11, 8, 2),
     bucket_bytes=25 << 20,
     sums_loss_over_world=True,
 )

@@ -281,10 +281,11 @@ def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollectiv
 
 def _counts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     """How many rows go where. Padded rows need none, but for what ranks tell each other beside (:class:`Software`)."""
-    fixed, each = software.count_words
+    fixed, each, reached = software.count_words
     if job.capacity_factor is not None and not fixed:
         return ()
-    size = (fixed + each * job.model.experts) * _INDEX_BYTES * setup.ep * setup.etp
+    words = fixed + each * job.model.experts + (reached * setup.ep if setup.etp == 1 else 0)
+    size = words * _INDEX_BYTES * setup.ep * setup.etp
     return (StepCollective("counts", "etp_ep" if setup.etp > 1 else "ep", "ep", "all_gather", size, "counts"),)
 
 
