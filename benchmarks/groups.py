@@ -220,13 +220,24 @@ def run_by(plan: Plan, group: Any, operands: Operands) -> torch.Tensor:
         del choices.plan
 
 
-def decided(group: Any, collective: str, num_bytes: int) -> tuple[str, str, list[tuple[Plan, float | None]]]:
-    """The name of the plan that a caller gets; why it has no price, or ""; and the plans to try, with their prices."""
+def chosen_by(group: Any, collective: str, num_bytes: int) -> tuple[str, str]:
+    """The name of the plan that a caller of this rank's group gets; why it has no price, or ""."""
     choices = group._planned.choices
     before = choices.reasons.copy()
     plan = choices.plan(collective, num_bytes, is_float=True)
-    chosen = Strategy.FLAT.value if plan is None else plan.name
-    reason = next(iter(choices.reasons - before), "")
+    return Strategy.FLAT.value if plan is None else plan.name, next(iter(choices.reasons - before), "")
+
+
+def decided(
+    group: Any, collective: str, num_bytes: int, control: Any
+) -> tuple[str, str, list[tuple[Plan, float | None]]]:
+    """The name of the plan that a caller gets; why it has no price, or ""; and the plans to try, with their prices.
+
+    Siblings may have found different plans the fastest in their trials: then that of rank 0's group is taken for all of them.
+    """
+    choices = group._planned.choices
+    mine, reason = chosen_by(group, collective, num_bytes)
+    chosen = everyones(mine, control)[0]
     traffic = choices._traffic(collective, num_bytes)
     if choices.planner is None:
         return chosen, "there is no profile", []
@@ -234,10 +245,7 @@ def decided(group: Any, collective: str, num_bytes: int) -> tuple[str, str, list
         priced = contenders(choices.planner.decide(traffic).candidates, chosen)
     except PlanError as error:
         return chosen, reason or str(error), [(plan, None) for plan in unpriced(traffic)]
-    tried: list[tuple[Plan, float | None]] = [(timeline.plan, timeline.total_us) for timeline in priced]
-    if plan is not None and all(each.name != chosen for each, _ in tried):
-        tried.append((plan, None))
-    return chosen, reason, tried
+    return chosen, reason, [(timeline.plan, timeline.total_us) for timeline in priced]
 
 
 def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str, str]) -> list[Cell]:
@@ -247,12 +255,10 @@ def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str
         if dist.get_rank() == 0:
             print(f"{len(nodes)}x{nodes[0]}: {layout}", flush=True)
         group = group_of_mine(groups, "commlayer")
-        Operands("all_reduce", SIZES[0], len(groups[0])).run(
-            group
-        )  # what a group finds out at its first call is known then
         for size, collective in product(sizes_of(groups, sizes), COLLECTIVES):
             operands = Operands(collective, size, len(groups[0]))
-            chosen, reason, plans = decided(group, collective, operands.num_bytes)
+            operands.run(group)  # what a group finds out in its first call of such a size is known then
+            chosen, reason, plans = decided(group, collective, operands.num_bytes, control)
             if not plans:
                 raise RuntimeError(
                     f"{layout}: expected the backend to have a profile of {nodes}, it has none: {reason}"
@@ -320,7 +326,7 @@ def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
 
 def plans_of(group: Any, collective: str, num_bytes: int, control: Any) -> str:
     """What a call gets in each of the siblings: on uneven nodes they have other shapes, and may have other plans."""
-    plan, reason, _ = decided(group, collective, num_bytes)
+    plan, reason = chosen_by(group, collective, num_bytes)
     mine = f"{'+'.join(map(str, group.shape))}: {plan}{', no price' if reason else ''}"
     return "; ".join(dict.fromkeys(everyones(mine, control)))
 

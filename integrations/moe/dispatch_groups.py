@@ -25,8 +25,10 @@ class ExpertGrid:
 
     @property
     def num_reached(self) -> int:
-        """The count of numbers that ranks tell each other of the nodes and ranks that their tokens reach: the same for every layout
-        of nodes, of which a group of EP ranks touches EP at most."""
+        """The count of numbers that ranks tell each other of the nodes and ranks that their tokens reach.
+
+        It is the same for every layout of nodes, of which a group of EP ranks touches EP at most.
+        """
         return 2 * self.ep.size if self.etp.size == 1 else 0
 
     @property
