@@ -19,10 +19,11 @@ from commlayer.scheduler.wire import NATIVE
 
 __all__ = ["LONGEST_US", "RUNS", "Corrections", "Trial", "may_try"]
 
-_LEAST_TOLERANCE = 0.1
-"""A profile that knows its plans' times better than this is believed: a trial is noisier."""
-_CONTENDS = 2.0
-"""A plan contends that is predicted slower by no more than this many times the profile's error: two curves may err both ways."""
+_LEAST_TOLERANCE, _CHEAP_US = 0.1, 4e4
+"""A profile that knows its plans' times better than this is believed, but where a trial costs as little as this."""
+_CONTENDS, _LEAST_ERROR = 2.0, 0.2
+"""A plan contends that is predicted slower by no more than this many times the profile's error, which is taken to be as large as
+this at least: two curves may err both ways, and not all that is uncertain shows when a point is left out."""
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
 LONGEST_US, _BUDGET_US = 1.5e5, 3e5
@@ -93,10 +94,11 @@ class Corrections:
         limit_us = min(LONGEST_US, _BUDGET_US - self.spent_us) / RUNS
         for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
-            if not is_wanted and decision.tolerance < _LEAST_TOLERANCE:
-                return None
+            most_us = (
+                limit_us if is_wanted or decision.tolerance >= _LEAST_TOLERANCE else min(limit_us, _CHEAP_US / RUNS)
+            )
             contenders = _contenders(decision)
-            if sum(timeline.total_us for timeline in contenders) <= limit_us:
+            if sum(timeline.total_us for timeline in contenders) <= most_us:
                 return Trial(contenders, asked) if len(contenders) > 1 else None
         return None
 
@@ -122,7 +124,7 @@ def _contenders(decision: Decision) -> tuple[Timeline, ...]:
     fastest: dict[Strategy, Timeline] = {}
     for timeline in sorted(decision.candidates, key=lambda each: each.total_us):
         fastest.setdefault(timeline.plan.strategy, timeline)
-    return tuple(_near(fastest.values(), 1.0 + _CONTENDS * max(decision.tolerance, _LEAST_TOLERANCE)))
+    return tuple(_near(fastest.values(), 1.0 + _CONTENDS * max(decision.tolerance, _LEAST_ERROR)))
 
 
 def _near(timelines: Iterable[Timeline], most: float) -> list[Timeline]:

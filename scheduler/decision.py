@@ -28,7 +28,7 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
 _OF_SAME_LEGS = 0.25
-"""The part of the tolerance that holds between plans of one strategy in different numbers of chunks."""
+"""The part of the tolerance that holds between plans of the same legs, in one chunk or several."""
 _MAX_GROUPS = 64
 """Shapes of groups, of which a job has a handful."""
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
@@ -193,13 +193,13 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
 
 
 def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> Timeline:
-    """The plan of the simplest kind that is slower than the best one by no more than ``tolerance``; of that kind the one of the
-    fewest chunks, within a part of the tolerance only: plans of the same legs err by the same curves, and so alike."""
+    """The plan of the simplest strategy that is slower than the best one by no more than ``tolerance``; of those with its
+    legs the one of the fewest chunks, within a part of the tolerance only: they err by the same curves, and so alike."""
     near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
     simplest = min(near, key=_simplicity)
-    kind = [timeline for timeline in priced if _kind(timeline.plan) == _kind(simplest.plan)]
-    most_us = min(timeline.total_us for timeline in kind) * (1.0 + tolerance * _OF_SAME_LEGS)
-    return min((timeline for timeline in kind if timeline.total_us <= most_us), key=_simplicity)
+    alike = [timeline for timeline in priced if _legs(timeline.plan) == _legs(simplest.plan)]
+    most_us = min(timeline.total_us for timeline in alike) * (1.0 + tolerance * _OF_SAME_LEGS)
+    return min((timeline for timeline in alike if timeline.total_us <= most_us), key=_simplicity)
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
@@ -264,6 +264,12 @@ def _fills_link(plan: Plan, profile: Profile, efficiency: float, cut: float = 1.
 def _kind(plan: Plan) -> tuple[Strategy, WireFormat]:
     """Plans of one kind differ in their chunks."""
     return plan.strategy, plan.wire.format
+
+
+def _legs(plan: Plan) -> tuple[Strategy, WireFormat]:
+    """A hierarchical plan is a pipelined one of one chunk."""
+    is_grouped = plan.traffic.collective != "all_to_all" and plan.strategy is Strategy.PIPELINED
+    return Strategy.HIERARCHICAL if is_grouped else plan.strategy, plan.wire.format
 
 
 def _simplicity(timeline: Timeline) -> tuple[int, int, int]:
