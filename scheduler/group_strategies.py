@@ -44,6 +44,8 @@ _IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")
 _PIECES = (16, 12, 8, 6, 4, 3, 2)
 _FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 """Of a call that yields to others: more than it takes to fill a pipeline."""
+_LEAST_DUPLEX = 16
+"""Chunks of an all_reduce on unequal cards, at least, where its size allows it."""
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -94,6 +96,8 @@ def group_candidates(
         for count in chunk_counts
         if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
     ]
+    if is_duplex(traffic, 2, NATIVE):  # what is collected is a chunk behind what is shared, and prices do not know it
+        counts = [count for count in counts if count >= _LEAST_DUPLEX] or counts[-1:]
     for wire in traffic.wires:
         for strategy in filter(strategies.__contains__, (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL)):
             with contextlib.suppress(PlanError):

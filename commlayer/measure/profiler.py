@@ -44,6 +44,8 @@ _PAIRS = (
 )
 _PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
 """A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
+_LARGE = 4
+"""A curve that ends at this part of the link's longest one shows the rate of a stream."""
 HOSTS = "hosts"
 """The entry of a profile's environment that says on which nodes it found slow links, in their order."""
 _GROUP_SHARE = 8
@@ -323,9 +325,13 @@ def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Inte
 
 def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:
     best: dict[Resource, float] = {}
+    longest: dict[Resource, int] = {}
     for curve in curves:
-        # At the largest size: of a smaller one a wire takes a burst on credit, which a stream pays back.
-        best[curve.link] = max(curve.busbw_gbps(curve.bytes[-1]), best.get(curve.link, 0.0))
+        longest[curve.link] = max(curve.bytes[-1], longest.get(curve.link, 0))
+    for curve in curves:
+        # At the largest sizes: of a smaller one a wire takes a burst on credit, which a stream pays back.
+        if curve.bytes[-1] * _LARGE >= longest[curve.link]:
+            best[curve.link] = max(curve.busbw_gbps(curve.bytes[-1]), best.get(curve.link, 0.0))
     known = {Resource.INTER: options.inter_gbps, Resource.INTRA: options.intra_gbps, Resource.DEVICE: None}
     rates = {link: known[link] or best.get(link) for link in known}
     fallback = best.get(Resource.INTRA) or max(best.values())
