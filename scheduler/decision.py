@@ -27,6 +27,8 @@ __all__ = ["Decision", "Planner", "Policy", "choose"]
 
 _MAX_DECISIONS = 256
 """A decision keeps all its alternatives, up to some 100 KB, and a dropless MoE layer may ask for a new size each step."""
+_OF_HELD_OUT = 0.5
+"""The part of a curve's hold-out error that its predictions between two measured sizes are taken to have."""
 _OF_SAME_LEGS = 0.25
 """The part of the tolerance that holds between plans of the same legs, in one chunk or several."""
 _MAX_GROUPS = 64
@@ -279,13 +281,15 @@ def _simplicity(timeline: Timeline) -> tuple[int, int, int]:
 
 
 def _error(plans: list[Plan], profile: Profile) -> float:
-    """The median hold-out error of the curves that these plans rest on, as a fraction; 0.0 where none states one."""
+    """The error of the curves that these plans rest on, as a fraction: half their median hold-out error, for a point is left out
+    between two that are as far apart again as those it is usually found between; 0.0 where none states one."""
     simple = [plan for plan in plans if plan.chunks == 1] or plans[:1]  # chunks look the same curves up
     curves = {curve.key: curve.holdout_error for plan in simple for curve in curves_of(plan, profile)}
     errors = sorted(error for error in curves.values() if error is not None)
     if not errors:
         return 0.0
-    return (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+    median = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+    return _OF_HELD_OUT * median
 
 
 class Planner:

@@ -103,7 +103,8 @@ def planner_for(
 
 def as_probe(profile: Profile) -> Profile:
     """``profile``, stating how little it knows, so that whoever reads its file decides as the job that measured it."""
-    curves = [msgspec.structs.replace(curve, holdout_error=_PROBE_ERROR) for curve in profile.curves]
+    held_out = 2 * _PROBE_ERROR  # of which a decision takes half
+    curves = [msgspec.structs.replace(curve, holdout_error=held_out) for curve in profile.curves]
     return profile.replace(curves=curves, plan_from_bytes=_PROBE_FROM_BYTES)
 
 

@@ -45,7 +45,7 @@ _PAIRS = (
 _PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
 """A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
 _LARGE = 4
-"""A curve that ends at this part of the link's longest one shows the rate of a stream."""
+"""Sizes of this part of the largest one on a link, and more, show the rate of a stream."""
 HOSTS = "hosts"
 """The entry of a profile's environment that says on which nodes it found slow links, in their order."""
 _GROUP_SHARE = 8
@@ -329,9 +329,9 @@ def _peaks(curves: list[Curve], options: SweepOptions) -> Peaks:
     for curve in curves:
         longest[curve.link] = max(curve.bytes[-1], longest.get(curve.link, 0))
     for curve in curves:
-        # At the largest sizes: of a smaller one a wire takes a burst on credit, which a stream pays back.
-        if curve.bytes[-1] * _LARGE >= longest[curve.link]:
-            best[curve.link] = max(curve.busbw_gbps(curve.bytes[-1]), best.get(curve.link, 0.0))
+        # At large sizes only: of a smaller one a wire takes a burst on credit, which a stream pays back.
+        large = [size for size in curve.bytes if size * _LARGE >= longest[curve.link]]
+        best[curve.link] = max([best.get(curve.link, 0.0), *map(curve.busbw_gbps, large)])
     known = {Resource.INTER: options.inter_gbps, Resource.INTRA: options.intra_gbps, Resource.DEVICE: None}
     rates = {link: known[link] or best.get(link) for link in known}
     fallback = best.get(Resource.INTRA) or max(best.values())

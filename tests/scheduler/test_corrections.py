@@ -67,7 +67,7 @@ def test_a_good_profile_is_believed_unless_trials_are_asked_for() -> None:
 
 
 def test_what_was_not_tried_is_not_taken_because_all_others_were_slow() -> None:
-    planner, corrections = Planner(coarse(0.11)), Corrections()
+    planner, corrections = Planner(coarse()), Corrections()
     trial = corrections.trial(planner, traffic(1 << 19), is_wanted=False)
     assert trial is not None
     slow = trial.contenders[0]

@@ -321,7 +321,7 @@ def test_a_reason_says_what_was_compared_and_by_which_limit() -> None:
     lenient = choose(traffic, profile, Policy(tolerance=5.0))
     assert "less than the policy's tolerance of 500.0%, so the simpler plan stays" in lenient.reason()
     own = choose(traffic, synthetic_profile(error=5.0))
-    assert "less than the profile's own error of 500.0%" in own.reason()
+    assert "less than the profile's own error of 250.0%" in own.reason()
 
 
 @pytest.mark.parametrize(
