@@ -177,7 +177,7 @@ class Operands:
         return self.out
 
     def result(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What ``call`` gives from the same input each time."""
+        """The result of ``call`` on the same input each time."""
         self.out.copy_(self.whole)
         return call().clone()
 
@@ -279,13 +279,13 @@ def cells(nodes: tuple[int, ...], sizes: Sequence[int], environment: Mapping[str
 
 
 class _Said(ControlMessage, frozen=True):
-    """What a rank's group does with a call."""
+    """The choice of a rank's group for a call."""
 
     text: str
 
 
 def everyones(text: str, control: Any) -> list[str]:
-    """What every rank says."""
+    """The texts of all ranks, in rank order."""
     return [said.text for said in gather_messages(_Said(text), _Said, Peers.of(control), 60.0, "to compare choices")]
 
 
@@ -325,7 +325,7 @@ def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
 
 
 def plans_of(group: Any, collective: str, num_bytes: int, control: Any) -> str:
-    """What a call gets in each of the siblings: on uneven nodes they have other shapes, and may have other plans."""
+    """The plan of a call in each of the siblings: on uneven nodes they have other shapes, and may have other plans."""
     plan, reason = chosen_by(group, collective, num_bytes)
     mine = f"{'+'.join(map(str, group.shape))}: {plan}{', no price' if reason else ''}"
     return "; ".join(dict.fromkeys(everyones(mine, control)))

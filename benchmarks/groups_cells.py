@@ -18,7 +18,7 @@ __all__ = ["Cell", "Versus", "Way", "contenders", "is_swept", "layouts", "sizes_
 
 SIZES = (1 << 20, 4 << 20, 16 << 20)
 _MOST_BYTES, _MOST_OF_RANKS = 32 << 20, 128 << 20
-"""Of all siblings, and of all ranks, together: larger cells would take most of the run, on slowed wires."""
+"""Bytes of all siblings, and of all ranks, together: larger cells would take most of the run, on slowed wires."""
 _FURTHER = 1
 """Plans that are tried beside the chosen one, flat, and the best-priced of each strategy."""
 _COLUMNS = ("layout", "groups", "swept", "collective", "size", "chosen", "predicted", "measured", "error", "best")

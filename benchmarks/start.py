@@ -126,7 +126,7 @@ class FakeOfTorch(metaclass=_OfAll):
 
 
 def made_of_fakes(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """What commlayer takes for a Gloo group; its second mesh is C++'s, which holds only what is torch's own."""
+    """The stand-in that commlayer takes for a Gloo group; its second mesh is C++'s, which holds only what is torch's own."""
     inner = store
     while hasattr(inner, "underlying_store"):
         inner = inner.underlying_store
