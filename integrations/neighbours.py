@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,13 +38,19 @@ def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) ->
             'init_process_group("commlayer"), or say the number itself with group.use_siblings()'
         )
     mine = dist.get_process_group_ranks(group)
-    ranks = [rank for members in groups for rank in members]
-    if sorted(mine) not in [sorted(members) for members in groups] or len(set(ranks)) < len(ranks):
+    try:
+        listed = [[operator.index(rank) for rank in members] for members in groups]
+    except TypeError as error:
         raise UsageError(
-            f"rank {dist.get_rank()}: expected groups without common ranks, {mine} among them, got "
-            f"{[list(members) for members in groups]}"
+            f"rank {dist.get_rank()}: expected lists of ranks, one for each group, got {groups!r}"
+        ) from error
+    ranks = [rank for members in listed for rank in members]
+    is_sound = len(set(ranks)) == len(ranks) and all(listed) and set(ranks) <= set(job.ranks)
+    if not is_sound or sorted(mine) not in [sorted(members) for members in listed]:
+        raise UsageError(
+            f"rank {dist.get_rank()}: expected groups of the job's ranks without common ones, {mine} among them, got {listed}"
         )
-    planned.use_siblings(_siblings(job, mine, groups))
+    planned.use_siblings(_siblings(job, mine, listed))
 
 
 def tell_neighbours(mesh: DeviceMesh) -> None:
@@ -64,7 +71,7 @@ def _siblings(job: world.World, mine: Sequence[int], groups: Sequence[Sequence[i
     place = {rank: index for index, rank in enumerate(job.ranks)}
 
     def nodes_of(members: Sequence[int]) -> set[int]:
-        return {job.topology.node_of(place[rank]) for rank in members if rank in place}
+        return {job.topology.node_of(place[rank]) for rank in members}
 
     touched = [nodes_of(members) for members in groups]
     return max(sum(node in nodes for nodes in touched) for node in nodes_of(mine))

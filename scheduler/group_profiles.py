@@ -56,7 +56,7 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
     slowest = min(profile.node_rates, default=1.0)
     references = [_Shape(*each, slowest) for each in spanning]
     wanted = _Shape(nodes, count, rate or slowest)
-    if wanted in references:
+    if wanted in references and (nodes != (2,) or _has_pairs(profile)):
         return profile
     curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
     for probe in probes_of_group("group", nodes):
@@ -78,6 +78,12 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
         curves=tuple(curves.values()),
         slow_links=(),
     )
+
+
+def _has_pairs(profile: Profile) -> bool:
+    """Whether two ranks of a node were measured: profiles of an earlier version, such as those that are shipped, have no such
+    curves."""
+    return any(curve.link is Resource.INTRA and curve.group_size == 2 for curve in profile.curves)
 
 
 def fits(cluster: Sequence[int], nodes: Sequence[int]) -> bool:

@@ -35,6 +35,8 @@ __all__ = ["Order"]
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
 
+_MOST_SIBLINGS = 1 << 20
+
 
 class Order:
     """One group's calls, in the order in which the program makes them, the same on all ranks.
@@ -148,10 +150,11 @@ class Order:
         self.is_direct = not self.needs_look and not self.is_watched
 
     def use_siblings(self, siblings: int) -> None:
-        """Plan, from the next call on, for so many groups that use a node at the same time. UsageError for a negative number."""
-        if siblings < 0:
+        """Plan, from the next call on, for so many groups that use a node at the same time. UsageError for what is no number
+        of groups."""
+        if type(siblings) is not int or not 0 <= siblings <= _MOST_SIBLINGS:
             raise UsageError(
-                f"{self.members.who}: use_siblings expects how many groups share a node, or 0 for all of them, got {siblings}"
+                f"{self.members.who}: use_siblings expects how many groups share a node, or 0 for all of them, got {siblings!r}"
             )
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
         self.progress.run("use_siblings", self.inner.planned.choices.use_siblings, (siblings,))

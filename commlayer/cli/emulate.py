@@ -77,12 +77,20 @@ def emulate(
         raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
     with _built(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay, mode=mode) as cluster:
         for node, rate in slow_nodes:
-            cluster.shape(inter=rate, node=node)
+            _slow_down(cluster, node, rate)
         _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + _described(slow_nodes))
         if prefix is None:
             prefix = nodes * (1 if per_node else ranks_per_node) > 1
         status = _run(cluster, command, None if timeout is None else timeout / 1e6, per_node=per_node, prefix=prefix)
     sys.exit(status)
+
+
+def _slow_down(cluster: EmulatedCluster, node: int, rate: str) -> None:
+    """Give a node's interface another rate. Raises UsageError naming the option; RightsError where nothing is shaped."""
+    try:
+        cluster.shape(inter=rate, node=node)
+    except UsageError as error:
+        raise UsageError(f"--slow-node {node}:{rate}: {error}") from error
 
 
 def _described(slow_nodes: Sequence[tuple[int, str]]) -> str:

@@ -66,12 +66,20 @@ def test_lists_that_cannot_be_are_refused(emulated_cluster: ClusterFactory) -> N
     def job() -> None:
         start("none")
         group: Any = dist.new_group([0, 1])
-        with pytest.raises(UsageError, match=r"rank \d: expected groups without common ranks"):
+        with pytest.raises(UsageError, match=r"rank \d: expected groups of the job's ranks without common ones"):
             use_neighbours(group, [[0, 1], [1, 2]])
         with pytest.raises(UsageError, match=r"\[0, 1\] among them"):
             use_neighbours(group, [[0], [1]])
-        with pytest.raises(UsageError, match="use_siblings expects how many groups"):
-            group.use_siblings(-1)
+        for wrong in ([[0, 1], [7]], [[0, 1], []]):
+            with pytest.raises(UsageError, match="without common ones"):
+                use_neighbours(group, wrong)
+        for no_lists in (None, [0, 1], [group]):
+            with pytest.raises(UsageError, match="expected lists of ranks"):
+                use_neighbours(group, no_lists)  # type: ignore[arg-type]
+        use_neighbours(group, (ranks for ranks in [[0, 1]]))  # type: ignore[arg-type]
+        for number in (-1, 1.5, "a", True, 10**30, None):
+            with pytest.raises(UsageError, match="use_siblings expects how many groups"):
+                group.use_siblings(number)
         other = dist.new_group([0, 1], backend="gloo")
         with pytest.raises(GroupError, match="needs a group of backend commlayer"):
             use_neighbours(other, [[0, 1]])

@@ -114,6 +114,12 @@ def test_every_collective_of_every_group_has_a_price() -> None:
                 assert decision.basis == ("measured" if found is profile else decision.basis)
 
 
+def test_an_older_profile_prices_two_ranks_of_a_node_too() -> None:
+    profile = load_profile("emulated-2x4")  # measured before pairs were
+    decision = choose(Traffic.on_nodes("all_reduce", 1 << 20, (2,)), group_profile(profile, (2,)))
+    assert decision.basis == "derived"
+
+
 def test_what_a_price_rests_on_is_in_its_reason() -> None:
     profile = ideal("2x4")
     decision = choose(Traffic.on_nodes("all_gather", 1 << 20, (3, 3)), group_profile(profile, (3, 3)))
