@@ -155,7 +155,7 @@ class Messages:
 
 
 def run_rank(backend: str, rank: int, size: int, port: int, *, is_real: bool) -> dict[str, Any]:
-    """What the start costs this rank."""
+    """The cost of the start for this rank."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_PROFILE"] = "none"
     inner = TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)

@@ -349,7 +349,7 @@ class GroupCommunicator:
     def _over(
         self, out: torch.Tensor, x: torch.Tensor, send_rows: Rows, receive_rows: Rows, most_rows: int | None, over: Span
     ) -> Callable[[], Any] | None:
-        """What starts an all_to_all among the ranks of each rail or node; None: the group's own call, which sends nothing to the
+        """The start of an all_to_all among the ranks of each rail or node; None: the group's own call, which sends nothing to the
         others either. Raises TensorError for rows to or from ranks that are not among them."""
         if send_rows is None or receive_rows is None or most_rows is None:
             raise TensorError(

@@ -46,7 +46,7 @@ _AGREED = (
 
 
 class _Card(ControlMessage, frozen=True):
-    """What a rank says when a group is made. ``must_agree``: names and values that all ranks must have alike."""
+    """The card that a rank shows when a group is made. ``must_agree``: names and values that all ranks must have alike."""
 
     must_agree: dict[str, str]
     failure: Reason | None = None

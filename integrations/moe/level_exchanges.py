@@ -16,7 +16,7 @@ __all__ = ["LevelExchanges"]
 
 
 class LevelExchanges:
-    """Those of one dispatcher. Rows take its wire formats on the rails; inside nodes they go as they are."""
+    """The exchanges of one dispatcher. Rows take its wire formats on the rails; inside nodes they go as they are."""
 
     def __init__(self, grid: ExpertGrid, ways: WireGroups) -> None:
         self._grid, self._ways = grid, ways

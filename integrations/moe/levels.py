@@ -121,7 +121,7 @@ class RowsOnLevel:
 
     @classmethod
     def of_call(cls, levels: Levels, reached: torch.Tensor) -> tuple[RowsOnLevel, RowsOnLevel]:
-        """Those on rails, and those inside nodes. ``reached`` [EP, nodes + EP]: :meth:`Levels.reached` of each rank, which all
+        """Count rows on rails, and inside nodes. ``reached`` [EP, nodes + EP]: :meth:`Levels.reached` of each rank, which all
         ranks know: so they find the same here."""
         m, width = len(levels.nodes), levels.width
         ranks = torch.tensor(levels.nodes)  # [node, place]
@@ -200,7 +200,7 @@ def two_level_way(
 def _arriving(
     levels: Levels, by_source: Sequence[torch.Tensor], order: Sequence[int], capacity: int | None
 ) -> tuple[torch.Tensor, RowMap, list[int]]:
-    """What arrives here, sources in ``order``: where its weights lie, the rows that this rank's experts get of it, sorted by
+    """Map what arrives here, sources in ``order``: where its weights lie, the rows that this rank's experts get of it, sorted by
     expert, then source, then token, and how many come from each source."""
     size, count = len(levels.experts), levels.experts[levels.rank]
     first = sum(levels.experts[: levels.rank])
