@@ -29,8 +29,8 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
-from commlayer.integrations.moe.levels import distinct_nodes
 from commlayer.measure.profiler import SweepOptions
+from commlayer.scheduler.rails import distinct_nodes
 
 KINDS = ("all_to_all", "two_level", "all_gather", "auto")
 INTER = "400mbit"

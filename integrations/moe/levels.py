@@ -10,7 +10,6 @@ with an expert on this node), A rows that arrive here (tokens with an expert of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,25 +18,11 @@ import torch
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.row_maps import RowMap, make_row_map
-from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.profiles.errors import GroupError
 
-__all__ = ["Levels", "RowsOnLevel", "TwoLevelWay", "distinct_nodes", "two_level_way"]
+__all__ = ["Levels", "RowsOnLevel", "TwoLevelWay", "two_level_way"]
 
 _MOST_KEPT = 64
-
-
-def distinct_nodes(num_experts: int, num_nodes: int, top_k: int) -> float:
-    """The expected number of nodes that hold any of a token's ``top_k`` different experts, all choices being as likely, where
-    every node holds as many of ``num_experts``: ``n · (1 − C(E − E/n, k) / C(E, k))``.
-
-    Raises UsageError for numbers that cannot be.
-    """
-    if num_nodes < 1 or num_experts % num_nodes or not 0 <= top_k <= num_experts:
-        raise UsageError(
-            f"expected experts that {num_nodes} nodes share evenly, and at most as many choices; got {num_experts} and {top_k}"
-        )
-    elsewhere = num_experts - num_experts // num_nodes
-    return num_nodes * (1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.overlap import choose_slices
 from commlayer.scheduler.plan import Span
+from commlayer.scheduler.rails import LEAST_GAIN
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
@@ -33,9 +34,6 @@ __all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded"
 RowsOf = tuple[int, torch.dtype]
 DISPATCH_KINDS = ("all_to_all", "all_gather", "two_level")
 _WHOLE = (FINEST,)
-_MARGIN = 0.1
-"""Another kind than all_to_all is taken where it is predicted faster by more than this: it also computes maps of all ranks'
-tokens."""
 _MOST_KEPT = 256
 
 
@@ -185,7 +183,7 @@ class DispatchPlanner:
                 "all_gather": each["all_to_all"],
                 "two_level": self._least_flat_us(layout, like, each["all_to_all"]),
             }
-            faster = [kind for kind in each if each[kind] * (1 + _MARGIN) < to_beat.get(kind, 0.0)]
+            faster = [kind for kind in each if each[kind] * (1 + LEAST_GAIN) < to_beat.get(kind, 0.0)]
             kind = min(faster, key=lambda kind: each[kind], default="all_to_all")
             others = ", ".join(f"{other} {each[other]:.0f}" for other in each if other != kind)
             return kind, each, f"{kind}: predicted {each[kind]:.0f} µs in all, {others}"

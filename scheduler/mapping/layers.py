@@ -8,6 +8,7 @@ What is hidden, and behind what:
 - ``context`` of the kind ``ring``: keys and values travel beside the attention's core; of the kind ``gather`` before it.
 - tokens on their way to experts in chunks beside the experts' work, where the software does that (scheduler/overlap.py) and the
   experts are whole (etp 1).
+- tokens in two levels (mapping/dispatch_levels.py) behind nothing: they are so where that is predicted to take less all the same.
 - what ``selective`` recomputation sends again is issued at the beginning of the layer's backward pass (MegaScale-MoE, figure 8b).
 """
 
@@ -19,14 +20,16 @@ from dataclasses import replace
 from commlayer.profiles.errors import InternalError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, layer_backward, layer_forward
 from commlayer.scheduler.overlap import choose_slices, posted
-from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
+from commlayer.scheduler.rails import LEAST_GAIN
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 
@@ -58,6 +61,7 @@ class LayerBuilder:
 
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
+        self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
         """The call of an exchange (once), by the plan that the run time would choose."""
@@ -65,6 +69,8 @@ class LayerBuilder:
         if exchange.collective == SEND_RECV:
             us = exchange.count * self.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
             plan, durations_us = build(_around(exchange, nodes), Strategy.FLAT), (us,)
+        elif exchange.over is not Span.GROUP:
+            (plan, us), durations_us = self.pricer.over(exchange.over, exchange.logical_bytes, nodes), None
         else:
             lane = exchange.lane if self.software.lanes else ""  # who yields to nobody is not cut for it
             decision = self.pricer.decide(exchange.collective, exchange.logical_bytes, nodes, lane)
@@ -72,6 +78,48 @@ class LayerBuilder:
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         profile = self.cluster.profile_of(nodes)
         return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part)
+
+    def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
+        """List the exchanges of ``setup`` as they go: those of tokens in two levels where that takes less time."""
+        levels = self._chosen(setup)[0]
+        return exchanges if levels is None else levels.replaced(exchanges)
+
+    def dispatch_note(self, setup: Setup) -> str:
+        """Why tokens go to their experts in two levels; empty where they do not."""
+        return self._chosen(setup)[1]
+
+    def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
+        """The levels in which tokens go, and why; none where they go flat. Of one setup always the same."""
+        nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
+        levels = DispatchLevels.of(self.job, setup, self.software, nodes)
+        if levels is None:
+            return None, ""
+        degrees = (setup.tp, setup.cp, setup.ep, setup.micro_batch)
+        key = (*degrees, setup.precision, setup.attention, setup.folded, nodes)
+        if key not in self._levels:
+            flat_us, levels_us = self._dispatch_us(setup, None), self._dispatch_us(setup, levels)
+            why = (
+                f"tokens go to their experts in two levels, on {levels.nodes:.2g} of {levels.num_nodes} nodes where flat sends "
+                f"{self.job.model.top_k} rows: a layer's dispatch, experts and combine are predicted {levels_us:.0f} µs, "
+                f"flat {flat_us:.0f}"
+            )
+            self._levels[key] = (levels, why) if levels_us < flat_us else (None, "")
+        found, why = self._levels[key]
+        return (levels if found else None), why
+
+    def _dispatch_us(self, setup: Setup, levels: DispatchLevels | None) -> float:
+        """A layer's tokens to their experts, these, and back, forward and backward."""
+        work, total = layer_work(self.job, setup, self.compute, True, splits_ffn(self.software, setup.attention)), 0.0
+        plain = replace(setup, recompute="none")
+        for list_exchanges, is_forward in ((layer_forward, True), (layer_backward, False)):
+            exchanges = [
+                each
+                for each in list_exchanges(self.job, plain, self.software)
+                if each.place in ("dispatch", "combine") and not each.name.endswith(_AGAIN)
+            ]
+            at = self._calls(plain, exchanges if levels is None else levels.replaced(exchanges))
+            total += self.timed(self._experts(plain, work, at, levels, is_forward=is_forward)).total_us
+        return total
 
     def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
         """One layer's forward pass of a micro-batch."""
@@ -114,6 +162,9 @@ class LayerBuilder:
         return _broken_down(forecast, program), forecast
 
     def _places(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
+        return self._calls(setup, self.sent(setup, exchanges))
+
+    def _calls(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
         found: Places = {}
         for each in exchanges:
             found.setdefault(each.place, []).append(self.call(setup, each))
@@ -141,7 +192,7 @@ class LayerBuilder:
             _sync(at.pop("counts", [])),
             _sync(at.pop("before_ffn", [])),
             Compute(work.shared.forward, "dense"),
-            self._experts(setup, work, at, is_forward=True),
+            self._experts(setup, work, at, self._chosen(setup)[0], is_forward=True),
             _sync(at.pop("after_ffn", [])),
             last,
         )
@@ -162,7 +213,7 @@ class LayerBuilder:
             _around_products(
                 again.pop("before_ffn", []), Compute(work.shared.backward, "dense"), at.pop("before_ffn", [])
             ),
-            self._experts(setup, work, at, is_forward=False),
+            self._experts(setup, work, at, self._chosen(setup)[0], is_forward=False),
             Compute(work.router.backward, "dense"),
             Compute(work.middle.backward, "memory"),
             after if is_tensor else [],
@@ -193,7 +244,9 @@ class LayerBuilder:
             return [*map(Issue, context), core, *map(Wait, context)]
         return [*_sync(context), core]
 
-    def _experts(self, setup: Setup, work: LayerWork, at: Places, *, is_forward: bool) -> list[Item]:
+    def _experts(
+        self, setup: Setup, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool
+    ) -> list[Item]:
         """Dispatch, experts and combine; backward the other way round."""
         out = [*at.pop("dispatch", []), *at.pop("gather_experts", [])]
         home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
@@ -204,9 +257,17 @@ class LayerBuilder:
             computed = [Compute(work.experts.backward, "experts"), Compute(work.expert_memory.backward, "memory")]
             first, last = Compute(work.unpermute.backward, "memory"), Compute(work.permute.backward, "memory")
             out, home = home[::-1], out[::-1]
+        if levels is not None and out and home:
+            return [first, *_sync(out), *computed, *_sync(home), self._of_levels(levels, [*out, *home]), last]
         if self._hides(setup, out, home):
             return [first, *self._chunked(out[0], home[0], computed, is_forward), last]
         return [first, *_sync(out), *computed, *_sync(home), last]
+
+    def _of_levels(self, levels: DispatchLevels, calls: Sequence[PlannedCall]) -> Compute:
+        """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks' tokens, which the dispatcher
+        takes for a part of the exchanges' time."""
+        moved = self.compute.memory_us(levels.moved_elements * self.software.activation_bytes)
+        return Compute(moved + LEAST_GAIN * sum(call.us for call in calls), "memory")
 
     def _hides(self, setup: Setup, out: list[PlannedCall], home: list[PlannedCall]) -> bool:
         """Whole experts, and one exchange each way: others would need a plan of their own."""

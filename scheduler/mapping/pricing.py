@@ -15,7 +15,9 @@ from commlayer.scheduler.decision import Decision, Policy, choose
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.plan import Strategy
+from commlayer.scheduler.plan import Plan, Span, Strategy
+from commlayer.scheduler.price import price
+from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.traffic import Traffic, link_over
 
 __all__ = ["Pricer"]
@@ -46,6 +48,7 @@ class Pricer:
         self.cluster = cluster
         self.policy = Policy(strategies=tuple(strategies), lanes=lanes or LanePolicy(), min_bytes=min_bytes)
         self._decisions = Kept[tuple[str, int, tuple[int, ...], str], Decision](_MOST_DECISIONS)
+        self._over = Kept[tuple[Span, int, tuple[int, ...]], tuple[Plan, float]](_MOST_DECISIONS)
         self._times: dict[tuple[int, ...], _Times] = {}
         # The same by the identity of nodes: hashing those of a thousand nodes takes longer than everything else. They are
         # kept beside, so that no other object gets that identity.
@@ -83,6 +86,15 @@ class Pricer:
         if found is None:
             decision = choose(Traffic.on_nodes(*key), self.cluster.profile_of(nodes), self.policy)
             found = self._decisions.add(key, decision)
+        return found
+
+    def over(self, span: Span, logical_bytes: int, nodes: tuple[int, ...]) -> tuple[Plan, float]:
+        """The plan of an all_to_all_v over the rails, or inside the nodes, of a group on ``nodes``, and its time in µs."""
+        found = self._over.get((span, logical_bytes, nodes))
+        if found is None:
+            plan = exchange_over(span, nodes, logical_bytes)
+            timed = plan, price(plan, self.cluster.profile_of(nodes)).total_us
+            found = self._over.add((span, logical_bytes, nodes), timed)
         return found
 
     def _of(self, nodes: tuple[int, ...]) -> _Times:

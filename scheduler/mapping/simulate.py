@@ -43,6 +43,7 @@ from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, Traffics
 from commlayer.scheduler.mapping.software import COMMLAYER, Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, whole_step
+from commlayer.scheduler.plan import Span
 from commlayer.scheduler.programs import Breakdown, Item, run_alone
 from commlayer.scheduler.traffic import link_over
 
@@ -155,9 +156,18 @@ class Estimator:
             traffics=(),
             bubble=times.parts.get("bubble", 0.0) / times.total_us,
             bottleneck=_bottleneck(times),
-            notes=(*self.notes, *self._doubts(of_step / self.cluster.gpu.bf16_tflops)),
+            notes=(
+                *self.notes,
+                *self._dispatch_notes(setup, stages),
+                *self._doubts(of_step / self.cluster.gpu.bf16_tflops),
+            ),
         )
         return self._detailed(found, stages, gradients, weights) if detail else found
+
+    def _dispatch_notes(self, setup: Setup, stages: tuple[Stage, ...]) -> Iterator[str]:
+        note = self._builder(setup).dispatch_note(setup)
+        if note and any(stage.sparse for stage in stages):
+            yield note
 
     def _doubts(self, mfu: float) -> Iterator[str]:
         """What a reader of an estimate should know about its inputs."""
@@ -339,7 +349,7 @@ class Estimator:
         builder = self._builder(setup)
         forward, backward = self._programs(setup, True)
         counted: dict[StepCollective, int] = {}  # equal ones together, in order of first use
-        for exchange in whole_step(builder.job, setup, builder.software, stage=stages[-1].number):
+        for exchange in builder.sent(setup, whole_step(builder.job, setup, builder.software, stage=stages[-1].number)):
             one = replace(exchange, count=1)
             counted[one] = counted.get(one, 0) + exchange.count
         return replace(
@@ -382,6 +392,9 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, coun
     collective, size = exchange.collective, exchange.logical_bytes
     if collective == SEND_RECV:
         us, plan, link = builder.pricer.us(SEND_RECV, size, nodes), SEND_RECV, link_over(nodes).value
+    elif exchange.over is not Span.GROUP:
+        over, us = builder.pricer.over(exchange.over, size, nodes)
+        plan, link = over.steps[0].leg.name, over.steps[0].resource.value
     else:
         decision = builder.pricer.decide(collective, size, nodes, exchange.lane if builder.software.lanes else "")
         us, plan, link = decision.predicted_us, decision.plan.name, decision.bottleneck.value

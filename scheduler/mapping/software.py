@@ -25,6 +25,7 @@ class Software:
         overlaps_parameters: sharded weights are gathered beside the forward pass.
         lanes: traffic yields by class (:mod:`commlayer.scheduler.lanes`).
         hides_dispatch: tokens go to experts in chunks, beside the experts' work (:mod:`commlayer.scheduler.overlap`).
+        two_levels: a dispatch by all_to_all goes in two levels where that is predicted faster (docs/moe.md).
         activation_bytes, parameter_bytes: of an element that travels; 2: BF16.
         gathers_again: a sequence that was gathered for a product is not kept, but gathered once more for the weight's gradient
             (Megatron-LM's linear layers).
@@ -50,6 +51,7 @@ class Software:
     overlaps_parameters: bool = True
     lanes: bool = False
     hides_dispatch: bool = False
+    two_levels: bool = False
     activation_bytes: int = 2
     parameter_bytes: int = 2
     gathers_again: bool = True
@@ -73,6 +75,7 @@ COMMLAYER = Software(
     context="gather",
     lanes=True,
     hides_dispatch=True,
+    two_levels=True,
     overlaps_parameters=False,
     gathers_again=False,
     splits_ends=False,

@@ -29,6 +29,7 @@ from commlayer.scheduler.mapping.parameters import (
     stage_parameters,
 )
 from commlayer.scheduler.mapping.software import Software, splits_ffn
+from commlayer.scheduler.plan import Span
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "dispatched_rows",
     "layer_backward",
     "layer_forward",
+    "rows_of_rank",
     "step_exchanges",
     "whole_step",
 ]
@@ -76,6 +78,7 @@ class StepCollective:
         place: where in a layer or a step: ``before_attention``, ``context``, ``after_attention``, ``router``, ``counts``,
             ``dispatch``, ``gather_experts``, ``scatter_experts``, ``combine``, ``before_ffn``, ``after_ffn``, ``gradients``,
             ``parameters``, ``boundary``, ``embedding``, ``head``, ``loss``. A gradient has its activation's.
+        over: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
 
     Raises:
         UsageError: a lane or a collective that does not exist, or a negative number.
@@ -88,6 +91,7 @@ class StepCollective:
     logical_bytes: int
     place: str
     count: int = 1
+    over: Span = Span.GROUP
 
     def __post_init__(self) -> None:
         if self.lane not in LANES or (self.collective not in GROUP_COLLECTIVES and self.collective != SEND_RECV):
@@ -108,7 +112,7 @@ class StepCollective:
         """With another name, and another collective and size where they are given."""
         size = self.logical_bytes if logical_bytes < 0 else logical_bytes
         name, kind = self.name + suffix, collective or self.collective
-        return StepCollective(name, self.axis, self.lane, kind, size, self.place, self.count)
+        return StepCollective(name, self.axis, self.lane, kind, size, self.place, self.count, self.over)
 
 
 def _mirrored(exchange: StepCollective) -> StepCollective:
@@ -129,7 +133,7 @@ def axis_size(setup: Setup, axis: str) -> int:
     return math.prod(size for size, _ in setup.layout(axis))
 
 
-def _rows_of_rank(job: Job, setup: Setup) -> int:
+def rows_of_rank(job: Job, setup: Setup) -> int:
     """Positions of a sequence on one rank between the sharded parts: the fullest rank's where cp·tp does not divide them."""
     return -(-job.sequence // (setup.cp * setup.tp))
 
@@ -173,7 +177,7 @@ def dispatched_rows(job: Job, setup: Setup) -> int:
     Of ranks that have all experts (ep = 1) none is busier than the others. A capacity of ceil(factor · T·k / E) rows for every
     expert (MoE Parallel Folding's text; its equation 4 is for k = 1).
     """
-    choices = _rows_of_rank(job, setup) * setup.micro_batch * job.model.top_k
+    choices = rows_of_rank(job, setup) * setup.micro_batch * job.model.top_k
     if job.capacity_factor is None:
         return round(choices * min(job.imbalance, setup.ep))
     return job.model.experts * math.ceil(job.capacity_factor * choices / job.model.experts - 1e-9)
@@ -197,7 +201,7 @@ def _is_gathered_again(exchange: StepCollective, setup: Setup, software: Softwar
 
 def _attention(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     model, width = job.model, software.activation_bytes
-    rows = _rows_of_rank(job, setup) * setup.micro_batch
+    rows = rows_of_rank(job, setup) * setup.micro_batch
     query, key_value, value = head_sizes(model)
     needed = kv_heads_needed(model, setup.tp)
     if setup.attention == "tensor":
@@ -222,7 +226,7 @@ def _dense(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, 
     are scattered."""
     if not splits_ffn(software, setup.attention):
         return ()
-    whole = _rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
+    whole = rows_of_rank(job, setup) * setup.tp * setup.micro_batch * job.model.hidden * software.activation_bytes
     return _kept(
         setup,
         StepCollective("ffn_sequence", "tp", "tp", "all_gather", whole, "before_ffn"),
@@ -267,7 +271,7 @@ def _exchanged(job: Job, setup: Setup, software: Software) -> tuple[StepCollecti
 def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
     """All tokens go to all ranks that hold experts, with their choices and weights, and sums come back."""
     model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
-    tokens = _rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
+    tokens = rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
     size = tokens * model.hidden * software.activation_bytes
     return _kept(
         setup,
@@ -353,7 +357,7 @@ def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) ->
 def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
     first, but for the model's own ends."""
-    size = _rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
+    size = rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
     sent = setup.micro_batches(job)
     forth, back = (sent * (setup.vpp - (stage == end)) for end in (setup.pp - 1, 0))
     activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
@@ -363,7 +367,7 @@ def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple
 def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are summed and scattered, the
     head's input is gathered, and the loss needs the largest logit, the label's and the sum of exponentials (Megatron-LM)."""
-    sent, whole = setup.micro_batches(job), _rows_of_rank(job, setup) * setup.tp * setup.micro_batch
+    sent, whole = setup.micro_batches(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
     if software.splits_ends:
         size = whole * job.model.hidden * software.activation_bytes

@@ -20,11 +20,12 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import FoldedMesh, MoELayer, Rematerialise, RouterConfig, TokenDispatcher
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.handle import ChoiceCounts
-from commlayer.integrations.moe.levels import Levels, RowsOnLevel, distinct_nodes, two_level_way
+from commlayer.integrations.moe.levels import Levels, RowsOnLevel, two_level_way
 from commlayer.integrations.moe.planning import DispatchPlanner
 from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
 from commlayer.scheduler.overlap import ExpertTimes
 from commlayer.scheduler.plan import Span
+from commlayer.scheduler.rails import distinct_nodes
 from commlayer.testing.plugin import ClusterFactory
 
 HIDDEN = 8

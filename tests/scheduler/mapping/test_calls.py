@@ -30,6 +30,7 @@ from commlayer.integrations.sharded_optimizer import ShardedOptimizer
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
 from commlayer.scheduler.mapping import volumes
+from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.folded import AXES
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
@@ -43,6 +44,7 @@ from commlayer.scheduler.mapping.step_collectives import (
     step_exchanges,
     whole_step,
 )
+from commlayer.scheduler.plan import Span
 from commlayer.statistics import reset_stats, stats
 from commlayer.testing.plugin import ClusterFactory
 
@@ -74,11 +76,13 @@ class Case:
     layers: int = 1
     capacity_factor: float | None = None
     software: Software = FP32
+    top_k: int = SHAPE.top_k
+    in_levels: bool = False
 
     @property
     def job(self) -> Job:
         return Job(
-            model=replace(SHAPE, layers=self.layers),
+            model=replace(SHAPE, layers=self.layers, top_k=self.top_k),
             gpus=self.gpus,
             global_batch=BATCH,
             sequence=SEQUENCE,
@@ -92,7 +96,16 @@ class Case:
     @property
     def is_static(self) -> bool:
         """Whether no size depends on the router's choices."""
-        return self.capacity_factor is not None or self.setup.dispatch == "all_gather"
+        return self.capacity_factor is not None or self.setup.dispatch == "all_gather" or self.top_k == SHAPE.experts
+
+    @property
+    def described(self) -> Iterable[tuple[StepCollective, int]]:
+        """Exchanges of each stage."""
+        shape = (self.setup.ep // 2,) * 2
+        levels = DispatchLevels.of(self.job, self.setup, self.software, shape) if self.in_levels else None
+        for stage in range(self.setup.pp):
+            found = whole_step(self.job, self.setup, self.software, stage=stage)
+            yield from ((each, stage) for each in (found if levels is None else levels.replaced(found)))
 
     @property
     def config(self) -> ModelConfig:
@@ -113,8 +126,8 @@ class Case:
             width=model.width,
             shared_width=model.shared_width,
             attention=setup.attention,
-            dispatch=setup.dispatch,
-            chunks="auto" if self.capacity_factor or setup.dispatch == "all_gather" else 1,
+            dispatch="two_level" if self.in_levels else setup.dispatch,
+            chunks="auto" if self.capacity_factor or self.in_levels or setup.dispatch == "all_gather" else 1,
             bucket_bytes=self.software.bucket_bytes or 1,
             overlap_gradients=self.setup.zero == 0,
         )
@@ -131,6 +144,8 @@ CASES = [
     Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "selective"}),
     Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "selective"}, capacity_factor=1.0),
     Case(4, {"tp": 2, "ep": 2}, {"attention": "tensor", "zero": 1}, layers=2),  # ShardedOptimizer
+    Case(4, {"ep": 4}, top_k=8, in_levels=True),  # every token goes to every rank
+    Case(4, {"ep": 4}, {"recompute": "selective"}, top_k=8, in_levels=True),
     Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 4}, {"attention": "tensor"}),
     Case(8, {"pp": 2, "tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "micro_batch": 4}, layers=2),
     Case(8, {"tp": 2, "ep": 8}, {"dispatch": "all_gather", "attention": "ulysses"}),
@@ -182,8 +197,10 @@ def run_case(case: Case) -> Step:
             if call["collective"] != "recv"  # the other side of a send
         }
         described: dict[Key, Moved] = {}
-        for each in whole_step(case.job, case.setup, case.software, stage=mesh.rank("pp")):
-            key = names[mesh.group(each.axis).group_name], STATISTICS.get(each.collective, each.collective)
+        for each in (each for each, stage in case.described if stage == mesh.rank("pp")):
+            is_whole = each.over is Span.GROUP
+            kind = STATISTICS.get(each.collective, each.collective) if is_whole else each.collective
+            key = names[mesh.group(each.axis).group_name], kind
             calls, size = described.get(key, (0, 0))
             described[key] = calls + each.count, size + each.count * each.logical_bytes
         routed = {names[mesh.group(axis).group_name] for axis in ("ep", "etp")}
