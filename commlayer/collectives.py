@@ -265,12 +265,20 @@ class GroupCommunicator:
         nodes: tuple[tuple[int, ...], ...] = getattr(self.group, "nodes", (tuple(range(self.size)),))
         return nodes
 
+    @property
+    def siblings(self) -> int:
+        """How many groups like this one use a node's links at the same time, as ``group.use_siblings()`` was told; 0: nobody
+        said."""
+        siblings: int = getattr(self.group, "siblings", 0)
+        return siblings
+
     def predicted_us(
         self,
         collective: str,
         num_bytes: int,
         shape: tuple[int, ...] | None = None,
         *,
+        siblings: int = 0,
         rows_of: tuple[int, torch.dtype] | None = None,
         over: Span = Span.GROUP,
     ) -> float | None:
@@ -278,8 +286,9 @@ class GroupCommunicator:
 
         ``collective``: all_to_all_v (``num_bytes``: the most that a rank sends or receives), all_gather (the gathered total)
         or reduce_scatter (a rank's whole input): numbers that all ranks know alike. ``shape``: of another group, where the
-        answer is to be the same on ranks of several. ``rows_of``: (elements, dtype) of a row, where it may go in a wire format.
-        ``over``: see :meth:`all_to_all`; rows go as they are. 0 for a group of one rank.
+        answer is to be the same on ranks of several, and ``siblings``, how many such groups share a node. ``rows_of``: (elements,
+        dtype) of a row, where it may go in a wire format. ``over``: see :meth:`all_to_all`; rows go as they are. 0 for a group of
+        one rank.
         """
         if self.size == 1:
             return 0.0
@@ -289,10 +298,11 @@ class GroupCommunicator:
         if over is not Span.GROUP:
             return cast("float | None", predict(collective, num_bytes, shape, over=over))
         if self._forth is None or rows_of is None:
-            return cast("float | None", predict(collective, num_bytes, shape))
+            return cast("float | None", predict(collective, num_bytes, shape, siblings=siblings))
         wires = self._forth.wires(*rows_of)
         return cast(
-            "float | None", predict(collective, num_bytes, shape, wires=wires, element_bytes=rows_of[1].itemsize)
+            "float | None",
+            predict(collective, num_bytes, shape, siblings=siblings, wires=wires, element_bytes=rows_of[1].itemsize),
         )
 
     def _run(self, x: torch.Tensor, forward: Start, backward: Start) -> torch.Tensor:

@@ -170,6 +170,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._order.use_siblings(siblings)
         self._calls.never_plans_exchanges = False
 
+    @property
+    def siblings(self) -> int:
+        """The number that :meth:`use_siblings` was told last; 0 where nobody has."""
+        siblings: int = self._inner.planned.choices.siblings
+        return siblings
+
     # What torch, and who reads, ask of a group
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name

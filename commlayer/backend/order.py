@@ -158,6 +158,7 @@ class Order:
             )
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
         self.progress.run("use_siblings", self.inner.planned.choices.use_siblings, (siblings,))
+        self.lane.follow_siblings()
 
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""
@@ -195,12 +196,20 @@ class GroupLane:
     def __init__(self, planned: PlannedGroup) -> None:
         self._planned = planned
         self._wanted = planned.settings.lanes if len(planned.global_ranks) > 1 else "off"
-        planner = planned.choices.planner
-        self._bytes_per_s = 0.0 if planner is None else planner.profile.peaks.of(planned.choices.link) * 1e9
+        self._bytes_per_s = self._rate()
         self._crosses = planned.choices.link is Resource.INTER
         self.name: str | None = None
         self.is_on = self.is_told = False
         self.level = 0
+
+    def _rate(self) -> float:
+        """The group's share of the slowest link that it crosses, by its profile; 0.0 without one."""
+        planner = self._planned.choices.planner
+        return 0.0 if planner is None else planner.profile.peaks.of(self._planned.choices.link) * 1e9
+
+    def follow_siblings(self) -> None:
+        """Other groups share the group's links from now on: so long as its bytes take there, so long are lower lanes held."""
+        self._bytes_per_s = self._rate()
 
     def use(self, name: str, *, is_told: bool) -> None:
         """Raises UsageError for a lane that does not exist."""

@@ -76,7 +76,7 @@ class Choices:
         self.pending: Trial | None = None
         self._warned: set[str] = set()
         self._settings = settings
-        self._others: dict[tuple[int, ...], Choices] = {}
+        self._others: dict[tuple[tuple[int, ...], int], Choices] = {}
 
     def use_lane(self, lane: str) -> None:
         """Cut calls finely for ``lane``, one that others go before, or not ("")."""
@@ -158,6 +158,7 @@ class Choices:
         num_bytes: int,
         shape: tuple[int, ...] | None = None,
         *,
+        siblings: int = 0,
         wires: tuple[Wire, ...] = (NATIVE,),
         element_bytes: int = 0,
         over: Span = Span.GROUP,
@@ -166,17 +167,19 @@ class Choices:
 
         ``over``: of an all_to_all_v, among the ranks of each rail or node only (:mod:`commlayer.scheduler.rails`).
 
-        ``shape``: of any group of the same job, whatever nodes it is on: the same on ranks of several groups. A group of one rank
-        takes no time.
+        ``shape``: of any group of the same job, whatever nodes it is on, with so many ``siblings``: the same on ranks of several
+        groups. A group of one rank takes no time.
         """
         if over is not Span.GROUP:
             return self._over_us(over, num_bytes)
         if shape is not None:
             if sum(shape) == 1:
                 return 0.0
-            other = self._others.get(shape)
-            if other is None:  # for its own shape too: other groups of that shape know other nodes and siblings
-                other = self._others[shape] = Choices(shape, self.job_planner, self._settings, self.lane)
+            other = self._others.get((shape, siblings))
+            if other is None:  # for its own shape too: other groups of that shape know other nodes
+                other = self._others[shape, siblings] = Choices(shape, self.job_planner, self._settings, self.lane)
+                if siblings:
+                    other.use_siblings(siblings)
             return other.predicted_us(collective, num_bytes, wires=wires, element_bytes=element_bytes)
         if self.planner is None or num_bytes == 0:
             return None if self.planner is None else 0.0

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
+from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, neighbours_of, require_agreement
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.levels import RowsOnLevel, TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import Permutation, RowMap, make_row_map, regroup
@@ -83,7 +83,8 @@ class DispatchHandle:
 @dataclass(frozen=True, slots=True, eq=False)
 class ChoiceCounts:
     """The counts of all ranks. ``tokens`` [ranks of the common group]; ``counts`` [EP, ETP, FINEST, E]: rows for each expert.
-    ``on_levels``: rows on rails and inside nodes, where tokens may go in two levels.
+    ``on_levels``: rows on rails and inside nodes, where tokens may go in two levels. ``neighbours``, of each of those ranks: how
+    many groups share a node with its EP group, and with its ETP group; empty: nobody said.
     """
 
     grid: ExpertGrid
@@ -93,6 +94,7 @@ class ChoiceCounts:
     counts: torch.Tensor
     needs_gradient: bool = False
     on_levels: tuple[RowsOnLevel, RowsOnLevel] | None = None
+    neighbours: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def exchange(cls, grid: ExpertGrid, offer: Offer) -> ChoiceCounts:
@@ -120,7 +122,8 @@ class ChoiceCounts:
         needs_gradient = bool(everyone[:, HEAD.index("needs a gradient")].any())
         on_levels = None if grid.levels is None else RowsOnLevel.of_call(grid.levels, reached[:, 0])
         tokens = tuple(everyone[:, 2].tolist())
-        return cls(grid, offer.indices, offer.capacity, tokens, counts, needs_gradient, on_levels)
+        neighbours = tuple(map(neighbours_of, everyone[:, HEAD.index("neighbours")].tolist()))
+        return cls(grid, offer.indices, offer.capacity, tokens, counts, needs_gradient, on_levels, neighbours)
 
     @property
     def most_rows(self) -> int:

@@ -84,6 +84,7 @@ class DispatchPlanner:
         self._ways = ways or WireGroups(grid.ep, grid.all, DispatchWire())
         self._measured = Measurements(grid)
         self._shapes: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None = None
+        self._neighbours: tuple[tuple[int, int], ...] = ((0, 0),) * grid.all.size
         self._decided = Kept[tuple[Any, ...], DispatchDecision](_MOST_KEPT)
 
     def decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
@@ -102,7 +103,9 @@ class DispatchPlanner:
             experts is None,
             is_sharded(experts),
         )
-        key = (*map(_rounded, sizes), of_tokens, *of_call)  # all of which ranks have agreed on
+        self._neighbours = layout.neighbours or ((0, 0),) * self._grid.all.size
+        told = tuple(group.siblings for group in (self._ways.all_out, self._ways.all_home))
+        key = (*map(_rounded, sizes), of_tokens, *of_call, self._neighbours, told)  # all of which ranks have agreed on
         found = self._decided.get(key)
         return self._decided.add(key, self._decide(layout, like, experts)) if found is None else found
 
@@ -266,16 +269,20 @@ class DispatchPlanner:
     def _slowest_us(
         self, group: GroupCommunicator, axis: int, collective: str, num_bytes: int, rows_of: RowsOf | None = None
     ) -> float | None:
-        """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently on the nodes, and all
-        ranks must find the same."""
+        """Of the slowest group of this axis (0: EP, 1: ETP) in the grid: groups may lie differently on the nodes, and have
+        other neighbours, and all ranks must find the same."""
         if group.size == 1:
             return 0.0
-        shapes = self._everyones_shapes()[axis]
-        times = _all_known(group.predicted_us(collective, num_bytes, shape, rows_of=rows_of) for shape in shapes)
+        told = [each[axis] for each in self._neighbours]
+        kinds = sorted(set(zip(self._everyones_shapes()[axis], told, strict=True)))
+        times = _all_known(
+            group.predicted_us(collective, num_bytes, shape, siblings=siblings, rows_of=rows_of)
+            for shape, siblings in kinds
+        )
         return None if times is None else max(times)
 
     def _everyones_shapes(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """How the EP and ETP groups of all ranks of the grid lie on nodes; collective at the first call."""
+        """How the EP and ETP group of each rank of the grid lie on nodes; collective at the first call."""
         if self._shapes is not None:
             return self._shapes
         grid, found = self._grid, []
@@ -283,7 +290,7 @@ class DispatchPlanner:
             mine = torch.zeros(1, group.size, dtype=torch.int64)
             mine[0, : len(group.shape)] = torch.tensor(group.shape)
             everyone = grid.all.all_gather(mine).tolist()
-            found.append(sorted({tuple(count for count in shape if count) for shape in everyone}))
+            found.append([tuple(count for count in shape if count) for shape in everyone])
         self._shapes = found[0], found[1]
         return self._shapes
 

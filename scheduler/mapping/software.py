@@ -82,7 +82,7 @@ COMMLAYER = Software(
     keeps_whole_kv=True,
     sums_replicas_over_tp=False,
     sends_weights=False,
-    count_words=(11, 8, 2),
+    count_words=(12, 8, 2),
     bucket_bytes=25 << 20,
     sums_loss_over_world=True,
 )

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from commlayer.integrations import FoldedMesh, tell_neighbours, use_neighbours
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations import FoldedMesh, TokenDispatcher, tell_neighbours, use_neighbours
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -60,6 +61,39 @@ def test_meshes_tell_their_dimensions(emulated_cluster: ClusterFactory) -> None:
         return seen
 
     assert emulated_cluster(2, 4).run(job, timeout_s=60.0) == [[2, 2, 2, 2]] * 8
+
+
+def test_what_was_kept_before_follows(emulated_cluster: ClusterFactory) -> None:
+    """A dispatcher decides anew, alike on ranks whose groups have other neighbours; a lane holds by the rate."""
+
+    def job() -> tuple[list[dict[str, float]], list[float]]:
+        rank = start()
+        mine: Any = [dist.new_group(list(range(first, 8, 2))) for first in (0, 1)][rank % 2]
+        etp: Any = [dist.new_group([first, first + 1]) for first in range(0, 8, 2)][rank // 2]
+        both = GroupCommunicator(dist.group.WORLD, "ep")
+        dispatcher = TokenDispatcher(8, ep=GroupCommunicator(mine, "ep"), etp=GroupCommunicator(etp, "ep"), etp_ep=both)
+        decided, rates = [], []
+        for siblings in (0, 1, 0):
+            if rank % 2:  # of one of the two EP groups: all ranks decide by the slower one
+                mine.use_siblings(siblings)
+            rates.append(mine._order.lane._bytes_per_s)
+            dispatcher.prepare(torch.arange(16).view(8, 2) % 8, like=torch.zeros(8, 256))
+            assert dispatcher.decision is not None
+            decided.append(dict(dispatcher.decision.kinds_us))
+        mine.use_siblings(1)
+        dispatcher.prepare(torch.arange(16).view(8, 2) % 8, like=torch.zeros(8, 256))
+        assert dispatcher.decision is not None
+        return [*decided, dict(dispatcher.decision.kinds_us)], rates
+
+    found = emulated_cluster(2, 4).run(job, timeout_s=60.0)
+    for decided, _ in found:
+        assert decided == found[0][0]
+    unsaid, some, again, all_alone = (each["all_to_all"] for each in found[0][0])
+    assert unsaid == again
+    assert all_alone < some == unsaid
+    for rank, (_, rates) in enumerate(found):
+        assert rates[0] == rates[2]
+        assert (rates[1] > rates[0]) == bool(rank % 2)
 
 
 def test_lists_that_cannot_be_are_refused(emulated_cluster: ClusterFactory) -> None:

@@ -111,6 +111,7 @@ class Predicted(GroupCommunicator):
         num_bytes: int,
         shape: tuple[int, ...] | None = None,
         *,
+        siblings: int = 0,
         rows_of: Any = None,
         over: Any = None,
     ) -> float | None:
@@ -335,6 +336,7 @@ def test_inside_a_node_tokens_go_in_one_chunk() -> None:
             num_bytes: int,
             shape: tuple[int, ...] | None = None,
             *,
+            siblings: int = 0,
             rows_of: Any = None,
             over: Any = None,
         ) -> float | None:
@@ -411,6 +413,7 @@ def test_groups_that_lie_differently_are_priced_alike() -> None:
             num_bytes: int,
             shape: tuple[int, ...] | None = None,
             *,
+            siblings: int = 0,
             rows_of: Any = None,
             over: Any = None,
         ) -> float | None:

@@ -348,6 +348,7 @@ class Lying(GroupCommunicator):
         num_bytes: int,
         shape: tuple[int, ...] | None = None,
         *,
+        siblings: int = 0,
         rows_of: Any = None,
         over: Span = Span.GROUP,
     ) -> float | None:
