@@ -23,12 +23,13 @@ def is_planned(group: dist.ProcessGroup) -> bool:
 def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> None:
     """Plan the calls of ``group`` for ``groups``, lists of global ranks, which communicate at the same time as it does.
 
-    All ranks of ``group`` call this between the same calls. Talks to nobody. How many of ``groups`` share a node with this one
-    decides, as :meth:`CommlayerGroup.use_siblings <commlayer.backend.group.CommlayerGroup.use_siblings>` does.
+    Collective: all ranks of ``group`` call this between the same calls, and agree on what it comes to. How many of ``groups`` share a node with
+    this one decides, as :meth:`CommlayerGroup.use_siblings <commlayer.backend.group.CommlayerGroup.use_siblings>` does.
 
     Raises:
         GroupError: the default group, or ``group``, is not of backend ``commlayer``: then nobody knows which ranks share a node.
         UsageError: ``group`` is not among ``groups``, or two of these have a rank in common.
+        DisagreementError: the ranks of ``group`` were given lists that come to different numbers; names who said what.
     """
     job = world.current()
     planned: Any = group
@@ -56,8 +57,8 @@ def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) ->
 def tell_neighbours(mesh: DeviceMesh) -> None:
     """Tell every group of ``mesh`` that the groups of its dimension communicate at the same time, as training steps do.
 
-    All ranks of the mesh call this between the same calls. Groups that are not planned stay as they are; a group that serves two
-    dimensions goes by the last one.
+    Collective: all ranks of the mesh call this between the same calls. Groups that are not planned stay as they are; a
+    group that serves two dimensions goes by the last one.
     """
     for dim in range(mesh.ndim):
         group = mesh.get_group(dim)

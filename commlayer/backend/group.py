@@ -161,11 +161,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def use_siblings(self, siblings: int) -> None:
         """Plan this group's calls, from the next one on, for so many groups like it that use a node's links at the same time,
-        this one among them. The same on all ranks, between the same calls.
+        this one among them. Collective: all ranks of the group call it with the same number, between the same calls.
 
         0, as it is where nobody says it: as many as the ranks of a node make up, which is what tensor parallelism's gradient
         groups are; 1: this group alone. :func:`commlayer.integrations.use_neighbours` finds the number from a list of groups.
-        Raises UsageError for a negative number.
+        Raises UsageError for a negative number; on all ranks DisagreementError, which names who said what, for different ones
+        (then nothing changes); CollectiveTimeoutError where a rank does not come within the group's timeout.
         """
         self._order.use_siblings(siblings)
         self._calls.never_plans_exchanges = False

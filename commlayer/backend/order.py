@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Work
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.recording import new_record, waiting
+from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
@@ -150,15 +151,23 @@ class Order:
         self.is_direct = not self.needs_look and not self.is_watched
 
     def use_siblings(self, siblings: int) -> None:
-        """Plan, from the next call on, for so many groups that use a node at the same time. UsageError for what is no number
-        of groups."""
+        """Plan, from the next call on, for so many groups that use a node at the same time. Collective: all ranks say the same.
+
+        Raises UsageError for what is no number of groups, before anybody is told; else as :func:`require_same_number`.
+        """
         if type(siblings) is not int or not 0 <= siblings <= _MOST_SIBLINGS:
             raise UsageError(
                 f"{self.members.who}: use_siblings expects how many groups share a node, or 0 for all of them, got {siblings!r}"
             )
+        if self.latest is not None:
+            self.latest.settle()
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
-        self.progress.run("use_siblings", self.inner.planned.choices.use_siblings, (siblings,))
+        self.progress.run("use_siblings", self._take_siblings, (siblings,))
         self.lane.follow_siblings()
+
+    def _take_siblings(self, siblings: int) -> None:
+        require_same_number(self, "use_siblings", siblings)
+        self.inner.planned.choices.use_siblings(siblings)
 
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations import FoldedMesh, TokenDispatcher, tell_neighbours, use_neighbours
-from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.profiles.errors import DisagreementError, GroupError, PeerError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -94,6 +94,49 @@ def test_what_was_kept_before_follows(emulated_cluster: ClusterFactory) -> None:
     for rank, (_, rates) in enumerate(found):
         assert rates[0] == rates[2]
         assert (rates[1] > rates[0]) == bool(rank % 2)
+
+
+@pytest.mark.parametrize("debug", ["off", "detail"])
+def test_ranks_that_say_different_numbers_hear_who_did(emulated_cluster: ClusterFactory, debug: str) -> None:
+    def job() -> tuple[str, int]:
+        os.environ["COMMLAYER_DEBUG"] = debug
+        rank = start()
+        group: Any = dist.group.WORLD
+        group.use_siblings(2)
+        work = dist.all_reduce(torch.ones(1 << 12), async_op=True)
+        with pytest.raises(DisagreementError) as caught:
+            group.use_siblings(3 if rank == 5 else 1)
+        work.wait()
+        x = torch.ones(1 << 14)
+        dist.all_reduce(x)
+        assert x[0] == 8
+        return str(caught.value), siblings(group)
+
+    for rank, (message, kept) in enumerate(emulated_cluster(2, 4).run(job, timeout_s=60.0)):
+        assert kept == 2
+        if debug == "off":
+            assert f"rank {rank}" in message
+            assert "use_siblings #3" in message
+            assert "ranks 0, 1, 2, 3, 4, 6, 7 say 1, rank 5 says 3" in message
+        else:
+            assert "rank 0 calls #3 use_siblings(1), but rank 5 calls #3 use_siblings(3)" in message
+
+
+def test_a_rank_that_does_not_come_is_named(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        rank = start("none")
+        group: Any = dist.group.WORLD
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            os._exit(9)
+        with pytest.raises(PeerError) as caught:
+            group.use_siblings(1)
+        return str(caught.value)
+
+    outcomes = emulated_cluster(1, 3).run(job, timeout_s=60.0, check=False, grace_s=30.0)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "use_siblings #2" in outcome.value
+        assert "rank 1 died" in outcome.value
 
 
 def test_lists_that_cannot_be_are_refused(emulated_cluster: ClusterFactory) -> None:

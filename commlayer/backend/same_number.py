@@ -1,0 +1,75 @@
+"""A number that a program tells a group: all of its ranks say the same one, or all of them hear who said what."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceOp, Work
+
+from commlayer.failures.waits import wait
+from commlayer.profiles.errors import ClusterError, DisagreementError
+
+if TYPE_CHECKING:
+    from commlayer.backend.order import Order
+
+__all__ = ["require_same_number"]
+
+_MOST_NAMED = 8
+
+
+def require_same_number(order: Order, call: str, number: int) -> None:
+    """Return when all ranks of the group have come with the same ``number`` for ``call``. Collective, in the group's order.
+
+    One small all_reduce where they agree. Raises, on all ranks alike, DisagreementError that names who said what;
+    CollectiveTimeoutError where a rank does not come within the group's timeout, PeerError where one is gone.
+    """
+    if order.members.size == 1:
+        return
+    if order.inner.signatures is not None:
+        limit_s = order.inner.timeout.total_seconds()
+        order.inner.signatures.compare(order.sequence + 1, f"{call}({number})", limit_s)
+    order.sequence += 1
+    extremes = torch.tensor([number, -number], dtype=torch.int64)
+    reducing = AllreduceOptions()
+    reducing.reduceOp, reducing.timeout = ReduceOp(ReduceOp.MAX), order.inner.timeout
+    _settle(order, call, order.inner.gloo.allreduce([extremes], reducing))
+    most, least = int(extremes[0]), -int(extremes[1])
+    if most == least:
+        return
+    everyones = torch.zeros(order.members.size, dtype=torch.int64)
+    gathering = AllgatherOptions()
+    gathering.timeout = order.inner.timeout
+    mine = torch.tensor([number], dtype=torch.int64)
+    _settle(order, call, order.inner.gloo._allgather_base(everyones, mine, gathering))
+    raise DisagreementError(
+        f"{order.members.who}, {call} #{order.sequence}: {_said(everyones.tolist(), order.members.global_ranks)}; expected the "
+        "same number on all ranks of the group: call it alike on all of them (nothing was changed)"
+    )
+
+
+def _settle(order: Order, call: str, work: Work) -> None:
+    planned, began = order.inner.planned, time.monotonic()
+    try:
+        wait(work, planned.board)
+    except RuntimeError as error:
+        limit_s = order.inner.timeout.total_seconds()
+        explained = planned.explain(error, call, order.sequence, time.monotonic() - began, limit_s)
+        kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
+        raise kind(f"{order.members.who}, {call} #{order.sequence}: {explained}") from error
+
+
+def _said(numbers: list[int], ranks: list[int] | tuple[int, ...]) -> str:
+    """Such as ``ranks 0, 2 say 1, rank 1 says 4``."""
+    saying: dict[int, list[int]] = {}
+    for rank, number in zip(ranks, numbers, strict=True):
+        saying.setdefault(number, []).append(rank)
+    return ", ".join(_names(who, number) for number, who in saying.items())
+
+
+def _names(who: list[int], number: int) -> str:
+    if len(who) == 1:
+        return f"rank {who[0]} says {number}"
+    more = f" and {len(who) - _MOST_NAMED} more" if len(who) > _MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, who[:_MOST_NAMED]))}{more} say {number}"
