@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.groups import planned_group
     from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
     from commlayer.integrations.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+    from commlayer.integrations.megatron import tell_megatron_neighbours
     from commlayer.integrations.mesh import FoldedMesh
     from commlayer.integrations.moe.dispatcher import TokenDispatcher
     from commlayer.integrations.moe.experts import GroupedExperts
@@ -68,6 +69,7 @@ __all__ = [
     "run_pipeline",
     "split_sequence",
     "synchronise_gradients",
+    "tell_megatron_neighbours",
     "tell_neighbours",
     "tensor_parallel_wire",
     "use_neighbours",

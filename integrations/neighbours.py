@@ -23,8 +23,9 @@ def is_planned(group: dist.ProcessGroup) -> bool:
 def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> None:
     """Plan the calls of ``group`` for ``groups``, lists of global ranks, which communicate at the same time as it does.
 
-    Collective: all ranks of ``group`` call this between the same calls, and agree on what it comes to. How many of ``groups`` share a node with
-    this one decides, as :meth:`CommlayerGroup.use_siblings <commlayer.backend.group.CommlayerGroup.use_siblings>` does.
+    Collective: all ranks of ``group`` call this between the same calls, and agree on what it comes to. How many of ``groups``
+    share a node with this one decides, as
+    :meth:`CommlayerGroup.use_siblings <commlayer.backend.group.CommlayerGroup.use_siblings>` does.
 
     Raises:
         GroupError: the default group, or ``group``, is not of backend ``commlayer``: then nobody knows which ranks share a node.
