@@ -24,7 +24,7 @@ from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.progress import DONE
 from commlayer.failures.waits import SLICE, bounded, wait
-from commlayer.profiles.errors import ClusterError
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
@@ -35,6 +35,11 @@ _record = torch._C._profiler._RecordFunctionFast
 _EVEN, _UNKNOWN = Row.EVEN, (Row.UNKNOWN, 0)
 _REFUSAL = "Cannot use ReduceOp"
 """How Gloo, when it is waited for, begins to say that it has not an operation for a dtype. It has sent nothing then."""
+_HINTS: dict[type[ClusterError], str] = {
+    CollectiveTimeoutError: "Ranks may have made different calls: COMMLAYER_DEBUG=detail compares them and says which. ",
+    PeerError: "Gloo ends a rank that is sent more than its call expects: COMMLAYER_DEBUG=detail compares calls before. ",
+}
+"""Where else to look: a flat call knows nothing of the others'."""
 
 
 class Refused(Exception):
@@ -157,7 +162,10 @@ class Calls:
         explained = self.inner.planned.explain(error, collective, sequence, waited_s, limit_s)
         # What the inner backend said stays in the text: programs look for "Timed out" or "Connection closed".
         kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
-        raise kind(f"{self.members.who}, {collective} #{sequence}: {explained}. Gloo's own message: {error}") from error
+        hint = _HINTS.get(kind, "") if self.inner.signatures is None else ""
+        raise kind(
+            f"{self.members.who}, {collective} #{sequence}: {explained}. {hint}Gloo's own message: {error}"
+        ) from error
 
     def under_way(
         self, collective: str, num_bytes: int, work: Work, opts: Any, outputs: Any, sent: tuple[int, int] = _UNKNOWN

@@ -71,7 +71,7 @@ def emulate(
       commlayer emulate --per-node -- torchrun --nproc-per-node 4 train.py
 
     Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well. Which ranks failed, how, and
-    what they said last, is told on stderr.
+    the last line that they said, is told on stderr.
     """
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
@@ -121,15 +121,16 @@ def _run(
 
 
 def _failed(failures: Sequence[RankFailure], per_node: bool) -> str:
-    """The ranks that failed by themselves, in the order of time, each with its last words; then those that were ended for it."""
+    """The ranks that failed by themselves, in the order of time, each with the last line of its stderr, of which all has been
+    passed on; then those that were ended for it."""
     lines = []
     for failure in failures:
         if not failure.by_cluster:
-            words = failure.traceback.splitlines()
+            words = [line for line in failure.traceback.splitlines() if line.strip()]
             lines.append(
-                f"{_name(failure, per_node)} {failure.reason}{'; the last lines of its stderr:' if words else ''}"
+                f"{_name(failure, per_node)} {failure.reason}{'; the last line of its stderr:' if words else ''}"
             )
-            lines += [f"    {line}" for line in words]
+            lines += [f"    {line}" for line in words[-1:]]
     ended = [failure for failure in failures if failure.by_cluster]
     if ended:
         lines.append(f"{', '.join(_name(failure, per_node) for failure in ended)}: {ended[0].reason}")

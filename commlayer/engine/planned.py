@@ -45,6 +45,7 @@ from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport
+from commlayer.transport.marks import mark_of
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["PlannedGroup"]
@@ -188,7 +189,8 @@ class PlannedGroup:
                 prepared = runner.kept.get((id(plan), root)) or self._prepared(runner, plan, root)
                 output = CallMemory(as_bytes(target))
                 data = output if source is target else CallMemory(as_bytes(source))
-                call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op))
+                mark = mark_of(plan.traffic.collective, source.dtype, op, root)
+                call = runner.start(prepared, data, output, limit_s, reducer(source.dtype, op), mark=mark)
                 self.drive(plan, call, limit_s, record)
             except BaseException as error:
                 self.tell(error)

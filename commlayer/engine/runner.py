@@ -119,12 +119,13 @@ class Runner:
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
+        mark: int = 0,
     ) -> Call:
-        """Begin a call from ``source`` to ``target``, on one device. To be driven, and finished."""
+        """Begin a call from ``source`` to ``target``, on one device, with its ``mark``. To be driven, and finished."""
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         for buffer, size in prepared.sizes.items():
             buffers[buffer] = self.stage(size, buffer, source.tensor.device)
-        return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder)
+        return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder, mark)
 
     def stage(self, needed: int, buffer: Buffer, device: torch.device) -> CallMemory:
         """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching) them costs as much as a

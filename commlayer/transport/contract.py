@@ -20,6 +20,7 @@ __all__ = [
     "Buffers",
     "Call",
     "CallMemory",
+    "CallMismatch",
     "Channel",
     "Coder",
     "Reducer",
@@ -91,7 +92,15 @@ class SizeMismatch(RuntimeError):
 
     def __init__(self, expected_bytes: int, got_bytes: int, peer: int) -> None:
         super().__init__(f"expected {expected_bytes} bytes from member {peer} of the group, got {got_bytes}")
-        self.expected_bytes, self.got_bytes = expected_bytes, got_bytes
+        self.expected_bytes, self.got_bytes, self.peer = expected_bytes, got_bytes, peer
+
+
+class CallMismatch(SizeMismatch):
+    """A message of another call has come than was expected: of other elements, with another operation, or another root."""
+
+    def __init__(self, expected: int, got: int, expected_bytes: int, got_bytes: int, peer: int) -> None:
+        super().__init__(expected_bytes, got_bytes, peer)
+        self.expected, self.got = expected, got
 
 
 @dataclass(frozen=True)
@@ -157,11 +166,13 @@ class Transport(Protocol):
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
+        mark: int = 0,
     ) -> Call:
         """Begin a call of ``script``, which this transport compiled. Calls of one transport must be started in the same order
         on all ranks, from one thread at a time.
 
-        ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded messages.
+        ``reduce`` runs the steps' reductions, where the plan has any, ``coder`` those of encoded messages. ``mark``: of the call
+        (:mod:`commlayer.transport.marks`), where messages can carry it.
         """
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:

@@ -76,9 +76,11 @@ class NcclTransport:
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
+        mark: int = 0,
     ) -> Call:
         if reduce is not None or coder is not None:
             raise InternalError(f"{script.plan.name}: sums and wire formats of plans run on the CPU only")
+        del mark  # NCCL's messages have no head
         del timeout_s  # NCCL's watchdog has the group's own timeout; there is no host wait here to bound
         return _NcclCall(self, script.plan, script.steps, buffers)
 

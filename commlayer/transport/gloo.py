@@ -28,6 +28,7 @@ from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 from commlayer.transport.contract import (
     CALLS_IN_FLIGHT,
     Buffers,
+    CallMismatch,
     Channel,
     Coder,
     Reducer,
@@ -35,6 +36,7 @@ from commlayer.transport.contract import (
     Whole,
     break_connections,
 )
+from commlayer.transport.marks import mark_text
 from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
 from commlayer.transport.shared_memory.work import SENT, Receive, Send, Waitable
 
@@ -95,9 +97,10 @@ class GlooTransport:
         timeout_s: float,
         reduce: Reducer | None = None,
         coder: Coder | None = None,
+        mark: int = 0,
     ) -> GlooCall:
         self.sequence += 1
-        return GlooCall(self, script, buffers, timeout_s, reduce, coder)
+        return GlooCall(self, script, buffers, timeout_s, reduce, coder, mark)
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
@@ -124,12 +127,25 @@ class GlooTransport:
 
     def _disagreement(self, wait: FailedStep, mismatch: SizeMismatch) -> DisagreementError:
         """Nobody is dead, and nobody must be blamed for it: the others are told what was found here."""
+        if isinstance(mismatch, CallMismatch):
+            return self._other_call(wait, mismatch)
         expected, got = mismatch.expected_bytes, mismatch.got_bytes
         self.abort(f"expected {expected} bytes from rank {wait.peers[0]} and got {got}, so it left the group")
         return DisagreementError(
             f"expected {expected} bytes from rank {wait.peers[0]}, got {got}: ranks must make the same calls, with the same "
             f"sizes; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte and names those that "
             "differ. Nothing more can be sent here: restart the job"
+        )
+
+    def _other_call(self, wait: FailedStep, mismatch: CallMismatch) -> DisagreementError:
+        """The same, of calls that differ in more than sizes."""
+        mine, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
+        peer = wait.peers[0] if wait.peers else mismatch.peer
+        self.abort(f"calls {mine}, but rank {peer} calls {theirs}, so it left the group")
+        return DisagreementError(
+            f"rank {wait.rank} calls {mine}, but rank {peer} calls {theirs}: ranks must make the same calls, of the same "
+            f"dtype, operation and root; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte. Nothing "
+            "more can be sent here: restart the job"
         )
 
     def abort(self, why: str | None = None) -> None:
@@ -211,6 +227,7 @@ class GlooCall:
         "_buffers",
         "_coder",
         "_expected",
+        "_mark",
         "_plan",
         "_reduce",
         "_sends",
@@ -230,9 +247,10 @@ class GlooCall:
         timeout_s: float,
         reduce: Reducer | None,
         coder: Coder | None,
+        mark: int,
     ) -> None:
         self._transport, self._plan, self._steps, self._buffers = transport, script.plan, script.steps, buffers
-        self._reduce, self._coder = reduce, coder
+        self._reduce, self._coder, self._mark = reduce, coder, mark
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
         self._tag = self._sequence % CALLS_IN_FLIGHT * MAX_TAGS
@@ -251,7 +269,7 @@ class GlooCall:
         try:
             if step.near_receives:
                 shared: Any = transport.shared[step.op]
-                near = near or Receive(shared)
+                near = near or Receive(shared, self._mark)
                 posted = -len(near.missing)
                 shared.receive_all(step.near_receives, buffers, base, near)
             for place, tag, buffer, start, stop in step.far_receives:
@@ -297,7 +315,7 @@ class GlooCall:
         try:
             if step.near_sends:
                 shared: Any = transport.shared[step.op]
-                shared.send_all(step.near_sends, buffers, base, near)
+                shared.send_all(step.near_sends, buffers, base, near, self._mark)
             for place, tag, buffer, start, stop in step.far_sends:
                 work = transport.far[step.op].send([buffers[buffer].part(start, stop)], place, base + tag)
                 sends.append((work, index, place))

@@ -339,6 +339,47 @@ def test_different_collectives_without_debug_are_an_error_and_no_hang(
         assert "rank" in text
 
 
+@pytest.mark.parametrize("differs", ["dtype", "op", "root"])
+@pytest.mark.parametrize("plan", ["hierarchical", "flat_direct"])
+def test_planned_calls_that_differ_in_more_than_sizes_are_named(
+    emulated_cluster: ClusterFactory, plan: str, differs: str
+) -> None:
+    """Without COMMLAYER_DEBUG, and at no message more: as long as two ranks of a node differ."""
+    if plan == "flat_direct" and differs == "root":
+        pytest.skip("a broadcast has no such plan")
+    shape = (2, 3) if differs == "root" else (2, 2)  # of two ranks that both send nobody receives
+
+    def job() -> str:
+        rank = start(plan)
+        dist.all_reduce(torch.ones(COUNT))
+        dist.barrier()  # what breaks the next call breaks no end of this one
+        is_odd = rank == 1
+        x = torch.ones(COUNT, dtype=torch.int32 if differs == "dtype" and is_odd else torch.float32)
+        try:
+            if differs == "root":
+                dist.broadcast(x, 1 if is_odd else 0)
+            else:
+                dist.all_reduce(x, dist.ReduceOp.MAX if differs == "op" and is_odd else dist.ReduceOp.SUM)
+            dist.barrier()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    found = emulated_cluster(*shape).run(job, timeout_s=60.0)
+    calls = {
+        "dtype": ("all_reduce(float32, sum)", "all_reduce(int32, sum)"),
+        "op": ("all_reduce(float32, sum)", "all_reduce(float32, max)"),
+        "root": ("broadcast(float32, root 0 of the group)", "broadcast(float32, root 1 of the group)"),
+    }[differs]
+    assert all(message != "nothing" for message in found), found
+    named = [message for message in found if message.startswith("DisagreementError")]
+    assert named, found
+    for message in found:
+        assert f"{calls[0]}, but rank" in message or f"{calls[1]}, but rank" in message, found
+        assert calls[0] in message
+        assert calls[1] in message
+
+
 def test_splits_that_do_not_match_are_named_with_debug(emulated_cluster: ClusterFactory) -> None:
     def job() -> str:
         rank = start(COMMLAYER_DEBUG="detail")

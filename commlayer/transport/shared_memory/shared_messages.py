@@ -44,7 +44,7 @@ from commlayer.failures.forks import disown_in_child
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
-from commlayer.transport.contract import Buffers, CallMemory, SizeMismatch, break_connections
+from commlayer.transport.contract import Buffers, CallMemory, CallMismatch, SizeMismatch, break_connections
 from commlayer.transport.shared_memory.meeting import Neighbourhood, meet
 from commlayer.transport.shared_memory.slabs import Slab
 from commlayer.transport.shared_memory.socket_line import Kind, Line
@@ -145,11 +145,13 @@ class SharedMemoryGroup:
         self.receive_all([(peer, tag, Buffer.OUTPUT, 0, tensors[0].numel())], buffers, 0, receive)
         return receive
 
-    def send_all(self, messages: Sequence[Posting], buffers: Buffers, tag: int, works: list[Waitable]) -> None:
+    def send_all(
+        self, messages: Sequence[Posting], buffers: Buffers, tag: int, works: list[Waitable], mark: int = 0
+    ) -> None:
         """Start sending ``messages``, all to neighbours, whose works are appended; lines to one peer go together.
 
-        ``tag``: the first of the call's, to which a message's is added. Where it raises, the message behind those whose works
-        there are is to blame. Raises RuntimeError where a connection is closed.
+        ``tag``: the first of the call's, to which a message's is added; ``mark``: of the call. Where it raises, the message
+        behind those whose works there are is to blame. Raises RuntimeError where a connection is closed.
         """
         short: dict[Peer, list[int]] = {}  # the works of what is in lines that are still to be flushed
         with self._lock:
@@ -160,9 +162,9 @@ class SharedMemoryGroup:
                         raise self._ended(peer)
                     peer.unsaid_bytes = 0
                     if stop - start > INLINE_BYTES:
-                        works.append(self._send_block(buffers[buffer].part(start, stop), peer, tag + offset))
+                        works.append(self._send_block(buffers[buffer].part(start, stop), peer, tag + offset, mark))
                         continue
-                    peer.line.keep(_INLINE, tag + offset, stop - start, 0, buffers[buffer].bytes[start:stop])
+                    peer.line.keep(_INLINE, mark, tag + offset, stop - start, 0, buffers[buffer].bytes[start:stop])
                     short.setdefault(peer, []).append(len(works))
                     works.append(SENT)
             finally:
@@ -173,7 +175,7 @@ class SharedMemoryGroup:
                         for place in places:
                             works[place] = Send(self, peer, None)
 
-    def _send_block(self, tensor: torch.Tensor, peer: Peer, tag: int) -> Send:
+    def _send_block(self, tensor: torch.Tensor, peer: Peer, tag: int, mark: int) -> Send:
         """At once, so that the peer copies it out while the next one is copied in. Raises RuntimeError."""
         block, size = self._slab.find(tensor), tensor.numel()
         if block is None:
@@ -184,7 +186,7 @@ class SharedMemoryGroup:
             except OSError as error:
                 raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
         block.readers.append(peer.rank)
-        peer.line.put(_SLAB, tag, size, block.start)
+        peer.line.put(_SLAB, mark, tag, size, block.start)
         return Send(self, peer, block)
 
     def receive_all(self, messages: Sequence[Posting], buffers: Buffers, tag: int, receive: Receive) -> None:
@@ -371,31 +373,34 @@ class SharedMemoryGroup:
         if self._peers:
             self._slab.sent.clear()
         while self._matched:
-            peer, expected, (size, place) = self._matched.popleft()
-            self._deliver(peer, expected, size, place)
+            peer, expected, arrival = self._matched.popleft()
+            self._deliver(peer, expected, *arrival)
 
     def _read(self, peer: Peer) -> None:
         lines = peer.line.read()
         if lines is None:
             peer.ended = peer.ended or f"Connection closed by peer (member {peer.rank} of the group, shared memory)"
             return
-        for kind, tag, size, place in lines:
+        for kind, mark, tag, size, place in lines:
             if kind == _READ:
                 assert isinstance(place, int)  # only a message can have a payload
                 self._slab.was_read(place, peer.rank)
                 continue
             expected = peer.posted.get(tag)
             if expected:
-                self._deliver(peer, expected.popleft(), size, place)
+                self._deliver(peer, expected.popleft(), mark, size, place)
                 if not expected:
                     del peer.posted[tag]
             else:  # its bytes, for it is not to keep all that came with it
-                peer.arrived.setdefault(tag, deque()).append((size, place if isinstance(place, int) else bytes(place)))
+                kept = place if isinstance(place, int) else bytes(place)
+                peer.arrived.setdefault(tag, deque()).append((mark, size, kept))
 
-    def _deliver(self, peer: Peer, expected: Expected, size: int, place: bytes | memoryview | int) -> None:
+    def _deliver(self, peer: Peer, expected: Expected, mark: int, size: int, place: bytes | memoryview | int) -> None:
         """``place``: the payload, or where it lies in the sender's slab."""
         receive, memory, start, stop = expected
-        if size != stop - start:
+        if mark != receive.mark:
+            receive.fail(peer, CallMismatch(receive.mark, mark, stop - start, size, peer.rank))
+        elif size != stop - start:
             receive.fail(peer, SizeMismatch(stop - start, size, peer.rank))
         elif isinstance(place, int):
             try:
@@ -412,9 +417,9 @@ class SharedMemoryGroup:
             peer.unsaid_bytes += size
             if peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES:
                 peer.unsaid_bytes = 0
-                peer.line.put(_READ, 0, 0, place)
+                peer.line.put(_READ, 0, 0, 0, place)
             else:
-                peer.line.keep(_READ, 0, 0, place)
+                peer.line.keep(_READ, 0, 0, 0, place)
 
 
 def _memory(tensor: torch.Tensor) -> CallMemory:

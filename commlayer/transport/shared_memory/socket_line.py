@@ -14,12 +14,12 @@ from enum import IntEnum
 
 __all__ = ["Kind", "Line", "News"]
 
-_HEAD = struct.Struct("<B7xQQQ")
-"""Kind, tag, size of the message [bytes], where it lies in the sender's slab."""
+_HEAD = struct.Struct("<B3xIQQQ")
+"""Kind, mark of the call, tag, size of the message [bytes], where it lies in the sender's slab."""
 _CHUNK_BYTES = 64 << 10
 
-News = tuple[int, int, int, memoryview | int]
-"""Kind, tag, size of the message [bytes], and its payload, or where it lies in the sender's slab."""
+News = tuple[int, int, int, int, memoryview | int]
+"""Kind, mark of the call, tag, size of the message [bytes], and its payload, or where it lies in the sender's slab."""
 
 
 class Kind(IntEnum):
@@ -49,16 +49,16 @@ class Line:
         self.queued = self.flushed = 0
         poll.register(connection, select.EPOLLIN)
 
-    def put(self, kind: int, tag: int, size: int, place: int) -> None:
+    def put(self, kind: int, mark: int, tag: int, size: int, place: int) -> None:
         """Send what was kept and a line, or as much of it as the socket takes; the rest when it can."""
-        self.keep(kind, tag, size, place)
+        self.keep(kind, mark, tag, size, place)
         if not self.is_full:
             self.flush()
 
-    def keep(self, kind: int, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
+    def keep(self, kind: int, mark: int, tag: int, size: int, place: int, payload: memoryview | None = None) -> None:
         """A line that waits for :meth:`flush`, or for the next that is put: it need not wake up anybody by itself."""
         self.queued += _HEAD.size
-        self._outbox += _HEAD.pack(kind, tag, size, place)
+        self._outbox += _HEAD.pack(kind, mark, tag, size, place)
         if payload is not None:
             self.queued += size
             self._outbox += payload
@@ -94,14 +94,14 @@ class Line:
         found: list[News] = []
         at, end, inbox = 0, len(data), memoryview(data)
         while end - at >= _HEAD.size:
-            kind, tag, size, place = _HEAD.unpack_from(data, at)
+            kind, mark, tag, size, place = _HEAD.unpack_from(data, at)
             stop = at + _HEAD.size
             if kind == _INLINE:
                 stop += size
                 if stop > end:
                     break
                 place = inbox[stop - size : stop]
-            found.append((kind, tag, size, place))
+            found.append((kind, mark, tag, size, place))
             at = stop
         self._inbox = data[at:]
         return found

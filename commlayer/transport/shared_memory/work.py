@@ -42,8 +42,9 @@ class Waitable(Protocol):
 
 Expected = tuple["Receive", CallMemory, int, int]
 """A message that is to come, and the bytes of which memory it goes to, from where to where."""
-Arrival = tuple[int, bytes | int]
-"""A message that nobody expects yet: its size [bytes], and its payload, or where it lies in the sender's slab."""
+Arrival = tuple[int, int, bytes | int]
+"""A message that nobody expects yet: its call's mark, its size [bytes], and its payload, or where that lies in the sender's slab.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,12 +81,13 @@ class Server(Protocol):
 
 
 class Receive:
-    """Messages to come, waited for together. ``missing``: from whom, in the order in which they were asked for."""
+    """Messages to come, waited for together. ``missing``: from whom, in the order in which they were asked for. ``mark``: of
+    their call, which those that come have alike."""
 
-    __slots__ = ("_blamed", "_group", "error", "first", "missing")
+    __slots__ = ("_blamed", "_group", "error", "first", "mark", "missing")
 
-    def __init__(self, group: Server) -> None:
-        self._group = group
+    def __init__(self, group: Server, mark: int = 0) -> None:
+        self._group, self.mark = group, mark
         self.missing: list[Peer] = []
         self.first: Peer | None = None
         """From whom the first one comes, or has come."""
