@@ -392,7 +392,11 @@ class PlannedGroup:
             gloo = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
             never_free_in_child(gloo)
             group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
-            return sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings) if is_sharing else group
+            return (
+                sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings, self.board)
+                if is_sharing
+                else group
+            )
 
         with self.board.connecting(self.global_ranks, self.name, purpose, timeout_s, self.abort):
             return bounded(make, self.board, timeout_s, purpose)

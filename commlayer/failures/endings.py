@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from commlayer.failures.detector import leave_all  # registered at exit before this module's end, and so called after it
+from commlayer.failures.waits import join_abandoned
 from commlayer.profiles.errors import BLAMING
 
 __all__ = ["Ends", "bury", "bury_when_idle", "end_with_program", "rest"]
@@ -42,6 +43,8 @@ _PATIENCE_S = 10.0
 """The time that a call under way at the program's end may still take: its peers may be late."""
 _CRASH_PATIENCE_S = 1.0
 """The same after an exception that nobody caught: the peers are to see soon that this rank is gone."""
+_ABANDONED_PATIENCE_S = 1.0
+"""The same for waits that were let go of: for what they wait nobody knows, but where a rank died they end at once."""
 _REST_S = 0.5
 _NAP_S = 0.005
 _NAPS = 2
@@ -138,14 +141,13 @@ def _end_all() -> None:
     has_crashed = crash is not None
     if crash is not None:  # the others need not wait for what is under way here
         _tell(crash)
-    if not things and not _has_buried:
-        return
     until = time.monotonic() + (_CRASH_PATIENCE_S if has_crashed else _PATIENCE_S)
     for thing in things:
         thing.end(max(0.0, until - time.monotonic()))
     for thread in list(_burials):
         thread.join(max(0.0, until - time.monotonic()))
-    rest()
+    if join_abandoned(_ABANDONED_PATIENCE_S) or things or _has_buried:
+        rest()
 
 
 def _tell(crash: type[BaseException]) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 import warnings
@@ -41,6 +42,7 @@ __all__ = [
     "bounded_reduce_scatter",
     "end_wait",
     "is_timeout",
+    "join_abandoned",
     "keep",
     "wait",
     "within",
@@ -64,6 +66,10 @@ _VTABLE_HEAD_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
 _WORKS = ("_ZN4c10d16ProcessGroupGloo8RecvWork", "_ZN4c10d16ProcessGroupGloo8SendWork")
 
 Result = TypeVar("Result")
+
+_asked: list[threading.Thread] = []
+"""The threads on which something is waited for that may be let go of."""
+_asking = threading.Lock()
 
 
 class Board(Protocol):
@@ -289,8 +295,35 @@ def _on_a_thread(task: Callable[[], Result]) -> Future[Result]:
         except BaseException as error:  # noqa: BLE001  carried to the thread that waits
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="commlayer-bounded", daemon=True).start()
+    thread = threading.Thread(target=run, name="commlayer-bounded", daemon=True)
+    with _asking:
+        _asked[:] = [each for each in _asked if each.is_alive()]
+        _asked.append(thread)
+        thread.start()
     return answer
+
+
+def join_abandoned(patience_s: float) -> bool:
+    """Wait, ``patience_s`` seconds at most, for what :func:`bounded` and :func:`within` have let go of; return whether there was
+    anything.
+
+    For the program's end, at which a thread that comes back from C++ takes the process down.
+    """
+    until = time.monotonic() + patience_s
+    with _asking:
+        threads = [each for each in _asked if each.is_alive()]
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return bool(threads)
+
+
+def _in_child() -> None:
+    """The parent's threads are not there."""
+    global _asked, _asking
+    _asked, _asking = [], threading.Lock()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def within(seconds: float, ask: Callable[[], Result]) -> Result:

@@ -15,7 +15,7 @@ from commlayer.agree.discovery import Grid
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, of_gloo, require
 from commlayer.failures.forks import never_free_in_child
-from commlayer.failures.waits import bounded
+from commlayer.failures.waits import Board, bounded
 from commlayer.profiles.errors import GroupError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
@@ -69,7 +69,7 @@ def _gloo_channel(
         group = dist.ProcessGroupGloo(own, place, len(ranks), timeout)
         never_free_in_child(group)
         verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
-        return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings) if is_inside else verbs
+        return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings, board) if is_inside else verbs
 
     settings = Settings.from_environment()
     group = bounded(make, board, timeout_s, f"connecting group {name}")
@@ -77,15 +77,21 @@ def _gloo_channel(
 
 
 def sharing_memory(
-    group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float, settings: Settings
+    group: dist.ProcessGroup,
+    rank: int,
+    nodes: Sequence[Sequence[int]],
+    timeout_s: float,
+    settings: Settings,
+    board: Board,
 ) -> dist.ProcessGroup:
     """``group`` with messages inside nodes through shared memory, where ``COMMLAYER_INTRA`` and the machine allow it.
 
-    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError where a rank does not come.
+    ``nodes``: its members on each node, as ranks of the group. Collective. Raises RuntimeError where a rank does not come, and
+    at once where ``board`` is broken.
     """
     if not wants_shared_memory(settings) or all(len(members) == 1 for members in nodes):
         return group
-    return cast("dist.ProcessGroup", SharedMemoryGroup(group, rank, nodes, timeout_s))
+    return cast("dist.ProcessGroup", SharedMemoryGroup(group, rank, nodes, timeout_s, board))
 
 
 def wants_shared_memory(settings: Settings) -> bool:

@@ -24,6 +24,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from commlayer.failures.waits import Board, wait
 from commlayer.transport.shared_memory.slabs import Segment
 
 __all__ = ["Neighbourhood", "meet"]
@@ -53,12 +54,13 @@ class _Card:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """``group``: Gloo's, of all ranks."""
+    """``group``: Gloo's, of all ranks. ``board``: where a rank's failure would be known, if anywhere."""
 
     group: dist.ProcessGroup
     rank: int
     nodes: Sequence[Sequence[int]]
     timeout: timedelta
+    board: Board | None
 
     @property
     def node(self) -> int:
@@ -91,22 +93,32 @@ class _Meeting:
         """Every rank's word, of equal lengths, by rank of the group. Raises RuntimeError (Gloo's) where a rank is gone."""
         mine = torch.frombuffer(bytearray(word), dtype=torch.uint8)
         words = [torch.empty_like(mine) for _ in range(sum(map(len, self.nodes)))]
-        self.group.allgather([words], [mine]).wait(self.timeout)
+        work = self.group.allgather([words], [mine])
+        if self.board is None:
+            work.wait(self.timeout)
+        else:  # nobody is to be in there any more when the program ends
+            wait(work, self.board, self.timeout.total_seconds())
         return [each.numpy().tobytes() for each in words]
 
 
 def meet(
-    group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float, *, is_able: bool = True
+    group: dist.ProcessGroup,
+    rank: int,
+    nodes: Sequence[Sequence[int]],
+    timeout_s: float,
+    *,
+    is_able: bool = True,
+    board: Board | None = None,
 ) -> tuple[Neighbourhood | None, tuple[bool, ...]]:
     """Share memory among the ranks of each node. Collective over ``group``, whose members ``nodes`` lists.
 
     ``is_able``: whether this rank can open the files for it; one that cannot comes all the same, and its node does not share.
 
     Returns this rank's neighbourhood (None: alone on its node, or its node cannot share) and for each node whether it
-    shares, the same on every rank. Where a node cannot, the rank that failed warns. Raises RuntimeError (Gloo's) where a
-    rank does not come.
+    shares, the same on every rank. Where a node cannot, the rank that failed warns. Raises RuntimeError where a
+    rank does not come, or ``board`` is broken.
     """
-    meeting = _Meeting(group, rank, nodes, timedelta(seconds=timeout_s))
+    meeting = _Meeting(group, rank, nodes, timedelta(seconds=timeout_s), board)
     if all(len(node) == 1 for node in nodes):
         return None, (False,) * len(nodes)
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from commlayer.failures.descriptors import explained, of_shared_memory, shortfall
 from commlayer.failures.forks import disown_in_child
-from commlayer.failures.waits import is_timeout
+from commlayer.failures.waits import Board, is_timeout
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
 from commlayer.transport.contract import Buffers, CallMemory, CallMismatch, SizeMismatch, break_connections
@@ -79,11 +79,18 @@ class SharedMemoryGroup:
     members together; where a node's ranks cannot share memory a rank that sees why warns, and everything there goes through
     ``group``. ``shares[k]`` says whether node k's ranks do, and is the same on all ranks.
 
-    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come within ``timeout_s``,
-    ClusterError where this process may open too few files.
+    One thread at a time may post, several may wait. Raises RuntimeError where a rank does not come within ``timeout_s``, or where
+    ``board``, on which its failures are known, is broken; ClusterError where this process may open too few files.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, nodes: Sequence[Sequence[int]], timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        nodes: Sequence[Sequence[int]],
+        timeout_s: float,
+        board: Board | None = None,
+    ) -> None:
         self.group, self.rank = group, rank
         self.timeout_s = timeout_s
         self._others = [member for node in nodes for member in node if member != rank]
@@ -97,7 +104,13 @@ class SharedMemoryGroup:
         here = next(node for node in nodes if rank in node)
         what = f"member {rank} of the group, memory shared by {len(here)} ranks of a node"
         short = shortfall(of_shared_memory(len(here)), what) if len(here) > 1 else ""
-        found, self.shares = meet(group, rank, nodes, timeout_s, is_able=not short)
+        try:
+            found, self.shares = meet(group, rank, nodes, timeout_s, is_able=not short, board=board)
+        except (
+            RuntimeError
+        ):  # its threads are not to wait for ranks that are gone when it is freed, nor others for this one
+            break_connections(group, self._others)
+            raise
         if short:  # only now: a rank that does not come leaves the others waiting in there
             raise ClusterError(short)
         if found is not None:
