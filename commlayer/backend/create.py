@@ -28,8 +28,8 @@ from commlayer.failures.descriptors import of_gloo, require
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
-from commlayer.failures.waits import Watched, bounded
-from commlayer.profiles.errors import BLAMING
+from commlayer.failures.waits import Watched, bounded, within
+from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.nccl import is_usable, make_nccl
@@ -70,8 +70,9 @@ def make_group(
     skip_methods()
     teach_monitored_barrier()
     teach_timeouts()
-    store, generation = _own_keys(store, len(global_ranks))
     me = global_ranks[rank]
+    where = f"rank {me}, group {name} of {len(global_ranks)} ranks, which is being made"
+    store, generation = _own_keys(store, len(global_ranks), timeout.total_seconds(), where)
     shared = None if is_default else job_detector(global_ranks)
     detector = shared or FailureDetector(PrefixStore("detector/", store), me, global_ranks, timeout.total_seconds())
     board = FailureBoard(detector, f"{name}#{generation}", me, global_ranks)
@@ -127,13 +128,24 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     return group
 
 
-def _own_keys(store: Store, size: int) -> tuple[Store, str]:
+def _own_keys(store: Store, size: int, timeout_s: float, where: str) -> tuple[Store, str]:
     """``store`` without what an earlier group of the same name has left in it, and the group's size and number, from 0.
 
     Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
     found there. All ranks come once for each group, so the count of arrivals says which group of the name and size this is.
+
+    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
     """
-    generation = f"{size}.{(store.add(f'commlayer/arrivals/{size}', 1) - 1) // size}"
+    host = "look at the process that hosts it (rank 0's, or torchrun's), and whether it can be reached from here"
+    try:
+        arrived = within(timeout_s, lambda: store.add(f"commlayer/arrivals/{size}", 1))
+    except TimeoutError as error:
+        raise CollectiveTimeoutError(
+            f"{where}: the job's store did not answer within {timeout_s:g} s: {host}"
+        ) from error
+    except RuntimeError as error:
+        raise PeerError(f"{where}: the job's store is gone: {host} ({error})") from error
+    generation = f"{size}.{(arrived - 1) // size}"
     return PrefixStore(f"{generation}/", store), generation
 
 

@@ -166,7 +166,8 @@ class Order:
         self.lane.follow_siblings()
 
     def _take_siblings(self, siblings: int) -> None:
-        require_same_number(self, "use_siblings", siblings)
+        self.sequence += 1
+        require_same_number(self.members, self.inner, self.sequence, "use_siblings", siblings)
         self.inner.planned.choices.use_siblings(siblings)
 
     def use_lane_of_group(self) -> None:

@@ -3,61 +3,59 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceOp, Work
 
+from commlayer.backend.inner import InnerGroups
+from commlayer.backend.members import Members
 from commlayer.failures.waits import wait
 from commlayer.profiles.errors import ClusterError, DisagreementError
-
-if TYPE_CHECKING:
-    from commlayer.backend.order import Order
 
 __all__ = ["require_same_number"]
 
 _MOST_NAMED = 8
 
 
-def require_same_number(order: Order, call: str, number: int) -> None:
-    """Return when all ranks of the group have come with the same ``number`` for ``call``. Collective, in the group's order.
+def require_same_number(members: Members, inner: InnerGroups, sequence: int, call: str, number: int) -> None:
+    """Return when all ranks of the group have come with the same ``number`` for ``call``, the group's ``sequence``-th. Collective,
+    in its order.
 
     One small all_reduce where they agree. Raises, on all ranks alike, DisagreementError that names who said what;
     CollectiveTimeoutError where a rank does not come within the group's timeout, PeerError where one is gone.
     """
-    if order.members.size == 1:
+    if members.size == 1:
         return
-    if order.inner.signatures is not None:
-        limit_s = order.inner.timeout.total_seconds()
-        order.inner.signatures.compare(order.sequence + 1, f"{call}({number})", limit_s)
-    order.sequence += 1
+    if inner.signatures is not None:
+        limit_s = inner.timeout.total_seconds()
+        inner.signatures.compare(sequence, f"{call}({number})", limit_s)
     extremes = torch.tensor([number, -number], dtype=torch.int64)
     reducing = AllreduceOptions()
-    reducing.reduceOp, reducing.timeout = ReduceOp(ReduceOp.MAX), order.inner.timeout
-    _settle(order, call, order.inner.gloo.allreduce([extremes], reducing))
+    reducing.reduceOp, reducing.timeout = ReduceOp(ReduceOp.MAX), inner.timeout
+    _settle(members, inner, sequence, call, inner.gloo.allreduce([extremes], reducing))
     most, least = int(extremes[0]), -int(extremes[1])
     if most == least:
         return
-    everyones = torch.zeros(order.members.size, dtype=torch.int64)
+    everyones = torch.zeros(members.size, dtype=torch.int64)
     gathering = AllgatherOptions()
-    gathering.timeout = order.inner.timeout
+    gathering.timeout = inner.timeout
     mine = torch.tensor([number], dtype=torch.int64)
-    _settle(order, call, order.inner.gloo._allgather_base(everyones, mine, gathering))
+    _settle(members, inner, sequence, call, inner.gloo._allgather_base(everyones, mine, gathering))
     raise DisagreementError(
-        f"{order.members.who}, {call} #{order.sequence}: {_said(everyones.tolist(), order.members.global_ranks)}; expected the "
+        f"{members.who}, {call} #{sequence}: {_said(everyones.tolist(), members.global_ranks)}; expected the "
         "same number on all ranks of the group: call it alike on all of them (nothing was changed)"
     )
 
 
-def _settle(order: Order, call: str, work: Work) -> None:
-    planned, began = order.inner.planned, time.monotonic()
+def _settle(members: Members, inner: InnerGroups, sequence: int, call: str, work: Work) -> None:
+    planned, began = inner.planned, time.monotonic()
     try:
         wait(work, planned.board)
     except RuntimeError as error:
-        limit_s = order.inner.timeout.total_seconds()
-        explained = planned.explain(error, call, order.sequence, time.monotonic() - began, limit_s)
+        limit_s = inner.timeout.total_seconds()
+        explained = planned.explain(error, call, sequence, time.monotonic() - began, limit_s)
         kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
-        raise kind(f"{order.members.who}, {call} #{order.sequence}: {explained}") from error
+        raise kind(f"{members.who}, {call} #{sequence}: {explained}") from error
 
 
 def _said(numbers: list[int], ranks: list[int] | tuple[int, ...]) -> str:

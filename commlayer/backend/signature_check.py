@@ -11,13 +11,14 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, ReduceOp, Store
 
 from commlayer.failures.board import FailureBoard, own_client
-from commlayer.failures.waits import is_timeout, wait, within
+from commlayer.failures.waits import bounded, is_timeout, wait, within
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.scheduler.plan import Plan
 
@@ -57,10 +58,7 @@ class SignatureCheck:
         message = torch.zeros(_WIDTH, dtype=torch.uint8)
         content = hashlib.sha256(text).digest() + text[: _WIDTH - _DIGEST]
         message[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        try:
-            self._store.set(f"{self._key}{self._rank}", f"{sequence} {call}")
-        except RuntimeError as error:  # the rank that hosts the store is gone
-            self._blame(error, sequence, call, timeout_s)
+        self._note(sequence, call, timeout_s)
         gathered = self._gather(message, sequence, call, timeout_s)
         first = gathered[0]
         for member, theirs in enumerate(gathered):
@@ -71,10 +69,29 @@ class SignatureCheck:
                     "same order (nothing was moved)"
                 )
 
+    def _note(self, sequence: int, call: str, timeout_s: float) -> None:
+        """Write down, for those who may wait in vain, which call this rank has come to. Bounded: the store's host may be stopped,
+        or somebody else wait in the same client."""
+        try:
+            noted = partial(self._store.set, f"{self._key}{self._rank}", f"{sequence} {call}")
+            bounded(noted, self._board, timeout_s, "the job's store")
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{self._me(sequence, call)}: the job's store did not answer within {timeout_s:g} s: look at the process that "
+                "hosts it (rank 0's, or torchrun's)"
+            ) from error
+        except RuntimeError as error:  # the rank that hosts the store is gone
+            self._blame(error, sequence, call, timeout_s)
+
+    def _me(self, sequence: int, call: str) -> str:
+        return f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
+
     def refuse(self, sequence: int, call: str, why: Exception) -> None:
         """Note for the others that this rank does not make its ``call``: nothing of it was compared, and nothing moved."""
-        with contextlib.suppress(RuntimeError):  # the store is gone: the caller's own mistake matters more
-            self._store.set(f"{self._key}refused/{self._rank}", f"{sequence} {call}: {type(why).__name__}: {why}")
+        key, words = f"{self._key}refused/{self._rank}", f"{sequence} {call}: {type(why).__name__}: {why}"
+        # The store may be gone, or silent: the caller's own mistake matters more.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            within(_STORE_PATIENCE_S, partial(self._store.set, key, words))
 
     def compare_splits(
         self, sequence: int, sent: Sequence[int], expected: Sequence[int], unit: str, timeout_s: float
@@ -105,7 +122,7 @@ class SignatureCheck:
         return gathered
 
     def _blame(self, error: RuntimeError, sequence: int, call: str, timeout_s: float) -> NoReturn:
-        me = f"rank {self._global_ranks[self._rank]}, group {self._group}, call #{sequence} {call}"
+        me = self._me(sequence, call)
         if not is_timeout(error):
             explained = self._explain(error, f"comparison of {call}", sequence, 0.0, timeout_s)
             raise PeerError(f"{explained}. Before {me}. Gloo's own message: {error}") from error

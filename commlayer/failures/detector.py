@@ -34,12 +34,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import msgspec
 
 from commlayer.failures.descriptors import explained, set_aside
 from commlayer.failures.forks import disown_in_child
+from commlayer.failures.waits import within
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ _MAX_FRAME_BYTES = 64 << 10
 _MAX_TEXT = 4000
 _READ_BYTES = 64 << 10
 _SECRET_BYTES = 16
+_STORE_GRACE_S = 2.0
+"""How much longer than its own timeout the store is waited for: it says itself what it waited for."""
+_MOST_NAMED = 8
+_Answer = TypeVar("_Answer")
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -272,29 +277,65 @@ class FailureDetector:
     def _join(self, store: Store, timeout_s: float) -> None:
         card = _Card(tuple(_addresses(store)), self._listener.getsockname()[1], self._secret)
         self._answering |= set(card.addresses)  # of this machine: a port that is closed there has nobody behind it
-        store.set(f"detector/{self.rank}", msgspec.msgpack.encode(card))  # type: ignore[arg-type]  # it takes bytes too
+        # One limit for all that is asked of the store, whose own waits would add up, or have none (where its host is stopped).
+        until = time.monotonic() + timeout_s
+        words = msgspec.msgpack.encode(card)
+        self._asked(lambda: store.set(f"detector/{self.rank}", words), store, (), timeout_s, until)  # type: ignore[arg-type]
         for peer in self._neighbours():
-            theirs = self._card_of(peer, store, timeout_s)
+            theirs = self._card_of(peer, store, timeout_s, until)
             if theirs.trouble:
                 raise PeerError(f"rank {peer} cannot take part: {theirs.trouble}")
             if self._dial(peer, theirs) is None and peer not in self.gone:
                 self._start_asking(peer, theirs)
 
-    def _card_of(self, peer: int, store: Store, timeout_s: float) -> _Card:
+    def _card_of(self, peer: int, store: Store, timeout_s: float, until: float) -> _Card:
         key = f"detector/{peer}"
+
+        def read() -> bytes:
+            store.wait([key], timedelta(seconds=max(until - time.monotonic(), 0.001)))
+            return store.get(key)
+
         try:
-            store.wait([key], timedelta(seconds=timeout_s))
-            card: _Card = _decode_card(store.get(key))
+            card: _Card = _decode_card(self._asked(read, store, (peer,), timeout_s, until))
         except msgspec.MsgspecError as error:
             raise DisagreementError(
                 f"rank {self.rank}: what rank {peer} says of itself cannot be read ({error}): start the same commlayer on all "
                 "ranks"
             ) from error
-        except RuntimeError as error:
-            raise CollectiveTimeoutError(
-                f"rank {self.rank}: rank {peer} did not join the job within {timeout_s:g} s: {error}; look at its log"
-            ) from error
         return card
+
+    def _asked(
+        self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], timeout_s: float, until: float
+    ) -> _Answer:
+        """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
+        PeerError where the store is gone."""
+        me = f"rank {self.rank}, joining the job of {len(self.ranks)} ranks"
+        try:
+            return within(max(until - time.monotonic(), 0.0) + _STORE_GRACE_S, ask)
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(
+                f"{me}: its store did not answer within {timeout_s:g} s: look at the process that hosts it (rank 0's, or "
+                "torchrun's), and whether it can be reached from here"
+            ) from error
+        except RuntimeError as error:
+            if time.monotonic() < until:
+                raise PeerError(f"{me}: its store is gone: look at the process that hosts it ({error})") from error
+            missing = self._missing(store) or peers
+            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:_MOST_NAMED]))}"
+            more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+            raise CollectiveTimeoutError(
+                f"{me}: {names}{more} did not come within {timeout_s:g} s: look at the log of each"
+            ) from error
+
+    def _missing(self, store: Store) -> tuple[int, ...]:
+        """The ranks that have not said in the store where they are, as far as that answers soon."""
+
+        def ask() -> tuple[int, ...]:
+            return tuple(rank for rank in self.ranks if not store.check([f"detector/{rank}"]))
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return within(_STORE_GRACE_S, ask)
+        return ()
 
     def _refuse(self, store: Store, error: OSError) -> NoReturn:
         """This rank cannot listen: the others must hear of it, or they wait for it."""

@@ -1,0 +1,96 @@
+"""What is asked of the job's store is bounded, and its errors say who waits, for what, and who is missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from commlayer.backend.create import _own_keys
+from commlayer.backend.signature_check import SignatureCheck
+from commlayer.failures.board import FailureBoard
+from commlayer.failures.detector import FailureDetector
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError
+
+
+class Silent:
+    """A store whose host is stopped: nothing is answered until the test ends."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def _never(self, *_: object) -> None:
+        self.over.wait(60.0)
+
+    set = add = wait = get = check = _never
+
+
+class Gone:
+    """A store whose host has ended."""
+
+    def _refused(self, *_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    set = add = wait = get = check = _refused
+
+
+@pytest.fixture
+def silent() -> Iterator[Any]:
+    store = Silent()
+    yield store
+    store.over.set()
+
+
+def explained(error: RuntimeError, call: str, *_: object) -> ClusterError:
+    return ClusterError(f"{call}: {error}")
+
+
+def test_all_ranks_that_do_not_join_are_named() -> None:
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        FailureDetector(HashStore(), 1, range(5), 0.2)
+    message = str(caught.value)
+    assert message.startswith("rank 1, joining the job of 5 ranks: ranks 0, 2, 3, 4 did not come within 0.2 s")
+
+
+def test_a_silent_store_ends_joining(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlayer.failures.detector._STORE_GRACE_S", 0.1)
+    with pytest.raises(CollectiveTimeoutError, match=r"^rank 1, joining the job of 2 ranks: its store did not answer"):
+        FailureDetector(silent, 1, range(2), 0.1)
+
+
+def test_a_store_that_is_gone_ends_joining() -> None:
+    gone: Any = Gone()
+    with pytest.raises(PeerError, match=r"^rank 0, joining the job of 2 ranks: its store is gone: .*Connection reset"):
+        FailureDetector(gone, 0, range(2), 30.0)
+
+
+@pytest.mark.parametrize(
+    ("is_silent", "error", "words"),
+    [(True, CollectiveTimeoutError, "did not answer within 0.1 s"), (False, PeerError, "is gone")],
+)
+def test_making_a_group(silent: Any, is_silent: bool, error: type[ClusterError], words: str) -> None:
+    store: Any = silent if is_silent else Gone()
+    with pytest.raises(error, match=f"^rank 3, group ep: the job's store {words}"):
+        _own_keys(store, 4, 0.1, "rank 3, group ep")
+
+
+def checked(store: Any) -> SignatureCheck:
+    board = FailureBoard(FailureDetector.alone(), "ep", 4, (4, 5))
+    return SignatureCheck(None, store, 0, [4, 5], "ep", board, explained)
+
+
+def test_comparing_a_call(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"^rank 4, group ep, call #7 barrier\(\): the job's store did not"
+    ):
+        checked(silent).compare(7, "barrier()", 0.1)
+    with pytest.raises(PeerError, match=r"rank 4, group ep, call #7 barrier\(\)"):
+        checked(Gone()).compare(7, "barrier()", 30.0)
+    monkeypatch.setattr("commlayer.backend.signature_check._STORE_PATIENCE_S", 0.1)
+    refusals: list[Callable[..., None]] = [checked(silent).refuse, checked(Gone()).refuse]
+    for refuse in refusals:
+        refuse(7, "barrier", TensorError(f"a tensor of {torch.int8}"))  # the caller's own mistake matters more
