@@ -198,6 +198,4 @@ def _encoding_objection(traffic: Traffic, strategy: Strategy, chunks: int, wire:
         return "nothing moves" if traffic.group_size == 1 or traffic.logical_bytes == 0 else ""
     if traffic.collective == "all_to_all_v":
         return "messages between nodes are encoded by who sends them"
-    if wire.row_multiple > 1 and not traffic.is_uniform:
-        return "nodes of different sizes cut blocks at different places, and rows that share scales apart"
     return _objection(traffic, strategy, chunks)

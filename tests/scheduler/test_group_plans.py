@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, build, choose, price
-from commlayer.scheduler.group_moves import Group, even_blocks, group_moves, owned_blocks
+from commlayer.scheduler.group_moves import Group, Layout, even_blocks, group_moves, owned_blocks
 from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
 from commlayer.scheduler.plan import owned_by_node
@@ -384,6 +384,31 @@ def test_the_busiest_card_carries_what_the_steps_sizes_say(
     for name, cards in through.items():
         expected = sum(s.bytes for s in plan.steps if s.leg.name == name) * (m - 1) / m * min(sizes)
         assert max(map(max, cards)) == pytest.approx(expected, rel=0.01)
+
+
+@given(
+    st.sampled_from(UNEVEN),
+    st.lists(st.integers(0, 5000), min_size=8, max_size=8),
+    st.integers(1, 5),
+    st.sampled_from([64, 100, 640]),
+)
+def test_every_node_cuts_a_block_at_multiples_of_the_same_length(
+    sizes: list[int], lengths: list[int], chunks: int, align: int
+) -> None:
+    """Rows that share scales stay together, wherever a node of another size cuts; and all of a block is handled once."""
+    nodes, n = nodes_of(sizes, 0), sum(sizes)
+    layout = Layout(nodes, lengths[:n], chunks, align)
+    for a, b in product(range(len(nodes)), repeat=2):
+        pieces = [
+            piece for i in range(len(nodes[a])) for chunk in range(chunks) for piece in layout.pieces(b, a, i, chunk)
+        ]
+        assert all(piece.start % align == 0 for piece in pieces)
+        for owner in nodes[b]:
+            covered = sorted((piece.start, piece.stop) for piece in pieces if piece.owner == owner)
+            assert list(accumulate((stop - start for start, stop in covered), initial=0))[:-1] == [
+                s for s, _ in covered
+            ]
+            assert sum(stop - start for start, stop in covered) == lengths[owner]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9))
