@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from commlayer.scheduler.broadcast import BroadcastPlace
+from commlayer.scheduler.leaders import LeaderPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy, owned_by_node
 
@@ -80,6 +81,9 @@ def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, .
 
     For all collectives but all_to_all_v (see two_level). ``root``: the sender of a broadcast, as a rank of the group.
     """
+    if plan.strategy is Strategy.LEADERS:
+        by_leaders = LeaderPlace(plan, group.nodes, group.rank, group.blocks, root)
+        return plan.moves(by_leaders), by_leaders.staging_bytes
     if plan.traffic.collective == "broadcast":
         return plan.moves(BroadcastPlace(plan, group.nodes, group.rank, root), tags=1), 0
     place = GroupPlace(plan, group)

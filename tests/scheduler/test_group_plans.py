@@ -137,6 +137,7 @@ def plans_of(traffic: Traffic) -> list[Plan]:
         (Strategy.DIRECT, 1, 1, ""),
         (Strategy.DIRECT, 4, 1, "dp"),
         (Strategy.HIERARCHICAL, 1, 1, ""),
+        (Strategy.LEADERS, 1, 1, ""),
         (Strategy.PIPELINED, 2, 1, ""),
         (Strategy.PIPELINED, 5, 1, "cp"),
         (Strategy.PIPELINED, 5, 1, ""),
