@@ -9,8 +9,8 @@ Over nodes of l ranks each, m nodes, n = m·l ranks, S logical bytes:
 - all_reduce: a reduce_scatter, then an all_gather of what was summed.
 - broadcast: the root scatters inside its node, its node's ranks send their slices to the other nodes at the same time, every
   node gathers.
-- all_to_all_v: inside the node by the destination's place in its node, then one message to each other node: l times fewer
-  messages between nodes, of the same bytes. It pays where latency rules.
+- all_to_all_v: inside the node to the rank that relays for the destination, the one at its place, then one message from there: l
+  times fewer messages between nodes, of the same bytes. It pays where latency rules.
 
 ``leaders`` is another way over nodes: one rank of each node collects, exchanges with those of the other nodes, and hands out
 (:mod:`commlayer.scheduler.leaders`).

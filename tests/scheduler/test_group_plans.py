@@ -299,13 +299,13 @@ def test_broadcast(sizes: list[int], shuffle: int, size: int, root: int, seed: i
 
 
 @given(
-    st.tuples(st.integers(2, 3), st.integers(2, 3)),
+    st.sampled_from([*UNEVEN, [2, 2], [3, 3], [2, 2, 2], [3, 3, 3]]),
     st.integers(0, 1000),
     st.integers(0, 1000),
     st.sampled_from([0, 1, 40]),
 )
-def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, largest: int) -> None:
-    nodes, n = nodes_of([shape[1]] * shape[0], shuffle), shape[0] * shape[1]
+def test_two_level_all_to_all(shape: list[int], shuffle: int, seed: int, largest: int) -> None:
+    nodes, n = nodes_of(shape, shuffle), sum(shape)
     chooser = random.Random(seed)
     sizes = [[chooser.choice([0, chooser.randint(0, largest)]) for _ in range(n)] for _ in range(n)]
     plan = build(traffic_of("all_to_all_v", 1, nodes), Strategy.HIERARCHICAL)
@@ -318,7 +318,7 @@ def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, l
         sorted_, passed, transit = call.after(counts)
         before = call.before()
         staging = np.zeros(call.staging_bytes, np.uint8)
-        own = np.array(call.counts(), np.int64).reshape(-1).view(np.uint8)
+        own = np.array([count for row in call.counts() for count in row], np.int64).view(np.uint8)
         staging[: len(own)] = own
         moves = [before[0], sorted_, Moves(passed.sends, before[2].receives), before[3]]
         buffers = {
@@ -336,7 +336,7 @@ def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, l
             ranks[rank]
             .view(Region(Buffer.STAGING, region.start, region.stop))
             .view(np.int64)
-            .reshape(len(nodes[0]), -1)
+            .reshape(len(nodes[call.a]), -1)
         )
         for place, peer in enumerate(nodes[call.a]):
             if peer != rank:
@@ -441,7 +441,8 @@ def test_a_node_sends_each_byte_once_over_the_wire() -> None:
     ("collective", "nodes", "strategy", "why"),
     [
         ("broadcast", (2, 2), Strategy.DIRECT, "flat form"),
-        ("all_to_all_v", (2, 3), Strategy.HIERARCHICAL, "different numbers"),
+        ("all_to_all_v", (2, 3), Strategy.LEADERS, "something else for each other"),
+        ("all_reduce", (2,), Strategy.LEADERS, "several nodes"),
         ("all_gather", (4,), Strategy.HIERARCHICAL, "several nodes"),
         ("all_gather", (1, 1), Strategy.HIERARCHICAL, "several ranks on one"),
         ("all_reduce", (2, 2), Strategy.PIPELINED_COPY, "replicated"),
