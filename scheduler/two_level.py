@@ -173,7 +173,7 @@ class PassOn(ExchangeLeg):
     """One message to each rank of another node for which this one is the relay. What is sent needs the counts."""
 
     def size(self, cut: Cut) -> float:
-        """By the busiest card, as :meth:`Cut.over_rails`: each byte that a node has for another leaves it once."""
+        """The size that brings as much through a card as goes through the busiest one: each byte for another node leaves once."""
         traffic = cut.traffic
         nodes, n, m, rates = traffic.nodes, traffic.group_size, len(traffic.nodes), traffic.node_rates
         if traffic.is_uniform:
