@@ -343,6 +343,23 @@ def test_two_level_all_to_all(shape: list[int], shuffle: int, seed: int, largest
                 assert told[place].tolist() == calls[peer].counts()[call.i]
 
 
+@pytest.mark.parametrize("shape", [*UNEVEN, [2, 2], [3, 3, 3]], ids=str)
+def test_a_two_level_all_to_all_is_priced_by_its_busiest_relay_and_card(shape: list[int]) -> None:
+    nodes, n, m, width = nodes_of(shape, 1), sum(shape), len(shape), max(shape)
+    sizes = [[840] * n] * n
+    calls = [TwoLevel(nodes, rank, sizes[rank], [row[rank] for row in sizes]) for rank in range(n)]
+    _, sort, pass_on, _ = build(traffic_of("all_to_all_v", 840 * n, nodes), Strategy.HIERARCHICAL).steps
+    come, out = [0] * n, [0] * m
+    for rank, call in enumerate(calls):
+        sorted_, passed, _ = call.after([calls[peer].counts()[call.i] for peer in nodes[call.a]])
+        come[rank] = sum(message.region.size for message in sorted_.receives)
+        out[call.a] += sum(message.region.size for message in passed.sends)
+        messages = [(message.peer, message.tag) for message in passed.sends]
+        assert len(messages) == len(set(messages)) <= -(-(n - len(nodes[call.a])) // len(nodes[call.a]))
+    assert max(come) == pytest.approx(sort.bytes * (width - 1) / width)
+    assert max(out) == pytest.approx(pass_on.bytes * (m - 1) / m * min(shape))
+
+
 @given(st.sampled_from(UNEVEN), st.integers(0, 1000), st.integers(0, 100_000))
 def test_every_node_owns_as_much_of_a_sum_as_the_others(sizes: list[int], shuffle: int, size: int) -> None:
     nodes, n = nodes_of(sizes, shuffle), sum(sizes)
