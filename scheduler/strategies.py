@@ -57,7 +57,9 @@ def build(
     if strategy is Strategy.FLAT:
         return flat(traffic)
     if strategy is Strategy.LEADERS:
-        raise PlanError("leaders is for groups whose ranks hold tokens of their own, not for replicated ones: use hierarchical")
+        raise PlanError(
+            "leaders is for groups whose ranks hold tokens of their own, not for replicated ones: use hierarchical"
+        )
     if strategy is Strategy.DIRECT or not can_drop(traffic):
         raise PlanError(
             f"{strategy.value} needs tokens that are replicated inside nodes and a group that crosses nodes; this traffic "
