@@ -4,7 +4,8 @@ Cells: all siblings of a layout run one collective at once, by every plan worth 
 priced, how far is its price from its time (error), and how much longer does it take than the best of those tried (regret)?
 Against torch: the same collectives on commlayer and on Gloo, in alternate rounds, on uneven nodes too.
 
-Writes a dated document and JSON. Ten to eleven minutes; ``--quick`` takes one, and writes documents of its own name.
+Writes a dated document and JSON. Ten to eleven minutes; ``--quick`` takes one, and writes documents of its own name; so does
+``--versus``, which leaves the cells out.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.testing.nodes import run_on_nodes
 
 CLUSTERS = {"2x4": (4, 4), "2x8": (8, 8), "4x4": (4, 4, 4, 4)}
-VERSUS = {"2x4": (4, 4), "3+1": (3, 1), "5+3": (5, 3), "2+1+3": (2, 1, 3)}
+VERSUS = {"2x4": (4, 4), "3+1": (3, 1), "5+3": (5, 3), "2+1+3": (2, 1, 3), "5+1": (5, 1)}
+_ALWAYS = ("2x4", "3+1", "5+3", "2+1+3")
+"""Those that are run where none is asked for."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 INTER = "400mbit"
 _REPEATS = Repeats(warmup=1, min_repeats=2, max_repeats=6, half_width=0.1, budget_us=1e5)
@@ -82,18 +85,25 @@ def main() -> None:
     parser.add_argument(
         "--probe", action="store_true", help="plan by what a job measures at its start, without a sweep"
     )
+    parser.add_argument("--versus", nargs="+", choices=list(VERSUS), help="only against torch, on these clusters")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, metavar="BYTES", help="of the calls against torch [16 MiB; --quick: 4 MiB]"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there, too")
     add_output(parser)
     options = parser.parse_args()
-    stem = dated_stem(options.output, "groups-quick" if options.quick else "groups")
+    name = "groups-quick" if options.quick else "groups-versus" if options.versus else "groups"
+    stem = dated_stem(options.output, name)
     about = facts("groups.py", os.getloadavg()[0])
     found: dict[str, list[Cell]] = {}
     against: list[Versus] = []
-    for key in options.clusters[:1] if options.quick else options.clusters:
+    clusters = options.clusters[:1] if options.quick else options.clusters
+    for key in () if options.versus else clusters:
         found[key] = measured_cells(CLUSTERS[key], is_quick=options.quick, is_probe=options.probe or options.quick)
         finish(stem, about, found, against, options.json)
-    for key in ("2x4", "3+1") if options.quick else VERSUS:
-        against += measured_versus(key, 4 << 20 if options.quick else 16 << 20)
+    sizes = options.sizes or [4 << 20 if options.quick else 16 << 20]
+    for key, size in product(options.versus or (_ALWAYS[:2] if options.quick else _ALWAYS), sizes):
+        against += measured_versus(key, size)
         finish(stem, about, found, against, options.json)
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
@@ -344,10 +354,7 @@ def document(about: Mapping[str, str], found: Mapping[str, list[Cell]], against:
         "- regret: measured time of the chosen plan over that of the best plan tried, less 1; plans take turns, in a new",
         "  order each round, after their results were compared with flat's",
         "- swept: whether a sweep of the cluster measures groups of this shape (all ranks, a node, one rank of each node)",
-        "",
-        "## Summary",
-        "",
-        *summary_table(found),
+        *(["", "## Summary", "", *summary_table(found)] if found else []),
     ]
     for key, each in found.items():
         lines += ["", f"## {key}", "", *cell_table(each)]

@@ -96,6 +96,7 @@ _SHARED = frozenset(
         "all_to_all_single",
         "all_to_all_v",
         "gather",
+        "leaders",
         "reduce_scatter",
         "reduce_scatter_single",
         "scatter",
@@ -105,18 +106,19 @@ _WIRE_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2")
 _CODED = frozenset(f"{way}_{wire}" for way in ("encode", "decode") for wire in _WIRE_FORMATS)
 _WHOLE = frozenset({"broadcast", "copy", "recv", "reduce", "send", "send_recv"}) | _CODED
 
-#: The operations that a curve can describe. ``all_to_all`` and ``all_gather`` are steps by messages, as most plans run
-#: them; ``…_single`` (torch's names), ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own;
-#: ``reduce`` on a device is the sum of blocks in memory, with S what is added to the first block; ``encode_bf16`` and so on
-#: turn a tensor of S bytes into a wire format, ``decode_bf16`` and so on what was S bytes back (BF16 into a sum of FP32).
+#: The operations that a curve can describe. ``all_to_all``, ``all_gather``, ``gather`` and ``scatter`` are steps by messages, as
+#: most plans run them, and ``leaders`` is an all_to_all between one rank of each node; ``…_single`` (torch's names),
+#: ``all_to_all_v``, ``all_reduce`` and ``broadcast`` are calls of the backend's own; ``reduce`` on a device is the sum of blocks
+#: in memory, with S what is added to the first block; ``encode_bf16`` and so on turn a tensor of S bytes into a wire format,
+#: ``decode_bf16`` and so on what was S bytes back (BF16 into a sum of FP32).
 COLLECTIVES: tuple[str, ...] = tuple(sorted({"all_reduce"} | _SHARED | _WHOLE))
 
 
 def bus_factor(collective: str, group_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests' PERFORMANCE.md defines it.
 
-    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all (also _single, _v), gather and scatter (n-1)/n
-    with S the gathered (whole) buffer; send, recv, broadcast, reduce and the local operations 1.
+    With n ranks: all_reduce 2(n-1)/n; all_gather, reduce_scatter, all_to_all (also _single, _v), gather, scatter and leaders
+    (n-1)/n with S the gathered (whole) buffer; send, recv, broadcast, reduce and the local operations 1.
 
     Raises:
         UsageError: an unknown collective, or a group of fewer than one rank.

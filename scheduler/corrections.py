@@ -35,16 +35,24 @@ _ALIKE = 8
 """Sizes within this factor say something about each other: a smaller call is more latency and less bandwidth."""
 _SMALLER = (1, 2, 4)
 """The parts of a call's size at which it may be tried."""
+_SMALLER_YET = (6, 8, 12, 16, 20, 24, 32, 40)
+"""The parts at which two plans of a large call may be tried that the profile cannot tell apart."""
+_IN_PROPORTION = 1.2
+"""So much may the predicted ratio of those two be another at the smaller size, for that to say something of the large one."""
 _TRIED = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for."""
+    """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for.
+
+    ``holds_at``: a larger size, bytes, for which they are taken to say as much; 0: for sizes like their own only.
+    """
 
     contenders: tuple[Timeline, ...]
     asked: int
+    holds_at: int = 0
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -85,21 +93,44 @@ class Corrections:
     def trial(self, planner: Planner, traffic: Traffic, *, is_wanted: bool) -> Trial | None:
         """The plans to run before a call is planned; None where they would not pay. ``is_wanted``: however good the profile is.
 
-        A call that takes long is tried at a smaller size, down to a fourth of its own, and else not at all.
+        A call that takes long is tried at a smaller size, down to a fourth of its own. One that takes longer yet is tried only
+        where the simpler plan is kept though another is predicted faster: these two, at a size still smaller, where they
+        are predicted to compare as they do at its own.
         """
         asked = _size_class(traffic.logical_bytes)
         if not may_try(traffic) or (traffic.collective, asked) in self._tried:
             return None
         self._tried.add((traffic.collective, asked))
-        limit_us = min(LONGEST_US, _BUDGET_US - self.spent_us) / RUNS
         for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
-            most_us = (
-                limit_us if is_wanted or decision.tolerance >= _LEAST_TOLERANCE else min(limit_us, _CHEAP_US / RUNS)
-            )
             contenders = _contenders(decision)
-            if sum(timeline.total_us for timeline in contenders) <= most_us:
+            if sum(timeline.total_us for timeline in contenders) <= self._limit_us(decision, is_wanted):
                 return Trial(contenders, asked) if len(contenders) > 1 else None
+        return self._smaller_trial(planner, traffic, is_wanted)
+
+    def _limit_us(self, decision: Decision, is_wanted: bool) -> float:
+        """The longest that a round of a trial may take, µs."""
+        limit_us = min(LONGEST_US, _BUDGET_US - self.spent_us) / RUNS
+        return limit_us if is_wanted or decision.tolerance >= _LEAST_TOLERANCE else min(limit_us, _CHEAP_US / RUNS)
+
+    def _smaller_trial(self, planner: Planner, traffic: Traffic, is_wanted: bool) -> Trial | None:
+        """The trial of the plan that is kept because it is simpler, and of the one that is predicted faster."""
+        decision = planner.decide(traffic)
+        large = decision.timeline, min(decision.candidates, key=lambda timeline: timeline.total_us)
+        kinds = [_legs(timeline.plan.strategy) for timeline in large]
+        if kinds[0] is kinds[1]:
+            return None
+        for part in _SMALLER_YET:
+            smaller = planner.decide(_of_size(traffic, traffic.logical_bytes // part))
+            small = [timeline for kind in kinds for timeline in _fastest_of(kind, smaller.candidates)]
+            if len(small) < len(kinds):
+                return None  # a size at which nothing is planned
+            if sum(timeline.total_us for timeline in small) <= self._limit_us(smaller, is_wanted):
+                change = small[0].total_us / small[1].total_us / (large[0].total_us / large[1].total_us)
+                is_alike = 1 / _IN_PROPORTION <= change <= _IN_PROPORTION
+                return (
+                    Trial(tuple(small), _size_class(traffic.logical_bytes), traffic.logical_bytes) if is_alike else None
+                )
         return None
 
     def learn(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
@@ -111,6 +142,10 @@ class Corrections:
             size = plan.traffic.logical_bytes
             self._tried.add((plan.traffic.collective, _size_class(size)))
             self._factors.setdefault((plan.traffic.collective, plan.strategy), {})[size] = time_us / timeline.total_us
+            if trial.holds_at:  # in one chunk or several: they err alike
+                for strategy in (each for each in Strategy if _legs(each) is _legs(plan.strategy)):
+                    known = self._factors.setdefault((plan.traffic.collective, strategy), {})
+                    known[trial.holds_at] = time_us / timeline.total_us
 
     def _learnt(self, plan: Plan) -> float | None:
         known = self._factors.get((plan.traffic.collective, plan.strategy), {})
@@ -125,6 +160,18 @@ def _contenders(decision: Decision) -> tuple[Timeline, ...]:
     for timeline in sorted(decision.candidates, key=lambda each: each.total_us):
         fastest.setdefault(timeline.plan.strategy, timeline)
     return tuple(_near(fastest.values(), 1.0 + _CONTENDS * max(decision.tolerance, _LEAST_ERROR)))
+
+
+def _legs(strategy: Strategy) -> Strategy:
+    """The strategy that has the same legs in one chunk."""
+    return Strategy.HIERARCHICAL if strategy is Strategy.PIPELINED else strategy
+
+
+def _fastest_of(kind: Strategy, candidates: Iterable[Timeline]) -> list[Timeline]:
+    """The fastest plan with the legs of a strategy, as predicted; none where there is none."""
+    return sorted((each for each in candidates if _legs(each.plan.strategy) is kind), key=lambda each: each.total_us)[
+        :1
+    ]
 
 
 def _near(timelines: Iterable[Timeline], most: float) -> list[Timeline]:

@@ -11,8 +11,9 @@ different lengths need no case of their own.
 Rejected: chunks of slices. Nodes of different sizes cut slices at different places, so a chunk of one node's would have met parts
 of several chunks of another's.
 
-Cuts are at multiples of ``ALIGN`` bytes from the beginning of a block or of a chunk's data, so no element is cut; of rows, where
-those are encoded (:mod:`commlayer.scheduler.encoded_moves`).
+Cuts are at multiples of ``ALIGN`` bytes from the beginning of a block, so no element is cut; of rows, and of those that share
+scales, where they are encoded (:mod:`commlayer.scheduler.encoded_moves`): whoever encodes them, wherever it cuts, finds the same
+scales.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from commlayer.scheduler.broadcast import BroadcastPlace
+from commlayer.scheduler.leaders import LeaderPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy, owned_by_node
 
@@ -79,6 +81,9 @@ def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, .
 
     For all collectives but all_to_all_v (see two_level). ``root``: the sender of a broadcast, as a rank of the group.
     """
+    if plan.strategy is Strategy.LEADERS:
+        by_leaders = LeaderPlace(plan, group.nodes, group.rank, group.blocks, root)
+        return plan.moves(by_leaders), by_leaders.staging_bytes
     if plan.traffic.collective == "broadcast":
         return plan.moves(BroadcastPlace(plan, group.nodes, group.rank, root), tags=1), 0
     place = GroupPlace(plan, group)
@@ -101,7 +106,7 @@ class Layout:
     def __init__(self, nodes: Nodes, blocks: Sequence[int], chunks: int = 1, align: int = ALIGN) -> None:
         self.nodes, self.blocks, self.chunks, self.align = nodes, blocks, chunks, align
         self.bases = [0, *accumulate(blocks)]
-        self._totals: dict[int, list[int]] = {}
+        self._lengths: dict[int, list[list[int]]] = {}
         self._offsets: dict[tuple[int, int, int], list[int]] = {}
 
     def slice_bytes(self, b: int, a: int, i: int) -> int:
@@ -137,11 +142,22 @@ class Layout:
 
     def _share(self, b: int, a: int, i: int, chunk: int) -> tuple[int, int]:
         """Where share i for node a begins and ends in what node b's blocks have in a chunk."""
-        if b not in self._totals:
+        if b not in self._lengths:
             edges = [[self._edges(owner, each) for owner in self.nodes[b]] for each in range(self.chunks)]
-            self._totals[b] = [sum(end - begin for begin, end in row) for row in edges]
-        total, parts = self._totals[b][chunk], len(self.nodes[a])
-        return cut(total, parts, i, self.align), cut(total, parts, i + 1, self.align)
+            self._lengths[b] = [[end - begin for begin, end in row] for row in edges]
+        lengths, parts = self._lengths[b][chunk], len(self.nodes[a])
+        return self._cut(lengths, i, parts), self._cut(lengths, i + 1, parts)
+
+    def _cut(self, lengths: Sequence[int], index: int, parts: int) -> int:
+        """Where part ``index`` of blocks of these lengths begins, which lie one behind the other: in a block at a multiple of
+        ``align``."""
+        total = sum(lengths)
+        position, base = total * index // parts, 0
+        for length in lengths:
+            if position < base + length:
+                return base + (position - base) // self.align * self.align
+            base += length
+        return total
 
     def _offsets_of(self, b: int, a: int, i: int) -> list[int]:
         """Where the share of each chunk begins in slice i of node b for node a; and where the last one ends."""

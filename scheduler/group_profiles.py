@@ -14,7 +14,7 @@ groups can have, unless the job says otherwise. They share the card, so their by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from commlayer.profiles.curve import Curve
@@ -116,7 +116,8 @@ class _Shape:
         traffic = Traffic(sum(self.nodes), sum(self.nodes), 1, link, "all_gather", self.nodes)
         unit = Curve(*key, bytes=(1,), time_us=(1.0,))
         is_ring = isinstance(leg, OwnCallLeg) and leg.op is not Op.ALL_TO_ALL
-        active = (min if is_ring or leg.span is Span.RAIL else max)(self.nodes) * self.siblings
+        is_of_emptiest = is_ring or leg.span in (Span.RAIL, Span.LEADERS)
+        active = (min if is_of_emptiest else max)(self.nodes) * self.siblings
         load = leg.share_of_link(traffic, unit) * active
         return load / self.rate if key[1] is Resource.INTER else load
 
@@ -171,7 +172,10 @@ def _references(profile: Profile, probe: Probe, shapes: Sequence[_Shape]) -> Ite
         curve = profile.find(*key)
         if curve is not None:
             seen.add(sum(shape.nodes))
-            yield _Reference(curve, shape.load(probe.leg, key))
+            measured = (
+                replace(shape, siblings=1) if probe.leg.span is Span.LEADERS else shape
+            )  # one of each node, alone
+            yield _Reference(curve, measured.load(probe.leg, key))
 
 
 def _time_us(size: float, load: float, rounds: int, near: _Reference, far: _Reference | None) -> float:

@@ -9,8 +9,11 @@ Over nodes of l ranks each, m nodes, n = m·l ranks, S logical bytes:
 - all_reduce: a reduce_scatter, then an all_gather of what was summed.
 - broadcast: the root scatters inside its node, its node's ranks send their slices to the other nodes at the same time, every
   node gathers.
-- all_to_all_v: inside the node by the destination's place in its node, then one message to each other node: l times fewer
-  messages between nodes, of the same bytes. It pays where latency rules.
+- all_to_all_v: inside the node to the rank that relays for the destination, the one at its place, then one message from there: l
+  times fewer messages between nodes, of the same bytes. It pays where latency rules.
+
+``leaders`` is another way over nodes: one rank of each node collects, exchanges with those of the other nodes, and hands out
+(:mod:`commlayer.scheduler.leaders`).
 
 ``flat_direct`` is the same with the whole group as one node: every rank to every rank, sums on the spot and in rank order.
 Rejected: rings. They need n−1 steps one after the other, each with the latency of a message, and sum in an order that
@@ -26,6 +29,7 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import encoded_legs, group_legs
 from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
+from commlayer.scheduler.leaders import BY_LEADERS
 from commlayer.scheduler.legs import LegOrder, OwnCallLeg
 from commlayer.scheduler.moves import MAX_TAGS, Buffer
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy, is_duplex
@@ -46,6 +50,8 @@ _FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 """Of a call that yields to others: more than it takes to fill a pipeline."""
 _LEAST_DUPLEX = 16
 """Chunks of an all_reduce on unequal cards, at least, where its size allows it."""
+_WHOLE = (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL, Strategy.LEADERS)
+"""Strategies of plans in one chunk."""
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -74,6 +80,8 @@ def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire, chunks: int = 
     collective, is_direct = traffic.collective, strategy is Strategy.DIRECT
     if strategy is Strategy.FLAT:
         return _OWN_CALLS[collective]
+    if strategy is Strategy.LEADERS:
+        return BY_LEADERS[collective]
     if not is_direct and is_duplex(traffic, chunks, wire):
         return group_legs.ALL_REDUCE_DUPLEX
     if wire.is_native:
@@ -99,7 +107,7 @@ def group_candidates(
     if is_duplex(traffic, 2, NATIVE):  # what is collected is a chunk behind what is shared, and prices do not know it
         counts = [count for count in counts if count >= _LEAST_DUPLEX] or counts[-1:]
     for wire in traffic.wires:
-        for strategy in filter(strategies.__contains__, (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL)):
+        for strategy in filter(strategies.__contains__, _WHOLE):
             with contextlib.suppress(PlanError):
                 yield build_group(traffic, strategy, 1, wire)
         chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
@@ -181,23 +189,23 @@ def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
         return "it is for replicated tokens"
     if len(traffic.nodes) == 1 or max(traffic.nodes) == 1:
         return "it needs several nodes, and several ranks on one of them"
-    if not traffic.is_uniform and traffic.collective == "all_to_all_v":
-        return "nodes hold different numbers of its ranks"
-    if chunks > 1 and traffic.collective == "all_to_all_v":
-        return "it pays for small messages only, which are not cut"
-    return ""
+    return _exchange_objection(strategy, chunks) if traffic.collective == "all_to_all_v" else ""
+
+
+def _exchange_objection(strategy: Strategy, chunks: int) -> str:
+    if strategy is Strategy.LEADERS:
+        return "its ranks have something else for each other, and a leader would have to sort it"
+    return "it pays for small messages only, which are not cut" if chunks > 1 else ""
 
 
 def _encoding_objection(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire) -> str:
     """Why its elements cannot cross in that format; empty where they can."""
     if traffic.element_bytes == 0 or wire not in traffic.wires:
         return f"its elements may not go in {wire}"
-    if traffic.collective == "broadcast" or strategy in (Strategy.FLAT, Strategy.PIPELINED_COPY):
+    if traffic.collective == "broadcast" or strategy in (Strategy.FLAT, Strategy.LEADERS, Strategy.PIPELINED_COPY):
         return "nothing is encoded in it"
     if strategy is Strategy.DIRECT and chunks >= 1:
         return "nothing moves" if traffic.group_size == 1 or traffic.logical_bytes == 0 else ""
     if traffic.collective == "all_to_all_v":
         return "messages between nodes are encoded by who sends them"
-    if wire.row_multiple > 1 and not traffic.is_uniform:
-        return "nodes of different sizes cut blocks at different places, and rows that share scales apart"
     return _objection(traffic, strategy, chunks)

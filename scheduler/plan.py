@@ -48,6 +48,7 @@ class Strategy(str, Enum):
     FLAT = "flat"  # one call of the backend's own
     DIRECT = "flat_direct"  # also one level, by messages from every rank to every rank, with sums on the spot
     HIERARCHICAL = "hierarchical"  # O1: drop, all_to_all between nodes, all_gather inside
+    LEADERS = "leaders"  # one rank of each node does all between nodes: fewest messages
     PIPELINED = "pipelined"  # O2: the same in chunks, inter ∥ intra
     PIPELINED_COPY = "pipelined_copy"  # O3: the placing copy is a pipeline stage of its own
 
@@ -58,6 +59,7 @@ class Op(str, Enum):
     REDUCE_SCATTER = "reduce_scatter"  # this one and the next two only as a call of the backend's own
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
+    GATHER = "gather"
     SCATTER = "scatter"
     REDUCE = "reduce"  # of blocks that have arrived, in memory
     COPY = "copy"
@@ -84,19 +86,22 @@ class Span(str, Enum):
     HOLDERS = "holders"  # the ranks of a node that hold the same tokens
     NODE = "node"  # the ranks of each node
     RAIL = "rail"  # one rank of every node
+    LEADERS = "leaders"  # one rank of every node, and of each only this one
     GROUP = "group"  # all ranks of the group
 
     def link(self, traffic: Traffic) -> Resource:
         """The slowest link class between them."""
         if self is Span.GROUP:
             return traffic.link
-        return {Span.SELF: Resource.DEVICE, Span.RAIL: Resource.INTER}.get(self, Resource.INTRA)
+        if self in (Span.RAIL, Span.LEADERS):
+            return Resource.INTER
+        return Resource.DEVICE if self is Span.SELF else Resource.INTRA
 
     def ranks(self, traffic: Traffic) -> int:
         """How many ranks exchange with each other."""
         if self is Span.NODE:
             return max(traffic.nodes)
-        if self is Span.RAIL:
+        if self in (Span.RAIL, Span.LEADERS):
             return len(traffic.nodes)
         return {Span.SELF: 1, Span.HOLDERS: traffic.replication}.get(self, traffic.group_size)
 
@@ -336,7 +341,8 @@ class Plan:
     def tags_per_step(self) -> int:
         """How many messages one rank may send another in one step, and so how far apart the steps' tags are."""
         traffic = self.traffic
-        if traffic.collective in ("all_to_all", "all_to_all_v") or not traffic.is_uniform:
+        is_exchange = traffic.collective in ("all_to_all", "all_to_all_v")
+        if is_exchange or not traffic.is_uniform or self.strategy is Strategy.LEADERS:
             return traffic.group_size
         return len(traffic.nodes)
 

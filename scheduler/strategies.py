@@ -56,6 +56,10 @@ def build(
         raise PlanError("tokens that are replicated inside nodes go in their own format")
     if strategy is Strategy.FLAT:
         return flat(traffic)
+    if strategy is Strategy.LEADERS:
+        raise PlanError(
+            "leaders is for groups whose ranks hold tokens of their own, not for replicated ones: use hierarchical"
+        )
     if strategy is Strategy.DIRECT or not can_drop(traffic):
         raise PlanError(
             f"{strategy.value} needs tokens that are replicated inside nodes and a group that crosses nodes; this traffic "

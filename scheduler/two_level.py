@@ -1,7 +1,9 @@
 """The legs of a two-level all_to_all with any splits (plan ``hierarchical`` of all_to_all_v).
 
-Rank i of node a sends what is for rank j of *any* node to rank j of its own node, which passes on to rank j of node b what
-all ranks of node a have for it: one message between each two nodes a rank, instead of one for each rank there.
+What the ranks of node a have for a rank of another node goes to one rank of node a, the *relay* of that rank, which passes it
+on: one message between a node and a rank of another, instead of one for each rank there. Where nodes hold equally many
+ranks the relay is the one at the same place; else the ranks of all nodes, one behind the other, are dealt out to those of
+the node in turn, so that none relays for many more than the others.
 
 How much a local peer will bring is known to that peer only, so the ranks of a node tell each other first (``counts``). What
 comes from other nodes is in the caller's own splits; those receives can be posted before anything is known.
@@ -21,9 +23,26 @@ __all__ = ["TWO_LEVEL", "TwoLevel"]
 _COUNT_BYTES = 8
 
 
+def _relay(sizes: Sequence[int], a: int, b: int, place: int) -> int:
+    """The place in node a of who relays what it has for the rank at ``place`` of node b; ``sizes``: the ranks of each node."""
+    return (sum(sizes[:b]) + place) % sizes[a]
+
+
+def _others(sizes: Sequence[int], a: int) -> list[tuple[int, int]]:
+    """Node and place of every rank of the other nodes, near ones first: no hot receiver."""
+    away = [(a + d) % len(sizes) for d in range(1, len(sizes))]
+    return [(b, place) for b in away for place in range(sizes[b])]
+
+
+def _most_relayed(sizes: Sequence[int], a: int) -> int:
+    """The number of ranks, itself among them, for which the busiest rank of node a gets what its peers have."""
+    relays = [_relay(sizes, a, b, place) for b, place in _others(sizes, a)]
+    return 1 + max(map(relays.count, range(sizes[a])))
+
+
 class TwoLevel:
-    """One call on one rank. ``nodes``: the members on each node, equally many. ``source_bytes[k]`` go to member k,
-    ``target_bytes[k]`` come from it.
+    """One call on one rank. ``nodes``: the members on each node. ``source_bytes[k]`` go to member k, ``target_bytes[k]`` come
+    from it.
 
     Steps are numbered as in the plan: 0 counts, 1 sorted (inside the node), 2 crossed (between nodes), 3 placed.
     """
@@ -38,12 +57,20 @@ class TwoLevel:
         self.source_bytes, self.target_bytes = source_bytes, target_bytes
         self.sources, self.targets = [0, *accumulate(source_bytes)], [0, *accumulate(target_bytes)]
         self.away = [(self.a + d) % len(nodes) for d in range(1, len(nodes))]
-        self._row = len(nodes) * _COUNT_BYTES
-        counts = 2 * len(self.here) * self._row
+        sizes = [len(members) for members in nodes]
+        self.relayed: list[list[int]] = [[] for _ in self.here]
+        """For each local rank the members of other nodes whose relay it is."""
+        for b, place in _others(sizes, self.a):
+            self.relayed[_relay(sizes, self.a, b, place)].append(nodes[b][place])
+        self.relays = [nodes[b][_relay(sizes, b, self.a, self.i)] for b in self.away]
+        """Who relays for this rank on each other node."""
+        self._rows = [0, *accumulate(len(members) * _COUNT_BYTES for members in self.relayed)]
+        self._width = len(self.relayed[self.i]) * _COUNT_BYTES
+        told = self._rows[-1] + len(self.here) * self._width
         landing = [sum(target_bytes[k] for k in nodes[b]) for b in self.away]
-        self._landings = [counts, *accumulate(landing, initial=counts)][1:]
+        self._landings = [told, *accumulate(landing, initial=told)][1:]
         self.edges: list[int] = []
-        """Between what the local ranks bring, node by node, in transit; empty until the counts are known."""
+        """Between what the local ranks bring, member by member, in transit; empty until the counts are known."""
 
     @property
     def staging_bytes(self) -> int:
@@ -51,30 +78,31 @@ class TwoLevel:
         return self._landings[-1]
 
     def counts(self) -> list[list[int]]:
-        """Counts for local rank j: how much it brings for rank j of each node. To be written, as int64, to the
-        beginning of the staging buffer."""
-        return [[self.source_bytes[members[j]] for members in self.nodes] for j in range(len(self.here))]
+        """Counts for local rank j: how much it brings for each member whose relay that is. To be written, as int64, one row
+        behind the other, to the beginning of the staging buffer."""
+        return [[self.source_bytes[member] for member in members] for members in self.relayed]
 
     @property
     def counts_region(self) -> Region:
         """Where the local ranks' counts for this rank arrive, in their order; its own row is not written."""
-        width = len(self.here) * self._row
-        return Region(Buffer.STAGING, width, 2 * width)
+        return Region(Buffer.STAGING, self._rows[-1], self._rows[-1] + len(self.here) * self._width)
 
     def before(self) -> tuple[Moves, ...]:
         """The moves that are known at once. Step 1 and the sends of step 2 follow from the counts."""
         return tuple(leg.moves(self, step * self._tags, 0) for step, leg in enumerate(TWO_LEVEL.legs))
 
     def after(self, counts: Sequence[Sequence[int]]) -> tuple[Moves, Moves, int]:
-        """Steps 1 and 2, and the transit bytes, once ``counts[j][b]`` is known: what local rank j brings for rank i of b."""
-        self.edges = [0, *accumulate(counts[j][b] for b in self.away for j in range(len(self.here)))]
+        """Steps 1 and 2, and the transit bytes, once ``counts[j][nth]`` is known: what local rank j brings for the nth of the
+        members that this rank relays for."""
+        mine = range(len(self.relayed[self.i]))
+        self.edges = [0, *accumulate(counts[j][nth] for nth in mine for j in range(len(self.here)))]
         passed = PASS_ON.moves(self, 2 * self._tags, 0)
         return SORT.moves(self, self._tags, 0), Moves(sends=passed.sends), self.edges[-1]
 
     @property
     def _tags(self) -> int:
         """How far apart the tags of the steps are."""
-        return len(self.nodes) * len(self.here)
+        return len(self.source_bytes)
 
     def source(self, member: int) -> Region:
         """The region that goes to a member."""
@@ -89,13 +117,18 @@ class TwoLevel:
         return Region(Buffer.STAGING, self._landings[nth], self._landings[nth + 1])
 
     def held(self, nth: int, first: int, stop: int) -> Region:
-        """The region that the local ranks ``first`` to ``stop`` bring for the rank of this place on the ``nth`` other node."""
+        """The region that the local ranks ``first`` to ``stop`` bring for the ``nth`` member that this rank relays for."""
         edges = self.edges[nth * len(self.here) :]
         return Region(Buffer.TRANSIT, edges[first], edges[stop])
 
     def row(self, j: int) -> Region:
-        """A local rank's row of counts, which begin the staging buffer."""
-        return Region(Buffer.STAGING, j * self._row, (j + 1) * self._row)
+        """The row of counts for a local rank; these begin the staging buffer."""
+        return Region(Buffer.STAGING, self._rows[j], self._rows[j + 1])
+
+    def told(self, j: int) -> Region:
+        """Where the counts of a local rank for this one arrive."""
+        start = self._rows[-1] + j * self._width
+        return Region(Buffer.STAGING, start, start + self._width)
 
 
 class Count(ExchangeLeg):
@@ -106,38 +139,52 @@ class Count(ExchangeLeg):
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
         peers = [(j, peer) for j, peer in enumerate(place.here) if j != place.i]
-        return Moves(
-            tuple(Message(peer, tag, place.row(j)) for j, peer in peers),
-            tuple(Message(peer, tag, place.row(len(place.here) + j)) for j, peer in peers),
+        return filled(
+            [Message(peer, tag, place.row(j)) for j, peer in peers],
+            [Message(peer, tag, place.told(j)) for j, peer in peers],
         )
 
 
 class Sort(ExchangeLeg):
-    """Inside the node by the destination's place in its node; for this node's own ranks that is all. Needs the counts."""
+    """Inside the node to the relays; for this node's own ranks that is all. Needs the counts."""
+
+    def size(self, cut: Cut) -> float:
+        """The size of an even exchange in the fullest node that brings a rank as much as the busiest relay of any node gets."""
+        nodes, width = cut.traffic.nodes, max(cut.traffic.nodes)
+        most = max(_most_relayed(nodes, a) * (ranks - 1) for a, ranks in enumerate(nodes))
+        return cut.size / cut.traffic.group_size * most * width / (width - 1)
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
         if not place.edges:
             return Moves()
         sends, receives, copies = [], [], []
         for j, peer in enumerate(place.here):
-            for nth, b in enumerate([*place.away, place.a]):
-                source = place.source(place.nodes[b][j])
-                kept = place.target(peer) if b == place.a else place.held(nth, j, j + 1)
-                if j == place.i:
-                    copies.append(Copy(source, kept))
-                else:  # numbered by the node that it is for: both ends see nodes in their own order
-                    sends.append(Message(peer, tag + b, source))
-                    receives.append(Message(peer, tag + b, kept))
+            sources = [place.source(member) for member in (peer, *place.relayed[j])]
+            targets = [place.target(peer), *(place.held(nth, j, j + 1) for nth in range(len(place.relayed[place.i])))]
+            if j == place.i:
+                copies += [Copy(*pair) for pair in zip(sources, targets, strict=True)]
+            else:  # numbered by the relay's own list, which both ends know
+                sends += [Message(peer, tag + nth, region) for nth, region in enumerate(sources)]
+                receives += [Message(peer, tag + nth, region) for nth, region in enumerate(targets)]
         return filled(sends, receives, copies)
 
 
 class PassOn(ExchangeLeg):
-    """One message to the rank of this place on each other node. What is sent needs the counts."""
+    """One message to each rank of another node for which this one is the relay. What is sent needs the counts."""
+
+    def size(self, cut: Cut) -> float:
+        """The size that brings as much through a card as goes through the busiest one: each byte for another node leaves once."""
+        traffic = cut.traffic
+        nodes, n, m, rates = traffic.nodes, traffic.group_size, len(traffic.nodes), traffic.node_rates
+        if traffic.is_uniform:
+            return cut.size
+        busiest = max(ranks * (n - ranks) / n / rate for ranks, rate in zip(nodes, rates, strict=True)) * min(rates)
+        return cut.size * busiest * m / (m - 1) / min(nodes)
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
-        peers = [(nth, place.nodes[b][place.i]) for nth, b in enumerate(place.away)]
-        sends = [Message(peer, tag, place.held(nth, 0, len(place.here))) for nth, peer in peers if place.edges]
-        return filled(sends, [Message(peer, tag, place.landing(nth)) for nth, peer in peers])
+        members = place.relayed[place.i] if place.edges else []
+        sends = [Message(peer, tag, place.held(nth, 0, len(place.here))) for nth, peer in enumerate(members)]
+        return filled(sends, [Message(relay, tag, place.landing(nth)) for nth, relay in enumerate(place.relays)])
 
 
 class PlaceBlocks(LocalLeg):

@@ -22,7 +22,6 @@ Splits = tuple[tuple[int, ...], tuple[int, ...]]
 """Bytes that go to each member, and that come from each."""
 _SORT, _PASS_ON = 1, 2
 """The steps that need the counts."""
-_COUNT_BYTES = 8
 
 
 class Revealed(NamedTuple):
@@ -44,7 +43,7 @@ class SplitExchange:
         self._before = two_level.before()
         self._script = transport.compile(plan, self._before)
         self._counts = array("q", chain.from_iterable(two_level.counts())).tobytes()
-        """What this rank tells the others of its node: int64 [local ranks, nodes]."""
+        """What this rank tells the others of its node, each of them about those that it relays for: int64."""
         self._transport, self._near = transport, near
         self._revealed: tuple[bytes, Revealed] | None = None
 
@@ -58,12 +57,14 @@ class SplitExchange:
     def reveal(self, staging: CallMemory) -> Revealed:
         """Find out the rest by the counts that have arrived in ``staging``; the same ones as last time need no work."""
         region, two_level = self.two_level.counts_region, self.two_level
-        arrived, width = staging.bytes[region.start : region.stop], len(two_level.nodes)
-        own = slice(two_level.i * width * _COUNT_BYTES, (two_level.i + 1) * width * _COUNT_BYTES)
-        arrived[own] = self._counts[own]  # nobody sends it; what lies there is of another call
+        arrived, width = staging.bytes[region.start : region.stop], len(two_level.relayed[two_level.i])
+        own, told = two_level.row(two_level.i), two_level.told(two_level.i)
+        # Nobody sends it; what lies there is of another call.
+        staging.bytes[told.start : told.stop] = self._counts[own.start : own.stop]
         if self._revealed is None or self._revealed[0] != arrived:
             found = arrived.cast("q").tolist()
-            sort, pass_on, transit = two_level.after([found[at : at + width] for at in range(0, len(found), width)])
+            ranks = range(len(two_level.here))
+            sort, pass_on, transit = two_level.after([found[j * width : (j + 1) * width] for j in ranks])
             steps = [self._transport.compile_step(self.plan, *each) for each in ((_SORT, sort), (_PASS_ON, pass_on))]
             sent = Sent.by((*self._before, sort, pass_on), self._near)
             self._revealed = arrived.tobytes(), Revealed(steps[0], steps[1], transit, sent)

@@ -59,7 +59,7 @@ say how much a curve bends, not how wrong it is."""
 _PROBE_FROM_BYTES = 64 << 10
 """Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
 
-_PROBE_VERSION = 4
+_PROBE_VERSION = 5
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 

@@ -176,9 +176,9 @@ def plans_for(sizes: Sequence[int]) -> dict[str, set[str]]:
     plans: dict[str, set[str]] = {"flat": set(), "flat_direct": DIRECT if sum(sizes) > 1 else set()}
     if len(sizes) > 1:
         two_level = TWO_LEVEL if max(sizes) > 1 else set()
-        # On uneven nodes an all_to_all has no plan over them.
-        all_to_all = {"all_to_all"} if two_level and len(set(sizes)) == 1 else set()
-        plans |= {"hierarchical": two_level | all_to_all, "pipelined:2": two_level, "pipelined:3": two_level}
+        all_to_all = {"all_to_all"} if two_level else set()
+        plans |= {"hierarchical": two_level | all_to_all, "leaders": two_level}
+        plans |= {"pipelined:2": two_level, "pipelined:3": two_level}
     return plans
 
 

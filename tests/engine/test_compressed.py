@@ -143,6 +143,44 @@ def gathers_are_right(plan: str, scaling: Scaling) -> None:
             assert torch.equal(mine, decoded)
 
 
+def shared_scales_on_uneven_nodes(shape: str, plan: str, wire: WireFormat) -> None:
+    """Whoever encodes 128 rows that share scales, wherever its node cuts a block, finds the scales of the block's own groups."""
+    os.environ["COMMLAYER_TOPOLOGY"] = shape
+    group, n, rank = start(plan, formats=(wire,), scaling=Scaling.CHANNEL), dist.get_world_size(), dist.get_rank()
+    rows = [(130, 600, 0, 50, 500, 20)[k] for k in range(n)]
+    generator = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (torch.randn(rows[rank], W, generator=generator) * 2.0 ** (rank % 5)).to(dtype)
+        out = x.new_empty(sum(rows), W)
+        group.all_gather(out, x, rows).wait()
+        codec = Codec(Wire(wire, W, Scaling.CHANNEL), dtype)
+        for mine, block in zip(out.split(rows), everyones(x), strict=True):
+            codec.encode(block, message := torch.empty(codec.wire_bytes(len(block)), dtype=torch.uint8))
+            codec.decode(message, decoded := torch.empty_like(block))
+            assert torch.equal(mine, decoded)
+        data = torch.randn(sum(rows), W, generator=generator).to(dtype)
+        whole = everyones(data)
+        expected = torch.stack(whole).double().sum(0)
+        group.reduce_scatter(part := data.new_empty(rows[rank], W), data, rows).wait()
+        first, coarse = sum(rows[:rank]), torch.stack(whole).double().abs().amax() * ROUNDING[wire] * n
+        assert ((part.double() - expected[first : first + rows[rank]]).abs() <= coarse).all()
+        group.all_reduce(data).wait()
+        check_same_bits(data)
+        assert ((data.double() - expected).abs() <= 2 * coarse + expected.abs().amax() * ROUNDING[wire]).all()
+    ran = {(call["collective"], call["plan"]) for each in commlayer.stats()["groups"] for call in each["calls"]}
+    wanted = {(verb, f"{plan.replace(':', '×')}/{wire}") for verb in ("all_gather", "reduce_scatter", "all_reduce")}
+    assert wanted <= ran, ran
+
+
+@pytest.mark.parametrize("shape", ["3+1", "2+1+3", "2+3"])
+@pytest.mark.parametrize(("plan", "wire"), [("hierarchical", E4M3), ("pipelined:3", E5M2)])
+def test_rows_that_share_scales_where_nodes_hold_different_numbers_of_ranks(
+    emulated_cluster: ClusterFactory, shape: str, plan: str, wire: WireFormat
+) -> None:
+    cluster = emulated_cluster(1, sum(map(int, shape.split("+"))))
+    cluster.run(shared_scales_on_uneven_nodes, shape, plan, wire, timeout_s=60)
+
+
 @pytest.mark.parametrize("scaling", list(Scaling), ids=str)
 @pytest.mark.parametrize("plan", PLANS)
 def test_gathers(emulated_cluster: ClusterFactory, plan: str, scaling: Scaling) -> None:

@@ -86,7 +86,7 @@ def test_where_nothing_has_a_price_one_plan_of_each_strategy_is_tried() -> None:
     from groups_cells import unpriced
 
     plans = unpriced(Traffic.on_nodes("all_reduce", 1 << 20, (2, 2)))
-    assert [plan.name for plan in plans] == ["flat", "flat_direct", "hierarchical", "pipelined×4"]
+    assert [plan.name for plan in plans] == ["flat", "flat_direct", "hierarchical", "leaders", "pipelined×4"]
     assert [plan.name for plan in unpriced(Traffic.on_nodes("all_gather", 1 << 20, (2,)))] == ["flat", "flat_direct"]
 
 

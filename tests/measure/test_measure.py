@@ -250,6 +250,7 @@ def test_interference_by_example() -> None:
 
 
 _STEPS = ("all_to_all", "all_to_all_single", "all_gather", "copy")
+_BY_LEADERS = ("gather", "leaders", "scatter")
 _OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
 _CODED = {f"{way}_{wire}" for way in ("encode", "decode") for wire in ("bf16", "fp8_e4m3", "fp8_e5m2")}
 _QUICK = {"max_bytes": 1 << 20, "factor": 4.0, "interference_rounds": 1, "timeout_s": 20.0}
@@ -294,7 +295,8 @@ def test_messages_and_the_one_call_have_curves_of_their_own(emulated_cluster: Cl
             ("copy", Resource.DEVICE, 1): (4096, 16384, 65536, 262144),
         }
         assert len(profile.interference) == 6
-        assert {key[0] for key in own} == {*_STEPS, *_OWN_CALLS, "reduce", *_CODED} - {"all_to_all_single", "copy"}
+        steps = {*_STEPS, *_BY_LEADERS, *_OWN_CALLS, "reduce", *_CODED}
+        assert {key[0] for key in own} == steps - {"all_to_all_single", "copy"}
         assert {key[1:] for key in own if key[0] == "all_reduce"} == {
             (Resource.INTER, 4),  # the world
             (Resource.INTRA, 2),  # a node
@@ -333,14 +335,14 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
     [
         # The steps of replicated tokens, and those of whole groups: the sum in memory; on the world, a node, a rail and, in
         # nodes of more than two ranks, a pair five calls of the backend's own, and the exchange and the gather by messages that
-        # are not among the first. Then encoding and decoding of three wire formats.
-        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6 + 7 + 6)),
+        # are not among the first; three of plans by leaders on the world. Then encoding and decoding of three wire formats.
+        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 10 + 6 + 6 + 7 + 6)),
         ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6 + 6)),
         ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6 + 7 + 6)),
-        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 7 + 6 + 6 + 6)),
-        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 33),  # too large for the one call
-        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 33),
-        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 33),  # rounded up to a multiple of 3
+        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 10 + 6 + 6 + 6)),
+        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 36),  # too large for the one call
+        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 36),
+        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 36),  # rounded up to a multiple of 3
     ],
 )
 def test_the_number_of_points_is_known_before(shape: str, changes: dict[str, int], expected: int) -> None:
@@ -368,7 +370,7 @@ def test_small_exchanges_by_messages_are_checked(emulated_cluster: ClusterFactor
 
 def each_probed_once() -> list[tuple[str, bool, int, int]]:
     """Each probe, also that of a new leg: whether it took time; how many values are wrong, and are where nothing runs."""
-    Scatter.curve_keys = lambda *_: (("scatter", Resource.INTRA, 2),)  # type: ignore[method-assign]
+    Scatter.curve_keys = lambda *_: (("send", Resource.INTRA, 2),)  # type: ignore[method-assign]
     topology = join()
     found = []
     with Prober(topology, 20.0) as prober:
@@ -391,7 +393,7 @@ def each_probed_once() -> list[tuple[str, bool, int, int]]:
 def test_every_probe_runs_and_is_checked(emulated_cluster: ClusterFactory) -> None:
     for found in emulated_cluster(2, 2).run(each_probed_once):
         names = {name for name, *_ in found}
-        assert names == {*_STEPS, *_OWN_CALLS, "reduce", *_CODED, "scatter", "send_recv"}
+        assert names == {*_STEPS, *_BY_LEADERS, *_OWN_CALLS, "reduce", *_CODED, "send", "send_recv"}
         assert [(name, took, wrong) for name, took, wrong, _ in found] == [(name, True, 0) for name, *_ in found]
         assert all(broken for *_, broken in found), found
 

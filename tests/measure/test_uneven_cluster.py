@@ -147,7 +147,8 @@ def test_uneven_nodes_have_no_grid() -> None:
     keys = {probe.key for probe in found if not probe.is_own_call}
     assert {("all_to_all", Resource.INTRA, 5), ("all_gather", Resource.INTRA, 5)} <= keys
     assert {("all_to_all", Resource.INTER, 2), ("all_gather", Resource.INTER, 2)} <= keys
-    assert {probe.unit.strategy for probe in found} <= {Strategy.FLAT, Strategy.DIRECT}
+    assert {("gather", Resource.INTRA, 5), ("scatter", Resource.INTRA, 5), ("leaders", Resource.INTER, 2)} <= keys
+    assert {probe.unit.strategy for probe in found} <= {Strategy.FLAT, Strategy.DIRECT, Strategy.LEADERS}
 
 
 def refused_on_gpus() -> str:

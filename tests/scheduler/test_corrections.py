@@ -9,6 +9,7 @@ import pytest
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Strategy, Traffic
+from commlayer.scheduler import corrections as corrections_module
 from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import group_profile
@@ -79,6 +80,39 @@ def test_what_was_not_tried_is_not_taken_because_all_others_were_slow() -> None:
 def test_a_trial_takes_a_bounded_time_or_is_none(size: int) -> None:
     trial = Corrections().trial(Planner(coarse()), traffic(size), is_wanted=True)
     assert trial is None or sum(timeline.total_us for timeline in trial.contenders) <= 0.75e5
+
+
+def test_a_large_call_whose_simpler_plan_is_kept_is_settled_at_a_smaller_size() -> None:
+    planner, corrections = Planner(coarse(1.5)), Corrections()
+    large = planner.decide(traffic(8 << 20))
+    fastest = min(large.candidates, key=lambda timeline: timeline.total_us)
+    assert (large.plan.strategy, fastest.plan.strategy) == (Strategy.FLAT, Strategy.PIPELINED)
+    trial = corrections.trial(planner, traffic(8 << 20), is_wanted=False)
+    assert trial is not None
+    assert trial.holds_at == 8 << 20
+    assert sum(timeline.total_us for timeline in trial.contenders) <= 0.75e5
+    assert {plan.strategy for plan in trial.plans} <= {Strategy.FLAT, Strategy.PIPELINED, Strategy.HIERARCHICAL}
+    corrections.learn(trial, [[t.total_us for t in trial.contenders]])
+    assert corrections.best(large).strategy is fastest.plan.strategy
+    assert corrections.trial(planner, traffic(8 << 20), is_wanted=False) is None
+    other = Corrections()
+    other.learn(
+        trial, [[t.total_us * (3.0 if t.plan.strategy is not Strategy.FLAT else 1.0) for t in trial.contenders]]
+    )
+    assert other.best(large) is large.plan
+
+
+def test_a_large_call_is_not_settled_where_the_smaller_size_is_predicted_to_compare_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(corrections_module, "_IN_PROPORTION", 1.0)
+    assert Corrections().trial(Planner(coarse(1.5)), traffic(8 << 20), is_wanted=False) is None
+
+
+def test_a_large_call_whose_plan_is_predicted_fastest_is_not_tried() -> None:
+    planner = Planner(coarse(0.0))
+    assert planner.decide(traffic(8 << 20)).plan.strategy is Strategy.PIPELINED
+    assert Corrections().trial(planner, traffic(8 << 20), is_wanted=True) is None
 
 
 def test_trials_of_a_group_end_when_their_time_is_spent() -> None:

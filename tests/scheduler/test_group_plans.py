@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Buffer, Op, Plan, Policy, Strategy, Traffic, build, choose, price
-from commlayer.scheduler.group_moves import Group, even_blocks, group_moves, owned_blocks
+from commlayer.scheduler.group_moves import Group, Layout, even_blocks, group_moves, owned_blocks
 from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
 from commlayer.scheduler.plan import owned_by_node
@@ -137,6 +137,7 @@ def plans_of(traffic: Traffic) -> list[Plan]:
         (Strategy.DIRECT, 1, 1, ""),
         (Strategy.DIRECT, 4, 1, "dp"),
         (Strategy.HIERARCHICAL, 1, 1, ""),
+        (Strategy.LEADERS, 1, 1, ""),
         (Strategy.PIPELINED, 2, 1, ""),
         (Strategy.PIPELINED, 5, 1, "cp"),
         (Strategy.PIPELINED, 5, 1, ""),
@@ -298,13 +299,13 @@ def test_broadcast(sizes: list[int], shuffle: int, size: int, root: int, seed: i
 
 
 @given(
-    st.tuples(st.integers(2, 3), st.integers(2, 3)),
+    st.sampled_from([*UNEVEN, [2, 2], [3, 3], [2, 2, 2], [3, 3, 3]]),
     st.integers(0, 1000),
     st.integers(0, 1000),
     st.sampled_from([0, 1, 40]),
 )
-def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, largest: int) -> None:
-    nodes, n = nodes_of([shape[1]] * shape[0], shuffle), shape[0] * shape[1]
+def test_two_level_all_to_all(shape: list[int], shuffle: int, seed: int, largest: int) -> None:
+    nodes, n = nodes_of(shape, shuffle), sum(shape)
     chooser = random.Random(seed)
     sizes = [[chooser.choice([0, chooser.randint(0, largest)]) for _ in range(n)] for _ in range(n)]
     plan = build(traffic_of("all_to_all_v", 1, nodes), Strategy.HIERARCHICAL)
@@ -317,7 +318,7 @@ def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, l
         sorted_, passed, transit = call.after(counts)
         before = call.before()
         staging = np.zeros(call.staging_bytes, np.uint8)
-        own = np.array(call.counts(), np.int64).reshape(-1).view(np.uint8)
+        own = np.array([count for row in call.counts() for count in row], np.int64).view(np.uint8)
         staging[: len(own)] = own
         moves = [before[0], sorted_, Moves(passed.sends, before[2].receives), before[3]]
         buffers = {
@@ -335,11 +336,28 @@ def test_two_level_all_to_all(shape: tuple[int, int], shuffle: int, seed: int, l
             ranks[rank]
             .view(Region(Buffer.STAGING, region.start, region.stop))
             .view(np.int64)
-            .reshape(len(nodes[0]), -1)
+            .reshape(len(nodes[call.a]), -1)
         )
         for place, peer in enumerate(nodes[call.a]):
             if peer != rank:
                 assert told[place].tolist() == calls[peer].counts()[call.i]
+
+
+@pytest.mark.parametrize("shape", [*UNEVEN, [2, 2], [3, 3, 3]], ids=str)
+def test_a_two_level_all_to_all_is_priced_by_its_busiest_relay_and_card(shape: list[int]) -> None:
+    nodes, n, m, width = nodes_of(shape, 1), sum(shape), len(shape), max(shape)
+    sizes = [[840] * n] * n
+    calls = [TwoLevel(nodes, rank, sizes[rank], [row[rank] for row in sizes]) for rank in range(n)]
+    _, sort, pass_on, _ = build(traffic_of("all_to_all_v", 840 * n, nodes), Strategy.HIERARCHICAL).steps
+    come, out = [0] * n, [0] * m
+    for rank, call in enumerate(calls):
+        sorted_, passed, _ = call.after([calls[peer].counts()[call.i] for peer in nodes[call.a]])
+        come[rank] = sum(message.region.size for message in sorted_.receives)
+        out[call.a] += sum(message.region.size for message in passed.sends)
+        messages = [(message.peer, message.tag) for message in passed.sends]
+        assert len(messages) == len(set(messages)) <= -(-(n - len(nodes[call.a])) // len(nodes[call.a]))
+    assert max(come) == pytest.approx(sort.bytes * (width - 1) / width)
+    assert max(out) == pytest.approx(pass_on.bytes * (m - 1) / m * min(shape))
 
 
 @given(st.sampled_from(UNEVEN), st.integers(0, 1000), st.integers(0, 100_000))
@@ -386,6 +404,31 @@ def test_the_busiest_card_carries_what_the_steps_sizes_say(
         assert max(map(max, cards)) == pytest.approx(expected, rel=0.01)
 
 
+@given(
+    st.sampled_from(UNEVEN),
+    st.lists(st.integers(0, 5000), min_size=8, max_size=8),
+    st.integers(1, 5),
+    st.sampled_from([64, 100, 640]),
+)
+def test_every_node_cuts_a_block_at_multiples_of_the_same_length(
+    sizes: list[int], lengths: list[int], chunks: int, align: int
+) -> None:
+    """Rows that share scales stay together, wherever a node of another size cuts; and all of a block is handled once."""
+    nodes, n = nodes_of(sizes, 0), sum(sizes)
+    layout = Layout(nodes, lengths[:n], chunks, align)
+    for a, b in product(range(len(nodes)), repeat=2):
+        pieces = [
+            piece for i in range(len(nodes[a])) for chunk in range(chunks) for piece in layout.pieces(b, a, i, chunk)
+        ]
+        assert all(piece.start % align == 0 for piece in pieces)
+        for owner in nodes[b]:
+            covered = sorted((piece.start, piece.stop) for piece in pieces if piece.owner == owner)
+            assert list(accumulate((stop - start for start, stop in covered), initial=0))[:-1] == [
+                s for s, _ in covered
+            ]
+            assert sum(stop - start for start, stop in covered) == lengths[owner]
+
+
 @given(st.integers(0, 10_000), st.integers(1, 9))
 def test_even_blocks_cover_everything_and_cut_no_element(size: int, parts: int) -> None:
     blocks = even_blocks(size, parts)
@@ -415,7 +458,8 @@ def test_a_node_sends_each_byte_once_over_the_wire() -> None:
     ("collective", "nodes", "strategy", "why"),
     [
         ("broadcast", (2, 2), Strategy.DIRECT, "flat form"),
-        ("all_to_all_v", (2, 3), Strategy.HIERARCHICAL, "different numbers"),
+        ("all_to_all_v", (2, 3), Strategy.LEADERS, "something else for each other"),
+        ("all_reduce", (2,), Strategy.LEADERS, "several nodes"),
         ("all_gather", (4,), Strategy.HIERARCHICAL, "several nodes"),
         ("all_gather", (1, 1), Strategy.HIERARCHICAL, "several ranks on one"),
         ("all_reduce", (2, 2), Strategy.PIPELINED_COPY, "replicated"),

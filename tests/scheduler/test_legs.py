@@ -162,7 +162,7 @@ def test_a_probe_has_a_step_of_its_size_timed_by_its_curve(shape: str) -> None:
         for size in (1, 4096, 100_003):
             plan = probe.plan(size)
             (step,) = plan.steps
-            assert size <= step.bytes < size + 4 * plan.traffic.group_size
+            assert size <= step.bytes < size + 4 * plan.traffic.group_size * max(1, probe.share)
             assert probe.key in step.leg.curve_keys(plan)
             assert (step.leg, plan.name) == (probe.leg, probe.unit.name)
 
@@ -170,7 +170,7 @@ def test_a_probe_has_a_step_of_its_size_timed_by_its_curve(shape: str) -> None:
 def test_a_leg_with_a_curve_of_its_own_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = Topology.parse("2x4")
     before = probes(topology)
-    new = ("scatter", Resource.INTRA, 4)
+    new = ("send", Resource.INTRA, 4)
     monkeypatch.setattr(Scatter, "curve_keys", lambda *_: (new,))
     (added,) = (probe for probe in probes(topology) if probe not in before)
     assert (added.key, added.where) == (new, "world")  # there is no scatter but in a broadcast over nodes

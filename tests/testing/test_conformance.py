@@ -94,8 +94,8 @@ FEWER: Any = {
     "ops": ("sum", "max"),
     "rows": ROWS,
 }
-"""Claims that leave a few seconds for five plans."""
-PLANS = ["flat", "flat_direct", "hierarchical", "pipelined:2", "pipelined:3"]
+"""Claims that leave a few seconds for six plans."""
+PLANS = ["flat", "flat_direct", "hierarchical", "leaders", "pipelined:2", "pipelined:3"]
 
 
 @pytest.mark.cluster
