@@ -1,9 +1,10 @@
 """The order of nodes in a ring: round all of them, so that the slowest way that is used is as fast as can be. Pure.
 
-A ring is as fast as its slowest edge, so the least rate is made as large as possible, and only then the sum of all; a shortest tour
-(the sum alone) takes one slow way where it saves a little on many. Up to ten nodes that is exact: Held and Karp's tables over
-sets of nodes, once for the least rate, and once for the sum over the edges that are fast enough. Above it edges at the least rate
-are exchanged, in a fixed order, until nothing gets better: with few slow pairs that finds a way round them, with many it may not.
+A ring is as fast as its slowest edge, so the least rate is made as large as possible, and only then the sum of all; a shortest
+tour (the sum alone) takes one slow way where it saves a little on many. Up to ten nodes that is exact: Held and Karp's tables
+over sets of nodes, once for the least rate, and once for the sum over the edges that are fast enough. Above it edges at the
+least rate are exchanged, in a fixed order, until nothing gets better: with few slow pairs that finds a way round them, with
+many it may not.
 
 Rates are from a node to another one, and may differ the other way. Every rank finds the same order: they count in whole
 numbers, and where all are alike the order is 0, 1, 2 and so on.

@@ -56,7 +56,7 @@ def build(
         raise PlanError("tokens that are replicated inside nodes go in their own format")
     if strategy is Strategy.FLAT:
         return flat(traffic)
-    if strategy is Strategy.DIRECT or not can_drop(traffic):
+    if strategy in (Strategy.DIRECT, Strategy.RING) or not can_drop(traffic):
         raise PlanError(
             f"{strategy.value} needs tokens that are replicated inside nodes and a group that crosses nodes; this traffic "
             f"has replication {traffic.replication}, group size {traffic.group_size} over {traffic.link.value}: use flat"

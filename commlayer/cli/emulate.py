@@ -117,9 +117,7 @@ def _described(slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairR
     words = [f", node {node} inter {rate}" for node, rate in slow_nodes]
     for pair in slow_pairs:
         ways = f"from node {pair.sender} to {pair.receiver}"
-        words.append(
-            f", {ways if pair.is_one_way else f'between nodes {pair.sender} and {pair.receiver}'} {pair.rate}"
-        )
+        words.append(f", {ways if pair.is_one_way else f'between nodes {pair.sender} and {pair.receiver}'} {pair.rate}")
     return "".join(words)
 
 
