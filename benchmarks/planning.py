@@ -59,7 +59,9 @@ def main() -> None:
 def planning(name: str, profile: Profile, repeats: int) -> list[Cost]:
     """Price a plan of each strategy and chunk count, then decide."""
     costs = []
-    for strategy in [each for each in Strategy if each is not Strategy.DIRECT]:  # that one is not for replicated tokens
+    for strategy in [
+        each for each in Strategy if each not in (Strategy.DIRECT, Strategy.RING)
+    ]:  # not for replicated tokens
         is_chunked = strategy in (Strategy.PIPELINED, Strategy.PIPELINED_COPY)
         for chunks in CHUNKS if is_chunked else (1,):
             plan = build(TRAFFIC, strategy, chunks)

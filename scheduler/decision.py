@@ -284,8 +284,8 @@ def _kind(plan: Plan) -> tuple[Strategy, WireFormat]:
 
 
 def _legs(plan: Plan) -> tuple[Strategy, WireFormat]:
-    """A hierarchical plan is a pipelined one of one chunk."""
-    is_grouped = plan.traffic.collective != "all_to_all" and plan.strategy is Strategy.PIPELINED
+    """A hierarchical plan is a pipelined one of one chunk; and one that goes round the nodes is timed by the same curves."""
+    is_grouped = plan.traffic.collective != "all_to_all" and plan.strategy in (Strategy.PIPELINED, Strategy.RING)
     return Strategy.HIERARCHICAL if is_grouped else plan.strategy, plan.wire.format
 
 

@@ -253,7 +253,7 @@ class Leg(ABC):
         return size
 
     def hindrance(self, plan: Plan) -> float:
-        """By how much longer a step takes for the slow ways between two nodes that it uses, at least 1."""
+        """The factor by which a step takes longer for the slow ways between two nodes that it uses, at least 1."""
         traffic = plan.traffic
         if not traffic.slow_pairs or self.resource(traffic) is not Resource.INTER:
             return 1.0

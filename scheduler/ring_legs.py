@@ -71,7 +71,7 @@ class SumHop(RingHop):
 
 @dataclass(frozen=True)
 class AddHop(LocalLeg):
-    """What has come, and this node's sum; of this rank's own block that is the result."""
+    """The sum of what has come and this node's own; for this rank's block that is the result."""
 
     hop: int = 0
 

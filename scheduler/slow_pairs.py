@@ -34,15 +34,15 @@ def is_avoided(traffic: Traffic, pair: tuple[int, int]) -> bool:
 
 
 def ring_hindrance(traffic: Traffic, order: Sequence[int]) -> float:
-    """By how much longer than without slow pairs a ring in this order takes, at least 1. Every edge carries as much."""
+    """The factor by which a ring in this order takes longer than without slow pairs, at least 1. Every edge carries as much."""
     if not traffic.slow_pairs:
         return 1.0
     return max(1.0, min(traffic.node_rates) / slowest_edge(order, edge_rates(traffic)))
 
 
 def direct_hindrance(traffic: Traffic, owned: Sequence[float], *, is_duplex: bool = False) -> float:
-    """By how much longer than without slow pairs an exchange takes in which every node sends each other one something, at
-    least 1: a pair carries a small part of what a card does, which so long takes no longer.
+    """The factor by which an exchange in which every node sends each other one something takes longer than without slow pairs, at
+    least 1: a pair carries a small part of what a card does, so one that is a little slow costs nothing.
 
     ``owned``: the part of the bytes that each node owns; a node sends that to every other one, or gets so much from each.
     ``is_duplex``: both at the same time.

@@ -70,7 +70,7 @@ class _Shaper:
         self._hold(bytes_per_s)
 
     def inside(self) -> int:
-        """The place inside the bucket for a queue of queues. Where there is no bucket yet, one that holds nothing back is made."""
+        """The place inside the bucket for a queue of queues. Where there is no bucket, one that holds nothing back is made."""
         if not self._active:
             self._hold(None)
         return int(self._handle.rstrip(":"), 16) << 16 | 1
