@@ -6,6 +6,9 @@ over sets of nodes, once for the least rate, and once for the sum over the edges
 least rate are exchanged, in a fixed order, until nothing gets better: with few slow pairs that finds a way round them, with
 many it may not.
 
+Prior art: PCCL measures its peers and solves for the shortest tour, heuristically, on its master; its issue 22 (2025) is that
+peers went on with the old ring, for the improved one was not handed to them. Here every rank finds the order by itself.
+
 Rates are from a node to another one, and may differ the other way. Every rank finds the same order: they count in whole
 numbers, and where all are alike the order is 0, 1, 2 and so on.
 """
