@@ -59,7 +59,7 @@ def main() -> None:
 def planning(name: str, profile: Profile, repeats: int) -> list[Cost]:
     """Price a plan of each strategy and chunk count, then decide."""
     costs = []
-    of_groups = (Strategy.DIRECT, Strategy.LEADERS)
+    of_groups = (Strategy.DIRECT, Strategy.LEADERS, Strategy.RING)
     for strategy in [each for each in Strategy if each not in of_groups]:
         is_chunked = strategy in (Strategy.PIPELINED, Strategy.PIPELINED_COPY)
         for chunks in CHUNKS if is_chunked else (1,):

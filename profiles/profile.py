@@ -234,6 +234,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         slow = {link.nodes[0]: link.rate for link in self.slow_links if len(link.nodes) == 1}
         return tuple(slow.get(node, 1.0) for node in range(Topology.parse(self.topology).num_nodes)) if slow else ()
 
+    @cached_property
+    def slow_pairs(self) -> tuple[tuple[int, int, float], ...]:
+        """Two nodes each, the first one first, and the rate of the way between them, as a fraction of the usual one."""
+        pairs = (link for link in self.slow_links if len(link.nodes) == 2)
+        return tuple(sorted((min(link.nodes), max(link.nodes), link.rate) for link in pairs))
+
     def slowdown(self, resource: Resource, other: Resource) -> float:
         """Return how many times as long ``resource`` takes while ``other`` is busy; 1.0 where nothing is stored."""
         return self._slowdowns.get((resource, other), 1.0)

@@ -19,6 +19,7 @@ from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LanePolicy, level_of
 from commlayer.scheduler.plan import Gather, Plan, Strategy
 from commlayer.scheduler.price import Timeline, curve_of, curves_of, price
+from commlayer.scheduler.slow_pairs import is_avoided, ring_order
 from commlayer.scheduler.strategies import can_drop, candidates
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import WireFormat
@@ -124,8 +125,22 @@ class Decision:
         """One sentence: why this plan."""
         slow = [f"node {node} of the group has {rate:.0%}" for node, rate in enumerate(self.traffic.rates) if rate < 1]
         links = f"; of the usual rate {', '.join(slow)}" if slow else ""
+        links += "".join(f"; {self._way(a, b, rate)}" for a, b, rate in self.traffic.slow_pairs)
         basis = "" if self.basis == "measured" else f"; by {self.basis} curves"
         return f"{self.plan.name}: {self._because()}{links}{basis}"
+
+    def _way(self, a: int, b: int, rate: float) -> str:
+        """What this plan does about a slow way between two nodes."""
+        pair = f"the slow pair {a}-{b} ({rate:.0%} of the usual rate)"
+        is_avoidable = is_avoided(self.traffic, (a, b))
+        order = "-".join(map(str, ring_order(self.traffic)))
+        if self.plan.strategy is Strategy.RING:
+            return f"node order {order} {'avoids' if is_avoidable else 'does not avoid'} {pair}"
+        if not is_avoidable:
+            return f"no order of its {len(self.traffic.nodes)} nodes avoids {pair}"
+        if all(timeline.plan.strategy is not Strategy.RING for timeline in self.candidates):
+            return f"{pair} is used, for no plan of this traffic goes round the nodes"
+        return f"{pair} is used, for going round it in the node order {order} is not predicted faster"
 
     def _because(self) -> str:
         traffic = self.traffic
@@ -269,8 +284,8 @@ def _kind(plan: Plan) -> tuple[Strategy, WireFormat]:
 
 
 def _legs(plan: Plan) -> tuple[Strategy, WireFormat]:
-    """A hierarchical plan is a pipelined one of one chunk."""
-    is_grouped = plan.traffic.collective != "all_to_all" and plan.strategy is Strategy.PIPELINED
+    """A hierarchical plan is a pipelined one of one chunk; and one that goes round the nodes is timed by the same curves."""
+    is_grouped = plan.traffic.collective != "all_to_all" and plan.strategy in (Strategy.PIPELINED, Strategy.RING)
     return Strategy.HIERARCHICAL if is_grouped else plan.strategy, plan.wire.format
 
 

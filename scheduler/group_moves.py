@@ -26,8 +26,9 @@ from commlayer.scheduler.broadcast import BroadcastPlace
 from commlayer.scheduler.leaders import LeaderPlace
 from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy, owned_by_node
+from commlayer.scheduler.slow_pairs import ring_order
 
-__all__ = ["Group", "GroupPlace", "Layout", "Piece", "even_blocks", "group_moves", "owned_blocks"]
+__all__ = ["Group", "GroupPlace", "Layout", "Piece", "RingPlace", "even_blocks", "group_moves", "owned_blocks"]
 
 Nodes = tuple[tuple[int, ...], ...]
 _PARTS = 1 << 20
@@ -86,7 +87,7 @@ def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, .
         return plan.moves(by_leaders), by_leaders.staging_bytes
     if plan.traffic.collective == "broadcast":
         return plan.moves(BroadcastPlace(plan, group.nodes, group.rank, root), tags=1), 0
-    place = GroupPlace(plan, group)
+    place = RingPlace(plan, group) if plan.strategy is Strategy.RING else GroupPlace(plan, group)
     return plan.moves(place), place.staging_bytes
 
 
@@ -269,3 +270,43 @@ class GroupPlace:
         """Where node b's sum of a piece of this rank's block arrives."""
         base = self.arrivals + self.away.index(b) * self.layout.blocks[self.rank]
         return Region(Buffer.STAGING, base + piece.start, base + piece.stop)
+
+
+class RingPlace(GroupPlace):
+    """Where a rank stands in such a call that goes round the nodes: what comes from node ``before``, goes on to ``next``.
+
+    Of each node's blocks a rank holds its slice, as in the other plans; between nodes of different sizes a message is what a rank
+    here and one there both handle. Staging: the arrivals from local peers, then what has come of each node's sums.
+    """
+
+    def __init__(self, plan: Plan, group: Group) -> None:
+        super().__init__(plan, group)
+        self._order = ring_order(plan.traffic)
+        self._position = self._order.index(self.a)
+        self.before, self.next = self.back(1), self.back(-1)
+        is_summed = plan.traffic.collective != "all_gather"
+        self.staging_bytes = self.arrivals + (self.slices[-1] if is_summed else 0)
+
+    def back(self, distance: int) -> int:
+        """The node so many places before this one in the ring."""
+        return self._order[(self._position - distance) % len(self._order)]
+
+    def common(self, b: int, other: int, chunk: int) -> list[tuple[int, int, Piece]]:
+        """The pieces of node b's data in a chunk that this rank and one of node ``other`` handle: that one's rank in the group,
+        the number of the message between both, the piece."""
+        found = []
+        for place, peer in enumerate(self.nodes[other]):
+            theirs = self.layout.pieces(b, other, place, chunk)
+            pairs = ((mine, its) for mine in self.pieces(b, self.i, chunk) for its in theirs if mine.owner == its.owner)
+            pieces = [
+                Piece(mine.owner, start, stop, mine.offset + start - mine.start)
+                for mine, its in pairs
+                if (start := max(mine.start, its.start)) < (stop := min(mine.stop, its.stop))
+            ]
+            found += [(peer, nth, piece) for nth, piece in enumerate(pieces)]
+        return found
+
+    def landing(self, b: int, piece: Piece) -> Region:
+        """Where the sum of the nodes before arrives, of a piece of node b's blocks."""
+        base = self.arrivals + self.slices[b] + piece.offset
+        return Region(Buffer.STAGING, base, base + piece.stop - piece.start)

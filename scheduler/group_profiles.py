@@ -7,6 +7,10 @@ looked up at equal bytes through the link that they share, the node's card or it
 one whatever number of ranks share it; and between the two, time is linear in the number of rounds (ranks less one), which is
 what latency adds up over.
 
+Slow pairs of nodes were in the way of what was measured between nodes, and may not be in the way of a group; nor of all plans of
+one that has them. So where a profile names some, curves between nodes are as if there were none, by what they cost the measured
+step; what they cost a plan's steps is added where it is priced (:mod:`commlayer.scheduler.slow_pairs`).
+
 Siblings. Groups of one shape are active together, as the gradient groups of tensor parallelism are: all ranks of a node that such
 groups can have, unless the job says otherwise. They share the card, so their bytes go through it too.
 """
@@ -23,8 +27,9 @@ from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.legs import OwnCallLeg
-from commlayer.scheduler.plan import CurveKey, Leg, Op, Span
+from commlayer.scheduler.plan import CurveKey, Leg, Op, Span, owned_parts
 from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
+from commlayer.scheduler.slow_pairs import direct_hindrance, ring_hindrance
 from commlayer.scheduler.traffic import Traffic, link_over
 
 __all__ = ["fits", "group_profile", "most_siblings"]
@@ -52,9 +57,9 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
             f"profile {profile.name!r} ({profile.topology}): a group of {shape_text(nodes)} does not fit a cluster of that shape"
         )
     count = siblings or most
-    spanning = spanning_groups(sorted(sizes, reverse=True)).values()
+    spanning = spanning_groups(sorted(sizes, reverse=True))
     slowest = min(profile.node_rates, default=1.0)
-    references = [_Shape(*each, slowest) for each in spanning]
+    references = [_Shape(*each, slowest, *_hindrances(profile, where)) for where, each in spanning.items()]
     wanted = _Shape(nodes, count, rate or slowest)
     if wanted in references and (nodes != (2,) or _has_pairs(profile)):
         return profile
@@ -65,8 +70,9 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
             curves |= {} if derived is None else {derived.key: derived}
     # Of a card's rate a rank of the emptiest node has most (Peaks), of the memory's one of the fullest least.
     inter, intra = max(1.0, min(sizes) / (min(nodes) * count)), max(1.0, max(sizes) / (max(nodes) * count))
+    slowed = references[0].direct if len(sizes) > 1 else 1.0
     peaks = Peaks(
-        profile.peaks.inter_gbps * inter * wanted.rate / slowest,
+        profile.peaks.inter_gbps * inter * wanted.rate / slowest * slowed,
         profile.peaks.intra_gbps * intra,
         profile.peaks.device_gbps,
     )
@@ -78,6 +84,17 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
         curves=tuple(curves.values()),
         slow_links=(),
     )
+
+
+def _hindrances(profile: Profile, where: str) -> tuple[float, float]:
+    """By how much the profile's slow pairs slowed down what was measured of such a group: its direct exchanges, its rings."""
+    nodes = tuple(len(members) for members in Topology.parse(profile.topology).nodes)
+    if not profile.slow_pairs or where not in ("world", "rail"):
+        return 1.0, 1.0
+    nodes = nodes if where == "world" else (1,) * len(nodes)
+    traffic = Traffic.on_nodes("all_gather", 1, nodes, rates=profile.node_rates, slow_pairs=profile.slow_pairs)
+    direct = direct_hindrance(traffic, owned_parts(traffic, is_duplex=False))
+    return direct, ring_hindrance(traffic, range(len(nodes)))
 
 
 def _has_pairs(profile: Profile) -> bool:
@@ -100,11 +117,16 @@ def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A kind of group: its ranks on each node, how many such groups use a node at the same time, and its slowest card's rate."""
+    """A kind of group: its ranks on each node, how many such groups use a node at the same time, and its slowest card's rate.
+
+    ``direct``, ``ring``: by how much longer a step between nodes takes for slow pairs.
+    """
 
     nodes: tuple[int, ...]
     siblings: int
     rate: float
+    direct: float = 1.0
+    ring: float = 1.0
 
     def load(self, leg: Leg, key: CurveKey) -> float:
         """The bytes through a node's link, for its rate, for each byte by which the leg's curve is looked up.
@@ -119,7 +141,8 @@ class _Shape:
         is_of_emptiest = is_ring or leg.span in (Span.RAIL, Span.LEADERS)
         active = (min if is_of_emptiest else max)(self.nodes) * self.siblings
         load = leg.share_of_link(traffic, unit) * active
-        return load / self.rate if key[1] is Resource.INTER else load
+        hindrance = self.ring if is_ring else self.direct
+        return load / self.rate * hindrance if key[1] is Resource.INTER else load
 
 
 @dataclass(frozen=True)

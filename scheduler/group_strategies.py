@@ -16,14 +16,17 @@ Over nodes of l ranks each, m nodes, n = m·l ranks, S logical bytes:
 (:mod:`commlayer.scheduler.leaders`).
 
 ``flat_direct`` is the same with the whole group as one node: every rank to every rank, sums on the spot and in rank order.
-Rejected: rings. They need n−1 steps one after the other, each with the latency of a message, and sum in an order that
-depends on the block.
+- ring: all_gather, reduce_scatter and all_reduce round the nodes, where the way between two of them is slow and an order of nodes
+  goes round it (:mod:`commlayer.scheduler.ring_legs`).
+
+Rejected: rings of ranks, and of nodes where no pair is slow. They need n−1 or m−1 steps one after the other, each with the
+latency of a message, and sum in an order that depends on the block.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import encoded_legs, group_legs
@@ -33,6 +36,7 @@ from commlayer.scheduler.leaders import BY_LEADERS
 from commlayer.scheduler.legs import LegOrder, OwnCallLeg
 from commlayer.scheduler.moves import MAX_TAGS, Buffer
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy, is_duplex
+from commlayer.scheduler.ring_legs import round_nodes
 from commlayer.scheduler.traffic import GROUP_COLLECTIVES, Traffic
 from commlayer.scheduler.two_level import TWO_LEVEL
 from commlayer.scheduler.wire import NATIVE, Wire
@@ -65,7 +69,14 @@ def build_group(traffic: Traffic, strategy: Strategy, chunks: int = 1, wire: Wir
     if pieces > 1 and not (strategy is Strategy.PIPELINED and wire.is_native and traffic.collective in _IN_PIECES):
         raise PlanError(_refusal(traffic, strategy, "its exchanges between nodes cannot go out in pieces"))
     steps = schedule_of(traffic, strategy, wire, chunks).steps(
-        Cut(traffic, chunks, pieces, wire, is_on_one_level=strategy is Strategy.DIRECT)
+        Cut(
+            traffic,
+            chunks,
+            pieces,
+            wire,
+            is_on_one_level=strategy is Strategy.DIRECT,
+            is_ring=strategy is Strategy.RING,
+        )
     )
     if chunks * pieces > 1 and level_of(traffic.lane):
         steps = paced(steps, traffic.link)
@@ -82,6 +93,8 @@ def schedule_of(traffic: Traffic, strategy: Strategy, wire: Wire, chunks: int = 
         return _OWN_CALLS[collective]
     if strategy is Strategy.LEADERS:
         return BY_LEADERS[collective]
+    if strategy is Strategy.RING:
+        return round_nodes(collective, len(traffic.nodes), has_insides=max(traffic.nodes) > 1)
     if not is_direct and is_duplex(traffic, chunks, wire):
         return group_legs.ALL_REDUCE_DUPLEX
     if wire.is_native:
@@ -104,12 +117,15 @@ def group_candidates(
         for count in chunk_counts
         if count <= max_chunks and traffic.logical_bytes / (count * traffic.group_size) >= min_slice_bytes
     ]
+    all_counts = counts
     if is_duplex(traffic, 2, NATIVE):  # what is collected is a chunk behind what is shared, and prices do not know it
         counts = [count for count in counts if count >= _LEAST_DUPLEX] or counts[-1:]
     for wire in traffic.wires:
         for strategy in filter(strategies.__contains__, _WHOLE):
             with contextlib.suppress(PlanError):
                 yield build_group(traffic, strategy, 1, wire)
+        if traffic.slow_pairs and wire.is_native and Strategy.RING in strategies:
+            yield from _rings(traffic, all_counts)
         chunked = (Strategy.PIPELINED,) if wire.is_native else (Strategy.DIRECT, Strategy.PIPELINED)
         for strategy in filter(strategies.__contains__, chunked):
             for count in counts:
@@ -117,6 +133,15 @@ def group_candidates(
                     yield build_group(traffic, strategy, count, wire)
                 except PlanError:  # noqa: PERF203  among others: hundreds of nodes, and too many messages to tell apart
                     break
+
+
+def _rings(traffic: Traffic, counts: Sequence[int]) -> Iterator[Plan]:
+    """The plans round the nodes: only where a pair is slow. Else every node sends to every other one as fast, and simpler."""
+    for count in (1, *counts):
+        try:
+            yield build_group(traffic, Strategy.RING, count)
+        except PlanError:  # noqa: PERF203  two nodes, a collective that has none, or too many messages
+            return
 
 
 def finer_plans(
@@ -175,7 +200,7 @@ def _refusal(traffic: Traffic, strategy: Strategy, why: str) -> str:
 
 def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
     """Why not; empty where the strategy applies."""
-    if chunks < 1 or (chunks > 1 and strategy not in (Strategy.PIPELINED, Strategy.DIRECT)):
+    if chunks < 1 or (chunks > 1 and strategy not in (Strategy.PIPELINED, Strategy.DIRECT, Strategy.RING)):
         return f"it cannot have {chunks} chunks"
     if strategy is Strategy.FLAT:
         return "a call of the backend's own sums in an order of its own" if traffic.is_ordered else ""
@@ -187,6 +212,15 @@ def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
         return "sums over nodes are not in rank order"
     if strategy is Strategy.PIPELINED_COPY:
         return "it is for replicated tokens"
+    return _objection_over_nodes(traffic, strategy, chunks)
+
+
+def _objection_over_nodes(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
+    if strategy is Strategy.RING:
+        is_round = traffic.collective in _IN_PIECES and len(traffic.nodes) > 2
+        return (
+            "" if is_round else "it needs three nodes or more, and is an all_gather, a reduce_scatter or an all_reduce"
+        )
     if len(traffic.nodes) == 1 or max(traffic.nodes) == 1:
         return "it needs several nodes, and several ranks on one of them"
     return _exchange_objection(strategy, chunks) if traffic.collective == "all_to_all_v" else ""
@@ -202,7 +236,8 @@ def _encoding_objection(traffic: Traffic, strategy: Strategy, chunks: int, wire:
     """Why its elements cannot cross in that format; empty where they can."""
     if traffic.element_bytes == 0 or wire not in traffic.wires:
         return f"its elements may not go in {wire}"
-    if traffic.collective == "broadcast" or strategy in (Strategy.FLAT, Strategy.LEADERS, Strategy.PIPELINED_COPY):
+    not_encoded = (Strategy.FLAT, Strategy.LEADERS, Strategy.PIPELINED_COPY, Strategy.RING)
+    if traffic.collective == "broadcast" or strategy in not_encoded:
         return "nothing is encoded in it"
     if strategy is Strategy.DIRECT and chunks >= 1:
         return "nothing moves" if traffic.group_size == 1 or traffic.logical_bytes == 0 else ""

@@ -12,6 +12,7 @@ from commlayer.profiles.links import Resource, bus_factor
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import CurveKey, Cut, Leg, Op, Plan, Step
+from commlayer.scheduler.slow_pairs import ring_hindrance
 from commlayer.scheduler.traffic import Traffic
 
 __all__ = ["AHEAD", "LATE", "CodedLeg", "ExchangeLeg", "LegOrder", "LocalLeg", "OwnCallLeg", "Phase"]
@@ -50,6 +51,12 @@ class OwnCallLeg(ExchangeLeg):
 
     def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
         return ((_OWN_CALLS.get(self.op, self.op.value), plan.traffic.link, plan.traffic.group_size),)
+
+    def hindrance(self, plan: Plan) -> float:
+        """A ring of the backend's own goes in the order of ranks, whatever pairs are slow."""
+        if self.op is Op.ALL_TO_ALL or self.resource(plan.traffic) is not Resource.INTER:
+            return super().hindrance(plan)
+        return ring_hindrance(plan.traffic, range(len(plan.traffic.nodes)))
 
     def connections(self, traffic: Traffic) -> int:
         return super().connections(traffic) if self.op is Op.ALL_TO_ALL else 1

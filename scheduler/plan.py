@@ -16,6 +16,7 @@ from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource, bus_factor
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.moves import Buffer, Moves
+from commlayer.scheduler.slow_pairs import direct_hindrance
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
@@ -32,6 +33,7 @@ __all__ = [
     "Strategy",
     "is_duplex",
     "owned_by_node",
+    "owned_parts",
 ]
 
 CurveKey = tuple[str, Resource, int]
@@ -50,6 +52,7 @@ class Strategy(str, Enum):
     HIERARCHICAL = "hierarchical"  # O1: drop, all_to_all between nodes, all_gather inside
     LEADERS = "leaders"  # one rank of each node does all between nodes: fewest messages
     PIPELINED = "pipelined"  # O2: the same in chunks, inter ∥ intra
+    RING = "ring"  # round the nodes, in an order that goes past slow ways between two of them; in chunks too
     PIPELINED_COPY = "pipelined_copy"  # O3: the placing copy is a pipeline stage of its own
 
 
@@ -114,7 +117,7 @@ class Span(str, Enum):
 class Cut:
     """A call's traffic, cut into ``chunks``, of which each goes between nodes in ``pieces``, in the format ``wire``.
 
-    ``is_on_one_level``: the plan takes its group for one node.
+    ``is_on_one_level``: the plan takes its group for one node. ``is_ring``: it goes round the nodes.
     """
 
     def __init__(
@@ -126,12 +129,13 @@ class Cut:
         gather: Gather = Gather.WHOLE,
         *,
         is_on_one_level: bool = False,
+        is_ring: bool = False,
     ) -> None:
         self.traffic, self.chunks, self.pieces, self.gather = traffic, chunks, pieces, gather
         self.size = float(traffic.logical_bytes)
         self.block = self.size / traffic.group_size
         """Bytes of the largest block."""
-        self.is_duplex = not is_on_one_level and is_duplex(traffic, chunks, wire)
+        self.is_duplex = not is_on_one_level and not is_ring and is_duplex(traffic, chunks, wire)
         if (
             traffic.collective == "all_reduce"
             and not is_on_one_level
@@ -155,10 +159,7 @@ class Cut:
         if traffic.is_uniform and not self.is_duplex:
             return size / max(traffic.nodes)
         nodes, m, rates = traffic.nodes, len(traffic.nodes), traffic.node_rates
-        if traffic.collective == "all_reduce":
-            owned = owned_by_node(traffic, is_duplex=self.is_duplex)
-        else:
-            owned = tuple(ranks / traffic.group_size for ranks in nodes)
+        owned = owned_parts(traffic, is_duplex=self.is_duplex)
         both = [(1 - part, part * (m - 1)) for part in owned]  # out and in, or in and out, of each card
         loads = [sum(ways) / 2 if self.is_duplex else max(ways) for ways in both]
         busiest = max(load / rate for load, rate in zip(loads, rates, strict=True)) * min(rates)
@@ -192,6 +193,13 @@ def owned_by_node(traffic: Traffic, *, is_duplex: bool) -> tuple[float, ...]:
             parts = {node: (time * traffic.rates[node] - 1) / (m - 2) for node in owners}
             return tuple(parts.get(node, 0.0) for node in range(m))
         owners.pop()
+
+
+def owned_parts(traffic: Traffic, *, is_duplex: bool) -> tuple[float, ...]:
+    """The part of the bytes that each node owns: of an all_reduce as :func:`owned_by_node` says, else the blocks of its ranks."""
+    if traffic.collective == "all_reduce":
+        return owned_by_node(traffic, is_duplex=is_duplex)
+    return tuple(ranks / traffic.group_size for ranks in traffic.nodes)
 
 
 @dataclass(frozen=True)
@@ -248,6 +256,14 @@ class Leg(ABC):
     def looked_up(self, size: float, plan: Plan) -> float:
         """The size by which a step of ``size`` bytes is looked up in its curve."""
         return size
+
+    def hindrance(self, plan: Plan) -> float:
+        """The factor by which a step takes longer for the slow ways between two nodes that it uses, at least 1."""
+        traffic = plan.traffic
+        if not traffic.slow_pairs or self.resource(traffic) is not Resource.INTER:
+            return 1.0
+        owned = owned_parts(traffic, is_duplex=plan.is_duplex)
+        return direct_hindrance(traffic, owned, is_duplex=plan.is_duplex)
 
     def connections(self, traffic: Traffic) -> int:
         """Over how many connections a rank sends in a step on its link, at least 1."""

@@ -92,12 +92,14 @@ def durations_of(plan: Plan, profile: Profile) -> tuple[list[float], bool]:
             at_once = CHUNKS_IN_FLIGHT if plan.pieces > 1 and step.resource is plan.traffic.link else 1
             looked_up, time_us = leg.looked_up(size, plan) * at_once, 0.0
             if curve is not None:
+                hindrance = leg.hindrance(plan)
+                looked_up *= hindrance
                 time_us = curve.at(looked_up) / at_once
                 is_beyond = curve.is_extrapolated(looked_up)
                 is_extrapolated = is_extrapolated or is_beyond
                 if plan.is_chunked or (is_beyond and not plan.traffic.is_uniform):
                     share = leg.share_of_link(plan.traffic, curve)
-                    time_us = max(time_us, size * share / (profile.peaks.of(curve.link) * 1e3))
+                    time_us = max(time_us, size * hindrance * share / (profile.peaks.of(curve.link) * 1e3))
             known = latest[id(leg)] = size, time_us
         durations.append(known[1])
     return durations, is_extrapolated

@@ -60,7 +60,7 @@ def build(
         raise PlanError(
             "leaders is for groups whose ranks hold tokens of their own, not for replicated ones: use hierarchical"
         )
-    if strategy is Strategy.DIRECT or not can_drop(traffic):
+    if strategy in (Strategy.DIRECT, Strategy.RING) or not can_drop(traffic):
         raise PlanError(
             f"{strategy.value} needs tokens that are replicated inside nodes and a group that crosses nodes; this traffic "
             f"has replication {traffic.replication}, group size {traffic.group_size} over {traffic.link.value}: use flat"

@@ -9,7 +9,7 @@ from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "Traffic", "dtype_bytes", "link_over", "moe_bytes"]
+__all__ = ["DTYPE_BYTES", "GROUP_COLLECTIVES", "SlowPair", "Traffic", "dtype_bytes", "link_over", "moe_bytes"]
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -23,6 +23,8 @@ DTYPE_BYTES = {
 }
 """Bytes per element (MoNTA's BPE) of the dtypes that activations travel in; short names (bf16, fp8, …) are in ``moe_bytes``."""
 
+SlowPair = tuple[int, int, float]
+"""Two nodes, and the rate of the way between them, as a fraction of the usual one."""
 _LEAST_CUT = 64
 """Bytes; a cache line, as where nothing is encoded."""
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3"}
@@ -44,9 +46,10 @@ class Traffic:
     ``group_size``). The other collectives are planned over ``nodes``: how many ranks of the group each node holds.
     ``is_ordered`` asks for sums in FP32 and in rank order (only all_reduce and reduce_scatter have any).
 
-    ``rates``: of each node's card, as a fraction of the usual one; empty where all are alike. ``wires`` are the forms that
-    its elements, of ``element_bytes`` each, may cross the links in. ``lane``: its class of traffic, "" for none
-    (:mod:`commlayer.scheduler.lanes`); of some, others go before it at the edges of its chunks.
+    ``rates``: of each node's card, as a fraction of the usual one; empty where all are alike. ``slow_pairs``: two nodes, by
+    their places, and the rate of the way between them, of the usual one too, where that is slower than their cards. ``wires``
+    are the forms that its elements, of ``element_bytes`` each, may cross the links in. ``lane``: its class of traffic, "" for
+    none (:mod:`commlayer.scheduler.lanes`); of some, others go before it at the edges of its chunks.
 
     Raises PlanError for negative sizes, empty groups, nodes that do not add up to the group, an unknown collective, and
     an even all_to_all whose group does not divide the buffer.
@@ -63,6 +66,7 @@ class Traffic:
     element_bytes: int = 0
     lane: str = ""
     rates: tuple[float, ...] = ()
+    slow_pairs: tuple[SlowPair, ...] = ()
 
     def __post_init__(self) -> None:
         if self.logical_bytes < 0:
@@ -83,10 +87,17 @@ class Traffic:
 
     @classmethod
     def on_nodes(
-        cls, collective: str, logical_bytes: int, nodes: tuple[int, ...], lane: str = "", rates: tuple[float, ...] = ()
+        cls,
+        collective: str,
+        logical_bytes: int,
+        nodes: tuple[int, ...],
+        lane: str = "",
+        rates: tuple[float, ...] = (),
+        slow_pairs: tuple[SlowPair, ...] = (),
     ) -> Traffic:
         """The traffic of a group with so many ranks on each of ``nodes``."""
-        return cls(logical_bytes, sum(nodes), 1, link_over(nodes), collective, nodes, lane=lane, rates=rates)
+        link = link_over(nodes)
+        return cls(logical_bytes, sum(nodes), 1, link, collective, nodes, lane=lane, rates=rates, slow_pairs=slow_pairs)
 
     def __str__(self) -> str:
         """In words, for messages."""
@@ -107,6 +118,11 @@ class Traffic:
         if self.rates and (len(self.rates) != len(self.nodes) or not all(0 < rate <= 1 for rate in self.rates)):
             raise PlanError(
                 f"expected a rate above 0 and at most 1 for each of {len(self.nodes)} nodes, got {self.rates}"
+            )
+        if not all(0 <= a < b < len(self.nodes) and 0 < rate < 1 for a, b, rate in self.slow_pairs):
+            raise PlanError(
+                f"expected two of {len(self.nodes)} nodes in their order, and a rate between 0 and 1, for each slow pair, got "
+                f"{self.slow_pairs}"
             )
 
     def row_bytes(self, wire: Wire) -> int:

@@ -208,6 +208,7 @@ class _Connector:
             timeout_s=self.timeout.total_seconds(),
             board=self.board,
             rates=job.rates_of(self.global_ranks),
+            slow_pairs=job.slow_pairs_of(self.global_ranks),
         )
         planned.own_calls = gloo
         return planned

@@ -24,6 +24,7 @@ from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.traffic import SlowPair
 from commlayer.settings import Settings
 from commlayer.transport.connect import wants_shared_memory
 
@@ -71,6 +72,15 @@ class World:
         if len(rates) != self.topology.num_nodes:  # a part of the job does not know which of the profile's nodes it has
             return ()
         return tuple(rates[node] for node in self._nodes_of(global_ranks))
+
+    def slow_pairs_of(self, global_ranks: Sequence[int]) -> tuple[SlowPair, ...]:
+        """The slow ways between two of those nodes, by their places among them; empty where the profile knows none."""
+        profile = None if self.planner is None else self.planner.profile
+        if profile is None or Topology.parse(profile.topology).num_nodes != self.topology.num_nodes:
+            return ()
+        places = {node: place for place, node in enumerate(self._nodes_of(global_ranks))}
+        found = [(places[a], places[b], rate) for a, b, rate in profile.slow_pairs if {a, b} <= places.keys()]
+        return tuple(sorted((min(a, b), max(a, b), rate) for a, b, rate in found))
 
     def _nodes_of(self, global_ranks: Sequence[int]) -> dict[int, list[int]]:
         place = {rank: index for index, rank in enumerate(self.ranks)}

@@ -272,11 +272,16 @@ def _choice() -> list[Finding]:
     about = f"{profile.name}: {profile.kind}, {profile.topology}"
     found = [Finding(section, "warn" if doubt else "ok", "profile", about, doubt)]
     for link in profile.slow_links:
-        advice = "look at its card, cable and driver, or leave it out; all_reduces over three nodes or more spare it meanwhile"
+        advice = _CARD if len(link.nodes) == 1 else _WAY
         found.append(Finding(section, "warn", "slow link", str(link), advice))
     return [*found, _decision(section, profile)]
 
 
+_CARD = "look at its card, cable and driver, or leave it out; all_reduces over three nodes or more spare it meanwhile"
+_WAY = (
+    "look at the cables and switches between them; on four nodes or more all_reduce, all_gather and reduce_scatter go round the "
+    "nodes in an order that avoids it meanwhile, where that is faster and there is such an order"
+)
 _DOUBTS = {
     "published": "from published peaks, not measured: plans are only as good",
     "paper": "from a paper's cluster, not measured here",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from commlayer.cli.option_types import COUNT, DURATION_US, NODE_RATE
+from commlayer.cli.option_types import COUNT, DURATION_US, NODE_RATE, PAIR_RATE, PairRate
 from commlayer.cli.tables import echo, said_warnings
 from commlayer.profiles.errors import UsageError
 
@@ -36,6 +36,14 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
     metavar="NODE:RATE",
     help="Give this node's network interface another rate: 3:100mbit; may be repeated.",
 )
+@click.option(
+    "--slow-pair",
+    "slow_pairs",
+    type=PAIR_RATE,
+    multiple=True,
+    metavar="A,B=RATE",
+    help="Give the way between two nodes another rate: 0,1=100mbit, or one way 0>1=100mbit; may be repeated.",
+)
 @click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
 @click.option(
     "--mode", type=_MODES, default="auto", show_default=True, help="auto: loopback where the machine grants no more."
@@ -54,6 +62,7 @@ def emulate(
     inter: str | None,
     intra: str | None,
     slow_nodes: tuple[tuple[int, str], ...],
+    slow_pairs: tuple[PairRate, ...],
     delay: float,
     mode: str,
     per_node: bool,
@@ -78,7 +87,10 @@ def emulate(
     with _built(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay, mode=mode) as cluster:
         for node, rate in slow_nodes:
             _slow_down(cluster, node, rate)
-        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + _described(slow_nodes))
+        for pair in slow_pairs:
+            _slow_down_pair(cluster, pair)
+        slow = _described(slow_nodes, slow_pairs)
+        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + slow)
         if prefix is None:
             prefix = nodes * (1 if per_node else ranks_per_node) > 1
         status = _run(cluster, command, None if timeout is None else timeout / 1e6, per_node=per_node, prefix=prefix)
@@ -93,8 +105,20 @@ def _slow_down(cluster: EmulatedCluster, node: int, rate: str) -> None:
         raise UsageError(f"--slow-node {node}:{rate}: {error}") from error
 
 
-def _described(slow_nodes: Sequence[tuple[int, str]]) -> str:
-    return "".join(f", node {node} inter {rate}" for node, rate in slow_nodes)
+def _slow_down_pair(cluster: EmulatedCluster, pair: PairRate) -> None:
+    """Give the way between two nodes another rate. Raises as :func:`_slow_down`."""
+    try:
+        cluster.shape_pair(pair.sender, pair.receiver, pair.rate, is_one_way=pair.is_one_way)
+    except UsageError as error:
+        raise UsageError(f"--slow-pair {pair}: {error}") from error
+
+
+def _described(slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> str:
+    words = [f", node {node} inter {rate}" for node, rate in slow_nodes]
+    for pair in slow_pairs:
+        ways = f"from node {pair.sender} to {pair.receiver}"
+        words.append(f", {ways if pair.is_one_way else f'between nodes {pair.sender} and {pair.receiver}'} {pair.rate}")
+    return "".join(words)
 
 
 def _built(nodes: int, ranks_per_node: int, **links: Any) -> EmulatedCluster:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,11 +20,13 @@ __all__ = [
     "DURATION_US",
     "NODE_RATE",
     "OUTPUT_FILE",
+    "PAIR_RATE",
     "PICTURE",
     "PROFILE",
     "REPORT",
     "NameOrPath",
     "NameOrShape",
+    "PairRate",
     "in_order",
     "json_option",
     "report_option",
@@ -63,6 +65,21 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]  # not generic befor
         return float(match[1]) * _DURATION_US[match[2].lower()]
 
 
+_PAIR_RATE = re.compile(r"([0-9]+)([,>])([0-9]+)[=:](.+)", re.ASCII)
+
+
+class PairRate(NamedTuple):
+    """The rate between two nodes, or from the first to the second one only."""
+
+    sender: int
+    receiver: int
+    rate: str
+    is_one_way: bool
+
+    def __str__(self) -> str:
+        return f"{self.sender}{'>' if self.is_one_way else ','}{self.receiver}={self.rate}"
+
+
 class _NodeRate(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
     """A node and the rate of its network interface, such as 3:100mbit."""
 
@@ -75,6 +92,24 @@ class _NodeRate(click.ParamType):  # type: ignore[type-arg]  # not generic befor
         if not (node.isascii() and node.isdigit() and colon and rate):
             self.fail(f"expected a node's number and its rate, such as 3:100mbit, got {value!r}", param, ctx)
         return int(node), rate
+
+
+class _PairRate(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
+    """Two nodes and the rate between them, such as 0,1=100mbit; 0>1=100mbit one way."""
+
+    name = "nodes and rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> PairRate:
+        if isinstance(value, PairRate):
+            return value
+        match = _PAIR_RATE.fullmatch(str(value))
+        if match is None:
+            self.fail(
+                f"expected two nodes and the rate between them, such as 0,1=100mbit, or 0>1=100mbit one way, got {value!r}",
+                param,
+                ctx,
+            )
+        return PairRate(int(match[1]), int(match[3]), match[4], match[2] == ">")
 
 
 class NameOrPath(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.2
@@ -159,6 +194,7 @@ BYTES = _Bytes()
 COUNT = click.IntRange(min=1)
 DURATION_US = _Duration()
 NODE_RATE = _NodeRate()
+PAIR_RATE = _PairRate()
 OUTPUT_FILE = _OutputFile()
 PICTURE = _Picture()
 PROFILE = NameOrPath("profile", _profile_names)

@@ -18,7 +18,7 @@ __all__ = ["check_strategies", "given_options", "policy_of", "policy_options", "
 
 _COLLECTIVES = click.Choice(["all_to_all", *GROUP_COLLECTIVES])
 _STRATEGIES = click.Choice([strategy.value for strategy in Strategy])
-_CHUNKED = {Strategy.PIPELINED.value, Strategy.PIPELINED_COPY.value}
+_CHUNKED = {Strategy.PIPELINED.value, Strategy.PIPELINED_COPY.value, Strategy.RING.value}
 _FLAT = {Strategy.FLAT.value, Strategy.DIRECT.value}
 
 traffic_options = in_order(

@@ -122,8 +122,19 @@ def group_traffic(
             raise UsageError(f"--group rail: {profile.name} has one node ({profile.topology}): use --group node")
         sizes = (1,) * len(sizes)
     link = Resource.INTER if len(sizes) > 1 else Resource.INTRA
-    rates = profile.node_rates if len(sizes) == len(topology.nodes) else ()
-    return Traffic(nbytes, sum(sizes), 1, link, collective, sizes, wires=wires[0], element_bytes=wires[1], rates=rates)
+    is_everywhere = len(sizes) == len(topology.nodes)  # else nobody knows which of the nodes it is on
+    return Traffic(
+        nbytes,
+        sum(sizes),
+        1,
+        link,
+        collective,
+        sizes,
+        wires=wires[0],
+        element_bytes=wires[1],
+        rates=profile.node_rates if is_everywhere else (),
+        slow_pairs=profile.slow_pairs if is_everywhere else (),
+    )
 
 
 def _shape_within(profile: Profile, cluster: Sequence[int], group: str) -> tuple[int, ...]:

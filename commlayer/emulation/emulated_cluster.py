@@ -21,7 +21,7 @@ from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
 from commlayer.emulation.rank_process import masked_signals
 from commlayer.emulation.ranks import RankJob
-from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, shape_message
+from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, pair_message, shape_message
 from commlayer.emulation.rights import rights
 from commlayer.profiles.errors import RightsError, UsageError
 
@@ -210,6 +210,25 @@ class EmulatedCluster:
             RightsError: on loopback there is nothing to shape.
         """
         self._request(shape_message(inter, intra, node))
+
+    def shape_pair(self, sender: int, receiver: int, rate: str | None, *, is_one_way: bool = False) -> None:
+        """Change the rate between two nodes, as a bad cable or a shared uplink does: both cards go on as before to all others.
+
+        What is sent there counts for the sender's card too. Runs that begin later measure a profile of their own: they find
+        the pair in ``COMMLAYER_EMULATED_LINKS``.
+
+        Args:
+            sender, receiver: two nodes.
+            rate: such as ``100mbit``; None: as fast as their cards.
+            is_one_way: from the first to the second one only; else both ways, each at that rate.
+
+        Raises:
+            UsageError: not a rate, or no such nodes.
+            RightsError: on loopback there is nothing to shape; or the kernel has no classes of traffic (sch_htb, cls_u32).
+        """
+        for a, b in [(sender, receiver)] if is_one_way else [(sender, receiver), (receiver, sender)]:
+            self._request(pair_message(a, b, rate))
+            self._layout = replace(self._layout, links=f"{self._layout.links}, {a}>{b} {rate or 'unshaped'}")
 
     def rates(self) -> list[dict[str, str]]:
         """The present rates by node: ``[{"inter": "400mbit", "intra": "unshaped"}, …]``."""

@@ -123,6 +123,11 @@ class _FabricProcess:
             request = json.loads(message)
             if request["op"] == "rates":
                 return {"rates": [{k: format_rate(v) for k, v in rates.items()} for rates in self._rates]}
+            if request["op"] == "shape_pair":
+                sender, receiver = _checked_pair(request["nodes"], self._num_nodes)
+                rate = request["rate"]
+                self._nodes[sender].slow_down_to(receiver, None if rate is None else parse_rate(rate, "rate"))
+                return {}
             rates = {link: None if rate is None else parse_rate(rate, link) for link, rate in request["rates"].items()}
             self.shape(rates, _chosen_nodes(request["node"], self._num_nodes))
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
@@ -143,6 +148,13 @@ def _chosen_nodes(node: int | None, num_nodes: int) -> Sequence[int]:
     if not isinstance(node, int) or not 0 <= node < num_nodes:
         raise UsageError(f"node: expected None (all) or 0 to {num_nodes - 1}, got {node!r}")
     return [node]
+
+
+def _checked_pair(nodes: Sequence[int], num_nodes: int) -> tuple[int, int]:
+    sender, receiver = nodes
+    if sender == receiver or not all(isinstance(node, int) and 0 <= node < num_nodes for node in nodes):
+        raise UsageError(f"nodes: expected two different ones of 0 to {num_nodes - 1}, got {sender!r} and {receiver!r}")
+    return sender, receiver
 
 
 def fabric_main(control: socket.socket, num_nodes: int, spec: LinkSpec, user_namespace: bool) -> NoReturn:

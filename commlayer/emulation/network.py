@@ -4,16 +4,19 @@
     node1 [eth0] ══ veth ══ [port1]┤ bridge, in the fabric's own namespace
                     …              ┘
 
-A token bucket sits on both ends of each cable: on eth0 for what the node sends, on the port for what it receives.
+A token bucket sits on both ends of each cable: on eth0 for what the node sends, on the port for what it receives. Where the way
+to another node is slower, a class of its own inside the bucket of eth0 holds back what goes there, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from typing import Any
 
 from commlayer.emulation.namespaces import node_address
 from commlayer.emulation.rates import MAX_BYTES_PER_S
+from commlayer.profiles.errors import InternalError
 
 __all__ = ["FabricLinks", "NodeLinks", "add_netem", "node_mac", "open_netlink"]
 
@@ -22,6 +25,9 @@ _BURST_BYTES = 68 * 1024
 _BURST_S = 0.5e-3
 _LIMIT_BYTES = 4 * 1024 * 1024
 _NETEM_LIMIT_PACKETS = 100_000
+_ETH_P_IP = 0x0800
+_PEERS = 0x20
+"""The handle of what tells packets to different nodes apart."""
 
 
 def open_netlink() -> Any:
@@ -61,6 +67,15 @@ class _Shaper:
         """
         if bytes_per_s is None and not self._active:
             return
+        self._hold(bytes_per_s)
+
+    def inside(self) -> int:
+        """The place inside the bucket for a queue of queues. Where there is no bucket, one that holds nothing back is made."""
+        if not self._active:
+            self._hold(None)
+        return int(self._handle.rstrip(":"), 16) << 16 | 1
+
+    def _hold(self, bytes_per_s: int | None) -> None:
         rate = MAX_BYTES_PER_S if bytes_per_s is None else bytes_per_s
         self._netlink.tc(
             "change" if self._active else "add",
@@ -73,6 +88,49 @@ class _Shaper:
             limit=_LIMIT_BYTES,
         )
         self._active = True
+
+
+class _PeerShaper:
+    """The rates of one interface to single other nodes, each a class inside the interface's bucket: HTB, told apart by address.
+
+    A class stands before the bucket, not behind it: what waits for a slow way does not hold up what goes another one.
+    """
+
+    def __init__(self, netlink: Any, index: int, parent: int) -> None:
+        self._netlink, self._index = netlink, index
+        self._peers: set[int] = set()
+        netlink.tc("add", "htb", index, handle=_PEERS << 16, parent=parent, default=0)  # other packets pass at once
+
+    def set(self, peer: int, bytes_per_s: int | None) -> None:
+        """Change the rate to a node; None: as fast as the interface."""
+        rate = MAX_BYTES_PER_S if bytes_per_s is None else bytes_per_s
+        burst = max(_BURST_BYTES, int(rate * _BURST_S))
+        handle = _PEERS << 16 | (peer + 1)
+        self._netlink.tc(
+            "change-class" if peer in self._peers else "add-class",
+            "htb",
+            self._index,
+            handle=handle,
+            parent=_PEERS << 16,
+            rate=rate,
+            ceil=rate,
+            burst=burst,
+            cburst=burst,
+        )
+        if peer not in self._peers:
+            address = int.from_bytes(socket.inet_aton(node_address(peer)), "big")
+            key = f"{address:#010x}/0xffffffff+16"  # the destination, in an IPv4 header
+            self._netlink.tc(
+                "add-filter",
+                "u32",
+                self._index,
+                parent=_PEERS << 16,
+                prio=1,
+                protocol=_ETH_P_IP,
+                target=handle,
+                keys=[key],
+            )
+        self._peers.add(peer)
 
 
 def add_netem(netlink: Any, index: int, delay_us: float) -> None:
@@ -90,10 +148,12 @@ class NodeLinks:
         self._netlink.link("set", index=loopback, state="up")
         self.intra = _Shaper(self._netlink, loopback)
         self.inter: _Shaper | None = None
+        self._peers: _PeerShaper | None = None
+        self._eth0 = 0
 
     def plug(self, netem_delay_us: float) -> None:
         """Configure eth0 once the cable is there."""
-        index = _index(self._netlink, "eth0")
+        index = self._eth0 = _index(self._netlink, "eth0")
         self._netlink.addr("add", index=index, address=node_address(self._node), prefixlen=16)
         self._netlink.link("set", index=index, state="up")
         if netem_delay_us:
@@ -102,6 +162,14 @@ class NodeLinks:
             self.inter = _Shaper(self._netlink, index, parent=0x00090001, handle="10:")
         else:
             self.inter = _Shaper(self._netlink, index)
+
+    def slow_down_to(self, peer: int, bytes_per_s: int | None) -> None:
+        """Change the rate of what this node sends to another one; None: as fast as its interface."""
+        if self.inter is None:
+            raise InternalError(f"node {self._node} has no cable yet")
+        if self._peers is None:
+            self._peers = _PeerShaper(self._netlink, self._eth0, self.inter.inside())
+        self._peers.set(peer, bytes_per_s)
 
 
 def node_mac(node: int) -> str:

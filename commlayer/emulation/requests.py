@@ -10,7 +10,7 @@ import socket
 from commlayer.emulation.protocol import CONTROL_ADDRESS, MESSAGE_BYTES, raise_reply
 from commlayer.profiles.errors import RightsError, UsageError
 
-__all__ = ["KEEP", "NO_SHAPING", "Keep", "request_shape", "shape_message"]
+__all__ = ["KEEP", "NO_SHAPING", "Keep", "pair_message", "request_shape", "shape_message"]
 
 NO_SHAPING = "ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'"
 _PATIENCE_S = 10.0
@@ -29,6 +29,11 @@ def shape_message(inter: str | Keep | None, intra: str | Keep | None, node: int 
     """The request that the fabric understands."""
     rates = {name: rate for name, rate in (("inter", inter), ("intra", intra)) if not isinstance(rate, Keep)}
     return {"op": "shape", "rates": rates, "node": node}
+
+
+def pair_message(sender: int, receiver: int, rate: str | None) -> dict[str, object]:
+    """The request for another rate of what one node sends to another one."""
+    return {"op": "shape_pair", "nodes": [sender, receiver], "rate": rate}
 
 
 def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None) -> None:

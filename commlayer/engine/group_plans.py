@@ -17,7 +17,7 @@ from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.price import price
 from commlayer.scheduler.rails import exchange_over
 from commlayer.scheduler.strategies import build
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import SlowPair, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 from commlayer.settings import Settings
 
@@ -50,9 +50,9 @@ class Choices:
 
     ``planner`` is the group's own. ``pending``: plans that are to be run by all ranks of the group before the call
     goes for which :meth:`plan` was asked last. ``rates``: of each of its nodes' cards, as a fraction of the usual one; empty:
-    all alike. ``siblings``: how many groups of its shape use a node at the same time; 0: as many as its ranks make up.
-    ``reasons`` counts by its text why a call was not planned. ``lane``: one that others go before, so that calls are cut
-    finely.
+    all alike. ``slow_pairs``: two of its nodes each, and the rate of the way between them. ``siblings``: how many groups of
+    its shape use a node at the same time; 0: as many as its ranks make up. ``reasons`` counts by its text why a call was not
+    planned. ``lane``: one that others go before, so that calls are cut finely.
     """
 
     def __init__(
@@ -62,10 +62,12 @@ class Choices:
         settings: Settings,
         lane: str = "",
         rates: tuple[float, ...] = (),
+        slow_pairs: tuple[SlowPair, ...] = (),
     ) -> None:
         self.lane = lane  # one that others go before; else empty
         self.shape, self.size, self.job_planner, self.siblings = shape, sum(shape), job_planner, 0
         self.rates = rates if min(rates, default=1.0) < 1.0 else ()
+        self.slow_pairs = slow_pairs
         self._slowest = min(rates, default=0.0)  # 0.0: perhaps the slowest of all
         self.planner = self._planner()
         self.reasons: Counter[str] = Counter()
@@ -254,6 +256,7 @@ class Choices:
             element_bytes=element_bytes,
             lane=self.lane if lane is None else lane,
             rates=self.rates,
+            slow_pairs=self.slow_pairs,
         )
 
     def _decide(self, traffic: Traffic) -> Plan | str:

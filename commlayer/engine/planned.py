@@ -39,6 +39,7 @@ from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
 from commlayer.scheduler.price import Timeline, price
 from commlayer.scheduler.rails import SplitRows
+from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 from commlayer.traces.records import CallRecord
@@ -67,8 +68,8 @@ class PlannedGroup:
     ``nodes``: for each node that the group touches, its members as ranks *of the group*. ``global_ranks[i]`` is member i's
     rank in the job (for error messages). ``store`` is the group's own. ``planner`` None: nothing is planned, unless
     ``settings.plan`` names one plan for all calls to which it applies. Not thread-safe: one call at a time, in the same order
-    on all ranks. ``rates``: of each of ``nodes``' cards, as a fraction of the usual one; empty: all alike. ``board`` is where
-    failures of the group are known.
+    on all ranks. ``rates``: of each of ``nodes``' cards, as a fraction of the usual one; empty: all alike. ``slow_pairs``:
+    two of ``nodes`` each, and the rate of the way between them. ``board`` is where failures of the group are known.
 
     ``choices`` decides. ``own_calls`` is the inner group of the backend's own calls,
     once there is one: a failure breaks its connections too, so that nobody waits for the rest of a timeout.
@@ -87,10 +88,12 @@ class PlannedGroup:
         timeout_s: float,
         board: FailureBoard,
         rates: tuple[float, ...] = (),
+        slow_pairs: tuple[SlowPair, ...] = (),
     ) -> None:
         self.name, self.rank, self.global_ranks = name, rank, tuple(global_ranks)
         self.nodes = tuple(tuple(node) for node in nodes)
-        self.choices = Choices(tuple(len(node) for node in self.nodes), planner, settings, rates=rates)
+        shape = tuple(len(node) for node in self.nodes)
+        self.choices = Choices(shape, planner, settings, rates=rates, slow_pairs=slow_pairs)
         self.settings, self.timeout_s = settings, timeout_s
         self.own_calls: dist.ProcessGroup | None = None
         self._store = store

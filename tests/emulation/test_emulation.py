@@ -428,10 +428,10 @@ def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> bool:
 
 
 class Line:
-    """A TCP connection from the first rank to the last."""
+    """A TCP connection from the first rank, or another one, to the only other rank that opens one."""
 
-    def __init__(self, host: str) -> None:
-        self.first = rank() == 0
+    def __init__(self, host: str, first: int = 0) -> None:
+        self.first = rank() == first
         if self.first:
             with socket.create_server((host, 5000)) as server:
                 self.socket, _ = server.accept()
@@ -497,6 +497,40 @@ def test_one_node_can_be_slower_and_the_inside_of_a_node_too(netns_cluster: Clus
         pair.shape(inter="1gbit", node=2)
     with pytest.raises(UsageError, match="inter: expected a rate"):
         pair.shape(inter="plenty")
+
+
+@cluster_test
+def test_the_way_between_two_nodes_can_be_slower_than_their_cards(netns_cluster: ClusterFactory) -> None:
+    def transfer_s(sender: int, receiver: int) -> float:
+        if rank() not in (sender, receiver):
+            return 0.0
+        line = Line(f"10.77.0.{sender + 1}", first=sender)
+        return min(line.transfer_s(2_000_000) for _ in range(2))
+
+    def seconds(sender: int, receiver: int) -> float:
+        return cluster.run(transfer_s, sender, receiver)[sender]
+
+    cluster = netns_cluster(3, 1, inter="400mbit")
+    cluster.shape_pair(0, 1, "20mbit")
+    slow_s = min(seconds(0, 1), seconds(1, 0))
+    assert slow_s >= 0.6
+    assert seconds(0, 2) < slow_s
+    cluster.shape_pair(0, 1, None)
+    cluster.shape_pair(2, 1, "20mbit", is_one_way=True)
+    assert seconds(2, 1) >= 0.6
+    assert max(seconds(0, 1), seconds(1, 2)) < slow_s
+    with pytest.raises(UsageError, match="two different ones of 0 to 2, got 1 and 3"):
+        cluster.shape_pair(1, 3, "20mbit")
+    with pytest.raises(UsageError, match="rate: expected a rate"):
+        cluster.shape_pair(0, 1, "plenty")
+
+
+@cluster_test
+def test_the_bucket_of_a_card_holds_for_what_goes_a_slow_way_too(netns_cluster: ClusterFactory) -> None:
+    cluster = netns_cluster(2, 1, inter="400mbit")
+    cluster.shape_pair(0, 1, "300mbit")
+    cluster.shape(inter="50mbit")
+    assert cluster.run(transfers, "10.77.0.1", 4_000_000)[0] >= 0.48
 
 
 @cluster_test

@@ -38,7 +38,9 @@ from commlayer.testing.synthetic import synthetic_profile
 
 pytestmark = pytest.mark.cluster
 
-OF_REPLICATED = [strategy for strategy in Strategy if strategy not in (Strategy.DIRECT, Strategy.LEADERS)]
+OF_REPLICATED = [
+    strategy for strategy in Strategy if strategy not in (Strategy.DIRECT, Strategy.LEADERS, Strategy.RING)
+]
 
 
 def start(profile: Any = None, timeout_s: float = 20.0, **options: Any) -> tuple[Communicator, Any, Any]:

@@ -79,6 +79,11 @@ def test_doctor_names_the_slow_link_of_a_profile(tmp_path: Path, monkeypatch: py
     (found,) = (finding for finding in all_findings() if finding.name == "slow link")
     assert found.mark == "warn"
     assert found.value == "node 1's card has 25% of the usual rate"
+    assert "look at its card" in found.advice
+    profile.replace(slow_links=[SlowLink((0, 1), 0.25)]).save(path)
+    (found,) = (finding for finding in all_findings() if finding.name == "slow link")
+    assert found.value == "nodes 0 and 1 have 25% of the usual rate"
+    assert "go round the nodes in an order that avoids it" in found.advice
 
 
 def test_a_slow_node_without_a_rate_is_refused() -> None:
@@ -89,6 +94,47 @@ def test_a_slow_node_without_a_rate_is_refused() -> None:
     result = CliRunner().invoke(main, ["emulate", "--slow-node", "3", "--", "true"])
     assert result.exit_code == 2
     assert "expected a node's number and its rate, such as 3:100mbit, got '3'" in result.output
+
+
+@pytest.mark.parametrize("pair", ["0-1=100mbit", "0,1", "0,=100mbit", "0,1="])
+def test_a_slow_pair_that_is_none_is_refused(pair: str) -> None:
+    from click.testing import CliRunner
+
+    from commlayer.cli.main import main
+
+    result = CliRunner().invoke(main, ["emulate", "--slow-pair", pair, "--", "true"])
+    assert result.exit_code == 2
+    assert "such as 0,1=100mbit, or 0>1=100mbit one way, got" in result.output
+
+
+def test_a_slow_pair_of_the_command_is_said_and_holds(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from commlayer.cli.main import main
+    from commlayer.emulation import rights
+
+    if not rights().shaping:
+        pytest.skip("links are not shaped here: no pair is slow")
+    words = [
+        "emulate",
+        "--nodes",
+        "3",
+        "--ranks-per-node",
+        "1",
+        "--slow-pair",
+        "0,1=100mbit",
+        "--slow-pair",
+        "2>1=1gbit",
+    ]
+    result = CliRunner().invoke(
+        main, [*words, "--", "sh", "-c", "echo $COMMLAYER_EMULATED_LINKS >> " + str(tmp_path / "links")]
+    )
+    assert result.exit_code == 0, result.output
+    assert "between nodes 0 and 1 100mbit, from node 2 to 1 1gbit" in result.output
+    assert "0>1 100mbit, 1>0 100mbit, 2>1 1gbit" in (tmp_path / "links").read_text()
+    result = CliRunner().invoke(main, ["emulate", "--slow-pair", "0,5=100mbit", "--", "true"])
+    assert result.exit_code == 2
+    assert "--slow-pair 0,5=100mbit: nodes: expected two different ones of 0 to 1, got 0 and 5" in result.output
 
 
 @pytest.mark.parametrize("victims", [(4, 5), (0, 1)])

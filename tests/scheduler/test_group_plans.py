@@ -22,6 +22,7 @@ from commlayer.scheduler.group_moves import Group, Layout, even_blocks, group_mo
 from commlayer.scheduler.group_strategies import group_candidates
 from commlayer.scheduler.moves import ALIGN, Message, Moves, Region
 from commlayer.scheduler.plan import owned_by_node
+from commlayer.scheduler.slow_pairs import ring_order
 from commlayer.scheduler.two_level import TwoLevel
 from commlayer.settings import Settings
 
@@ -145,12 +146,17 @@ def plans_of(traffic: Traffic) -> list[Plan]:
         (Strategy.PIPELINED, 3, 2, "dp"),
         (Strategy.PIPELINED, 4, 5, "pp"),
         (Strategy.PIPELINED, 8, 1, ""),
+        (Strategy.RING, 1, 1, ""),
+        (Strategy.RING, 3, 1, "dp"),
+        (Strategy.RING, 5, 1, ""),
     ]
-    return [
+    found = [
         build(replace(traffic, lane=lane), strategy, chunks, pieces=pieces)
         for strategy, chunks, pieces, lane in wanted
         if applies(traffic, strategy, chunks, pieces)
     ]
+    slow = replace(traffic, slow_pairs=((0, 1, 0.25),) if len(traffic.nodes) > 1 else ())
+    return [*found, *(build(slow, Strategy.RING, chunks) for chunks in (1, 4) if applies(slow, Strategy.RING, chunks))]
 
 
 def applies(traffic: Traffic, strategy: Strategy, chunks: int, pieces: int = 1) -> bool:
@@ -165,7 +171,7 @@ UNEVEN = ([3, 1], [1, 3], [2, 1, 3], [5, 1], [5, 3], [1, 1, 2], [1, 3, 3])
 shapes = st.one_of(
     st.sampled_from(UNEVEN),
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    st.tuples(st.integers(2, 4), st.integers(1, 4)).map(lambda shape: [shape[1]] * shape[0]),
+    st.tuples(st.integers(2, 5), st.integers(1, 4)).map(lambda shape: [shape[1]] * shape[0]),
 ).filter(lambda sizes: 1 < sum(sizes) <= 10)
 
 
@@ -211,7 +217,7 @@ def test_reduce_scatter(sizes: list[int], shuffle: int, block: int, seed: int) -
     st.integers(0, 1000),
     st.integers(1, 3000),
     st.integers(0, 1000),
-    st.lists(st.sampled_from([1.0, 1.0, 0.7, 0.25, 0.05]), min_size=4, max_size=4),
+    st.lists(st.sampled_from([1.0, 1.0, 0.7, 0.25, 0.05]), min_size=5, max_size=5),
 )
 def test_all_reduce_in_place(sizes: list[int], shuffle: int, size: int, seed: int, rates: list[float]) -> None:
     nodes, n = nodes_of(sizes, shuffle), sum(sizes)
@@ -429,6 +435,32 @@ def test_every_node_cuts_a_block_at_multiples_of_the_same_length(
             assert sum(stop - start for start, stop in covered) == lengths[owner]
 
 
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.sampled_from([sizes for sizes in UNEVEN if len(sizes) > 2] + [[2, 2, 2, 2], [1] * 5, [2] * 5]),
+    st.integers(1, 5),
+)
+def test_a_ring_uses_each_edge_of_its_order_and_no_other_one(collective: str, sizes: list[int], chunks: int) -> None:
+    nodes, n, m, size = nodes_of(sizes, 7), sum(sizes), len(sizes), 1 << 16
+    traffic = replace(traffic_of(collective, n * size, nodes), slow_pairs=((0, 1, 0.25),))
+    plan = build(traffic, Strategy.RING, chunks)
+    blocks = (size,) * n if collective != "all_reduce" else owned_blocks(plan, nodes)
+    node_of = {rank: a for a, members in enumerate(nodes) for rank in members}
+    over: dict[tuple[int, int], int] = {}
+    for rank in range(n):
+        for step, moves in zip(plan.steps, group_moves(plan, Group(nodes, rank, blocks))[0], strict=True):
+            for message in moves.sends:
+                edge = node_of[rank], node_of[message.peer]
+                assert (step.resource is Resource.INTER) == (edge[0] != edge[1])
+                over[edge] = over.get(edge, 0) + message.region.size
+    order = ring_order(traffic)
+    edges = {(a, b) for a, b in over if a != b}
+    assert edges == set(zip(order, (*order[1:], order[0]), strict=True))
+    assert (m < 4) or not edges & {(0, 1), (1, 0)}
+    expected = sum(step.bytes for step in plan.steps if step.resource is Resource.INTER) * (m - 1) / m * min(sizes)
+    assert max(over[edge] for edge in edges) == pytest.approx(expected, rel=0.01)
+
+
 @given(st.integers(0, 10_000), st.integers(1, 9))
 def test_even_blocks_cover_everything_and_cut_no_element(size: int, parts: int) -> None:
     blocks = even_blocks(size, parts)
@@ -463,6 +495,8 @@ def test_a_node_sends_each_byte_once_over_the_wire() -> None:
         ("all_gather", (4,), Strategy.HIERARCHICAL, "several nodes"),
         ("all_gather", (1, 1), Strategy.HIERARCHICAL, "several ranks on one"),
         ("all_reduce", (2, 2), Strategy.PIPELINED_COPY, "replicated"),
+        ("all_reduce", (2, 2), Strategy.RING, "three nodes or more"),
+        ("broadcast", (2, 2, 2), Strategy.RING, "all_gather, a reduce_scatter or an all_reduce"),
     ],
 )
 def test_a_plan_that_does_not_apply_says_why(

@@ -1,0 +1,112 @@
+"""A slow way between two nodes, on an emulated cluster: found by the probe, gone round, and no bit is another one for it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer.scheduler import Strategy
+from commlayer.scheduler.slow_pairs import is_avoided, ring_order
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def start(**environment: str) -> Any:
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_TRIALS": "off", **environment})
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
+    return dist.group.WORLD
+
+
+def check(group: Any, count: int, dtype: torch.dtype) -> None:
+    """All three collectives of whole numbers, which are exact in whatever order they are added; ``count`` elements a rank."""
+    ranks = dist.get_process_group_ranks(group)
+    n, me, rank = len(ranks), ranks.index(dist.get_rank()), dist.get_rank()
+    ramp = torch.arange(count).remainder(16)
+    whole = (ramp + rank).to(dtype)
+    dist.all_reduce(whole, group=group)
+    assert torch.equal(whole, (ramp * n + sum(ranks)).to(dtype))
+    given = torch.cat([ramp + k + rank for k in range(n)]).to(dtype)
+    block, kept = torch.empty(count, dtype=dtype), given.clone()
+    dist.reduce_scatter_tensor(block, given, group=group)
+    assert torch.equal(block, ((ramp + me) * n + sum(ranks)).to(dtype))
+    assert torch.equal(given, kept)
+    gathered = torch.empty(count * n, dtype=dtype)
+    dist.all_gather_into_tensor(gathered, (ramp + rank).to(dtype), group=group)
+    assert torch.equal(gathered, torch.cat([ramp + each for each in ranks]).to(dtype))
+
+
+@pytest.mark.parametrize("plan", ["ring", "ring:3"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0, 1, 2, 3, 4, 5, 6, 7]],
+        [[0, 2, 4, 6], [1, 3, 5, 7]],  # one rank of every node
+        [[0, 1, 2, 4, 6, 7], [3, 5]],  # 2+1+1+2
+        [[1, 2, 3, 5, 6], [0, 4, 7]],  # 1+2+1+1, and three nodes
+    ],
+)
+def test_blocks_come_to_their_place_in_any_order_of_nodes(
+    emulated_cluster: ClusterFactory, groups: list[list[int]], plan: str
+) -> None:
+    def job() -> set[str]:
+        start(COMMLAYER_PROFILE="none", COMMLAYER_PLAN=plan)
+        made = [dist.new_group(ranks) for ranks in groups]
+        group: Any = next(each for each, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+        choices = group._planned.choices
+        last = len(choices.shape) - 1
+        for slow_pairs in ((), ((0, 1, 0.25), (last - 1, last, 0.5))[: last - 1]):
+            choices.slow_pairs = slow_pairs
+            choices._plans.clear()
+            for count, dtype in (
+                (1, torch.float32),
+                (65, torch.float32),
+                (10_007, torch.float32),
+                (4097, torch.float64),
+                (4097, torch.int32),
+                (999, torch.bfloat16),
+            ):
+                check(group, count, dtype)
+        found = {choices.plan(name, 4 * 10_007 * choices.size) for name in COLLECTIVES}
+        return {each.name if each else "flat" for each in found}
+
+    found = emulated_cluster(4, 2).run(job, timeout_s=100.0)
+    assert found[groups[0][0]] == {plan.replace(":", "×")}
+
+
+def test_a_slow_pair_is_found_and_gone_round(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def job() -> tuple[str, tuple[int, ...], list[str], list[str]]:
+        group = start(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path))
+        choices = group._planned.choices
+        links = ", ".join(map(str, choices.job_planner.profile.slow_links))
+        plans, reasons = [], []
+        for name in COLLECTIVES:
+            traffic = choices._traffic(name, 8 << 20)
+            assert is_avoided(traffic, (0, 1))
+            plans.append(choices.plan(name, 8 << 20).strategy)
+            reasons.append(choices.planner.decide(traffic).reason())
+        check(group, 10_007, torch.float32)
+        check(group, 100_003, torch.float32)
+        near: Any = [dist.new_group(ranks) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])][dist.get_rank() // 4]
+        assert (near._planned.choices.slow_pairs != ()) == (dist.get_rank() < 4 or "2 and 3" in links)
+        return links, ring_order(traffic), plans, reasons
+
+    cluster = emulated_cluster(4, 2, inter="400mbit")
+    if not cluster.shaped:
+        pytest.skip("links are not shaped here: no pair is slow")
+    cluster.shape_pair(0, 1, "20mbit")
+    found = cluster.run(job, timeout_s=120.0)
+    assert len({each[:2] for each in found}) == 1
+    for links, order, plans, reasons in found:
+        assert "nodes 0 and 1 have" in links
+        assert plans == [Strategy.RING] * 3
+        for reason in reasons:
+            assert f"node order {'-'.join(map(str, order))} avoids the slow pair 0-1" in reason
