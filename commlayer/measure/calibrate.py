@@ -31,7 +31,6 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
-from commlayer.profiles.sweep import Repeats
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
@@ -41,15 +40,14 @@ __all__ = ["PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
 PROBE = SweepOptions(
     min_bytes=4096,
     max_bytes=3 << 20,
-    factor=24,  # three sizes: 4 KiB, 96 KiB, 2.25 MiB
-    repeats=Repeats(warmup=0, min_repeats=1, max_repeats=3, budget_us=3e4),
+    factor=24,  # three sizes: 4 KiB, 96 KiB, and up to 2.25 MiB
     group_max_bytes=3 << 20,
     group_factor=24,
-    group_repeats=Repeats(warmup=0, min_repeats=1, max_repeats=3, budget_us=3e4),
     interference_rounds=0,
     check=False,
-    longest_us=3e4,
+    longest_us=4e4,
     is_probe=True,
+    budget_s=2.5,
 )
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 _PROBE_ERROR = 0.25
