@@ -43,7 +43,8 @@ def test_every_size_is_timed_twice_where_there_is_time() -> None:
     assert links.asked == {(place, size): 2 for place in (0, 1) for size in SIZES}
     for place, (latency_us, us_per_byte) in enumerate(links.curves):
         for rung, size in zip(found.curve(place), SIZES, strict=True):
-            assert rung == (size, pytest.approx(latency_us + us_per_byte * size), 2)
+            assert (rung.size, rung.samples) == (size, 2)
+            assert rung.time_us == pytest.approx(latency_us + us_per_byte * size)
 
 
 def test_without_time_every_size_is_timed_once() -> None:
