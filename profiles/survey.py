@@ -19,7 +19,7 @@ from typing import NamedTuple
 from commlayer.profiles.curve import median
 from commlayer.profiles.links import Resource
 
-__all__ = ["Ladder", "Limits", "Rung", "Survey", "Wanted", "survey"]
+__all__ = ["Ladder", "Rung", "Survey", "SurveyLimits", "Wanted", "survey"]
 
 Wanted = tuple[int, int]
 """A call to be timed: the place of its curve, and its size in bytes."""
@@ -46,7 +46,7 @@ class Ladder(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SurveyLimits:
     """``budget_us``: when so much time is gone nothing is measured a second time. ``longest_us``: the largest call of a curve
     should take no longer."""
 
@@ -108,7 +108,7 @@ class Survey:
 
 
 def survey(
-    ladders: Sequence[Ladder], run: Callable[[Sequence[Wanted]], tuple[Sequence[float], float]], limits: Limits
+    ladders: Sequence[Ladder], run: Callable[[Sequence[Wanted]], tuple[Sequence[float], float]], limits: SurveyLimits
 ) -> Survey:
     """Time the calls of each curve.
 
@@ -150,13 +150,13 @@ def _affordable(found: Survey, calls: Iterable[Wanted], budget_us: float) -> lis
     return fitting
 
 
-def _first_top(found: Survey, place: int, limits: Limits) -> int:
+def _first_top(found: Survey, place: int, limits: SurveyLimits) -> int:
     """The largest size of a link's first curve: as if the time of the size below were all bandwidth."""
     below = found.ladders[place].sizes[-2]
     return _grown(found.ladders[place], _FIRST_LONGEST * limits.longest_us / found.time_us((place, below)) * below)
 
 
-def _top(found: Survey, place: int, limits: Limits) -> int:
+def _top(found: Survey, place: int, limits: SurveyLimits) -> int:
     """The largest size of another curve."""
     ladder, us_per_byte = found.ladders[place], found.slope_us(place)
     below = ladder.sizes[-2]

@@ -24,7 +24,7 @@ _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
 def cache_lines(settings: Settings) -> list[Line]:
-    """What a job without a profile would find in the cache, line by line: mark, name, value, advice. Raises nothing."""
+    """The findings about the cache, each a mark, a name, a value and an advice. Raises nothing."""
     from commlayer.measure.calibrate import cache_folder
 
     try:

@@ -21,6 +21,7 @@ import msgspec
 
 from commlayer.agree.discovery import versions
 from commlayer.agree.messages import ControlMessage, Reason
+from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.profiler import HOSTS, SweepOptions, measure_cluster, node_hosts
@@ -167,14 +168,15 @@ def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Ent
     """The profile of a probe, which rank 0 keeps as ``entry``; None where there is nothing to measure."""
     begin = time.perf_counter()
     try:
-        measured = measure_cluster(
-            replace(PROBE, timeout_s=timeout_s),
-            name=f"probe-{topology.shape}",
-            kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
-            source="measured when a job started without a profile, one or two samples of a few sizes a curve",
-            topology=topology,
-            ranks=ranks,
-        )
+        with phase("the links were being measured"):
+            measured = measure_cluster(
+                replace(PROBE, timeout_s=timeout_s),
+                name=f"probe-{topology.shape}",
+                kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
+                source="measured when a job started without a profile, one to three samples of a few sizes a curve",
+                topology=topology,
+                ranks=ranks,
+            )
     except TopologyError as error:
         _say(ranks, f"{error}: nothing is planned")
         return None

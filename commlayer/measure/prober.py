@@ -17,7 +17,7 @@ from commlayer.agree.messages import ControlMessage
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
-from commlayer.failures.board import FailureBoard, why_left
+from commlayer.failures.board import FailureBoard, phase, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
@@ -34,6 +34,7 @@ from commlayer.transport.connect import connect
 __all__ = ["Prober"]
 
 _ALONE_TIMES = 2
+_MEASURING = "the links were being measured"
 
 
 class _PairTime(ControlMessage, frozen=True):
@@ -186,8 +187,9 @@ class Prober:
         found = []
         for probe, call in calls:
             if probe.leg.is_exchange:
-                self.ranks.barrier()
-                found.append(self._time_us(call.run))
+                with phase(f"{_MEASURING}, {probe.key[0]} on {probe.key[1]}"):
+                    self.ranks.barrier()
+                    found.append(self._time_us(call.run))
             else:
                 found.append(min(self._time_us(call.run) for _ in range(_ALONE_TIMES)))
         return found
@@ -231,10 +233,11 @@ class Prober:
             pair = next((pair for pair in pairs if node in pair), None) if place < places else None
             times = []
             for _ in range(repeats):
-                self.ranks.barrier()
-                begin = time.perf_counter()
-                if pair is not None:
-                    self._swap(planned, self._topology.nodes[sum(pair) - node][place], data, arrived)
+                with phase(f"{_MEASURING}, node {node} with others one by one"):
+                    self.ranks.barrier()
+                    begin = time.perf_counter()
+                    if pair is not None:
+                        self._swap(planned, self._topology.nodes[sum(pair) - node][place], data, arrived)
                 times.append((time.perf_counter() - begin) * 1e6)
             if pair is not None:
                 mine.append(_PairTime(pair, min(times)))

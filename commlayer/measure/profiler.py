@@ -28,7 +28,7 @@ from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.pairs import slow_links
 from commlayer.profiles.profile import Interference, Profile, parse_profile
-from commlayer.profiles.survey import Ladder, Limits, Wanted, survey
+from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
 from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.group_profiles import link_load
@@ -300,7 +300,7 @@ def _surveyed(prober: Prober, sweeps: Sequence[_Sweep], options: SweepOptions, t
 
     nodes = [len(members) for members in topology.nodes]
     ladders = [Ladder(each.sizes, each.probe.key[1], link_load(each.probe, nodes)) for each in sweeps]
-    found = survey(ladders, run, Limits(options.budget_s * 1e6, options.longest_us))
+    found = survey(ladders, run, SurveyLimits(options.budget_s * 1e6, options.longest_us))
     curves = []
     for place, each in enumerate(sweeps):
         sizes, times_us, samples = zip(*found.curve(place), strict=True)

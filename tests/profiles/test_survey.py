@@ -9,10 +9,10 @@ import pytest
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.links import Resource
-from commlayer.profiles.survey import Ladder, Limits, Survey, Wanted, survey
+from commlayer.profiles.survey import Ladder, Survey, SurveyLimits, Wanted, survey
 
 SIZES = (4096, 98304, 2359296)
-PLENTY = Limits(budget_us=1e9, longest_us=4e4)
+PLENTY = SurveyLimits(budget_us=1e9, longest_us=4e4)
 
 
 class Links:
@@ -49,7 +49,7 @@ def test_every_size_is_timed_twice_where_there_is_time() -> None:
 
 def test_without_time_every_size_is_timed_once() -> None:
     links = Links((1e3, 0.001), (2e3, 0.002))
-    survey(ladders(1.0, 2.0), links, Limits(budget_us=0.0, longest_us=4e4))
+    survey(ladders(1.0, 2.0), links, SurveyLimits(budget_us=0.0, longest_us=4e4))
     assert links.asked == {(place, size): 1 for place in (0, 1) for size in SIZES}
 
 
@@ -57,12 +57,12 @@ def test_what_is_left_out_first_is_the_largest_size_again_and_then_the_small_one
     curves = [(1e3, 0.001)] * 10
     whole, none = Links(*curves), Links(*curves)
     survey(ladders(*[1.0] * 10), whole, PLENTY)
-    survey(ladders(*[1.0] * 10), none, Limits(0.0, 4e4))
+    survey(ladders(*[1.0] * 10), none, SurveyLimits(0.0, 4e4))
     seen = []
     for part in (0.0, 0.3, 0.6, 1.0):
         links = Links(*curves)
         budget_us = none.spent_us + part * (whole.spent_us - none.spent_us)
-        survey(ladders(*[1.0] * 10), links, Limits(budget_us, 8e3))
+        survey(ladders(*[1.0] * 10), links, SurveyLimits(budget_us, 8e3))
         assert links.spent_us <= max(budget_us, none.spent_us) * (1 + 1e-9)
         twice = [call for call, count in links.asked.items() if count > 1]
         small = [place for place, size in twice if size < SIZES[-1]]
@@ -76,7 +76,7 @@ def test_what_is_left_out_first_is_the_largest_size_again_and_then_the_small_one
 def test_no_call_takes_much_longer_than_the_longest_however_slow_the_link_is() -> None:
     for us_per_byte in (0.001, 0.02, 0.2):
         links = Links((3e3, us_per_byte), (3e3, 4 * us_per_byte), (3e3, 2 * us_per_byte))
-        found = survey(ladders(1.0, 4.0, 2.0), links, Limits(1e6, 4e4))
+        found = survey(ladders(1.0, 4.0, 2.0), links, SurveyLimits(1e6, 4e4))
         first, *others = (found.sizes(place)[-1] for place in range(3))
         least = SIZES[1] * 4
         assert links.curves[0][1] * first <= 4 * 4e4 + 1 or first == least
@@ -91,7 +91,7 @@ def test_no_call_takes_much_longer_than_the_longest_however_slow_the_link_is() -
 
 def test_a_curve_that_is_much_slower_than_its_link_goes_on_at_its_own_rate() -> None:
     links = Links((3e3, 0.02), (3e3, 0.16), (3e3, 0.03))
-    found = survey(ladders(1.0, 1.0, 1.0), links, Limits(1e6, 4e4))
+    found = survey(ladders(1.0, 1.0, 1.0), links, SurveyLimits(1e6, 4e4))
     assert found.curve(1)[-1].time_us == pytest.approx(3e3 + 0.16 * SIZES[-1])
     near = found.curve(2)[-2]
     assert found.curve(2)[-1].time_us == pytest.approx(near.time_us + 0.02 * (SIZES[-1] - near.size), rel=0.05)
@@ -131,7 +131,7 @@ def test_a_link_whose_larger_size_was_the_faster_asks_for_all_of_the_others() ->
 
 
 def test_a_point_that_was_not_measured_says_so_in_its_curve() -> None:
-    found = survey(ladders(1.0, 4.0), Links((3e3, 0.2), (3e3, 0.8)), Limits(1e6, 4e4))
+    found = survey(ladders(1.0, 4.0), Links((3e3, 0.2), (3e3, 0.8)), SurveyLimits(1e6, 4e4))
     sizes, times_us, samples = zip(*found.curve(1), strict=True)
     curve = Curve.from_samples("all_to_all", Resource.INTER, 2, sizes, times_us, samples=samples)
     assert curve.samples[-1] == 0
