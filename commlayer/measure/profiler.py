@@ -25,7 +25,7 @@ from commlayer.measure.calls import TimedCall
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
-from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.pairs import slow_links
 from commlayer.profiles.profile import Interference, Profile, parse_profile
 from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
@@ -46,8 +46,10 @@ _PAIRS = (
     (Resource.INTER, Resource.DEVICE),
     (Resource.INTRA, Resource.DEVICE),
 )
-_PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 3
+_PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
 """A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
+_PAIR_LOOKS = 3
+"""How often a link that seems slow is looked at: a busy machine delays one by chance, but hardly the same one each time."""
 _LARGE = 4
 """Sizes of this part of the largest one on a link, and more, show the rate of a stream."""
 HOSTS = "hosts"
@@ -129,7 +131,7 @@ def measure_cluster(
             else _curves(prober, sweeps, options, on_point)
         )
         by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
-        slow = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS)) if _has_pairs(topology, ranks) else ()
+        slow = _slow_links(prober) if _has_pairs(topology, ranks) else ()
         pairs = _interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
     backend = "nccl" if ranks.device_type == "cuda" else "gloo"
@@ -341,6 +343,18 @@ def node_hosts(topology: Topology, ranks: AllRanks) -> str:
 def _has_pairs(topology: Topology, ranks: AllRanks) -> bool:
     """Whether there are cards to compare: those of three nodes or more; on the CPU, where plans over nodes run."""
     return topology.num_nodes > 2 and ranks.device_type == "cpu"
+
+
+def _slow_links(prober: Prober) -> tuple[SlowLink, ...]:
+    """The cards and pairs that are slower than the others each time; one look is enough where none is."""
+    slow: tuple[SlowLink, ...] = ()
+    for look in range(_PAIR_LOOKS):
+        seen = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS))
+        before = {link.nodes for link in slow}
+        slow = tuple(link for link in seen if not look or link.nodes in before)
+        if not slow:
+            break
+    return slow
 
 
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
