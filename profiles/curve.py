@@ -256,12 +256,16 @@ def _fit(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
 
 
 def _monotone(times: Sequence[float]) -> tuple[float, ...]:
-    if all(before <= after for before, after in pairwise(times)):
-        return tuple(times)
-    from scipy.optimize import isotonic_regression  # lazy: scipy costs more than a whole offline command
-
-    fitted = isotonic_regression([math.log(t) for t in times]).x
-    return tuple(accumulate((math.exp(t) for t in fitted), max))
+    # Pool adjacent violators: by hand, because scipy's takes a second to load, and every rank of a job would at its start.
+    pools: list[tuple[float, int]] = []
+    for time_us in times:
+        mean, count = math.log(time_us), 1
+        while pools and pools[-1][0] > mean:
+            before, num = pools.pop()
+            mean, count = (before * num + mean * count) / (num + count), num + count
+        pools.append((mean, count))
+    fitted = (math.exp(mean) for mean, count in pools for _ in range(count))
+    return tuple(times) if len(pools) == len(times) else tuple(accumulate(fitted, max))
 
 
 def median(values: Sequence[float]) -> float:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
 from commlayer.scheduler.decision import Decision, Planner
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.price import Timeline
@@ -93,14 +95,16 @@ class Corrections:
     def trial(self, planner: Planner, traffic: Traffic, *, is_wanted: bool) -> Trial | None:
         """The plans to run before a call is planned; None where they would not pay. ``is_wanted``: however good the profile is.
 
-        A call that takes long is tried at a smaller size, down to a fourth of its own. One that takes longer yet is tried only
-        where the simpler plan is kept though another is predicted faster: these two, at a size still smaller, where they
-        are predicted to compare as they do at its own.
+        A profile whose curves of such a group lie beyond the groups that were measured does not know how good it is. A call that
+        takes long is tried at a smaller size, down to a fourth of its own. One that takes longer yet is tried only where the
+        simpler plan is kept though another is predicted faster: these two, at a size still smaller, where they are
+        predicted to compare as they do at its own.
         """
         asked = _size_class(traffic.logical_bytes)
         if not may_try(traffic) or (traffic.collective, asked) in self._tried:
             return None
         self._tried.add((traffic.collective, asked))
+        is_wanted = is_wanted or _is_beyond(planner.profile)
         for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
             contenders = _contenders(decision)
@@ -152,6 +156,11 @@ class Corrections:
         size = max(1, plan.traffic.logical_bytes)
         near = min(known, key=lambda other: abs(math.log(other / size)), default=0)
         return known[near] if size <= near * _ALIKE and near <= size * _ALIKE else None
+
+
+def _is_beyond(profile: Profile) -> bool:
+    """Whether what it says of messages between nodes is derived from groups that all touch more nodes, or fewer."""
+    return any(curve.basis == "derived" and curve.link is Resource.INTER for curve in profile.curves)
 
 
 def _contenders(decision: Decision) -> tuple[Timeline, ...]:

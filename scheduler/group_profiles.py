@@ -32,7 +32,7 @@ from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
 from commlayer.scheduler.slow_pairs import direct_hindrance, ring_hindrance
 from commlayer.scheduler.traffic import Traffic, link_over
 
-__all__ = ["fits", "group_profile", "most_siblings"]
+__all__ = ["fits", "group_profile", "link_load", "most_siblings"]
 
 _LEAST_OF_REFERENCE = 0.5
 """The least that a group of fewer ranks than any measured one takes, of the time of the smallest measured one."""
@@ -95,6 +95,13 @@ def _hindrances(profile: Profile, where: str) -> tuple[float, float]:
     traffic = Traffic.on_nodes("all_gather", 1, nodes, rates=profile.node_rates, slow_pairs=profile.slow_pairs)
     direct = direct_hindrance(traffic, owned_parts(traffic, is_duplex=False))
     return direct, ring_hindrance(traffic, range(len(nodes)))
+
+
+def link_load(probe: Probe, cluster: Sequence[int]) -> float:
+    """The bytes through a node's link for each byte by which a curve of that cluster is looked up, all groups of its kind at
+    once."""
+    shape, siblings = spanning_groups(cluster).get(probe.where, (tuple(cluster), 1))
+    return _Shape(shape, siblings, 1.0).load(probe.leg, probe.key)
 
 
 def _has_pairs(profile: Profile) -> bool:

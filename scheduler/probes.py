@@ -133,6 +133,10 @@ def spanning_groups(nodes: Sequence[int]) -> dict[str, tuple[tuple[int, ...], in
 
     ``world``: all ranks; ``node``: the ranks of a node; ``rail``: one rank of every node; ``pair``: two ranks of a node. The
     curves of every other group follow from them (:mod:`commlayer.scheduler.group_profiles`).
+
+    Rails over some of the nodes only are not among them. On more than two nodes they would add a fifth of the calls to the probe
+    of a job's start, on which every job waits, for groups that few jobs have; those run their contending plans before their
+    first call instead (:mod:`commlayer.scheduler.corrections`).
     """
     largest = max(nodes)
     found = {"world": (tuple(nodes), 1)}

@@ -43,6 +43,7 @@ def all_findings() -> list[Finding]:
         _lanes,
         _variables,
         _choice,
+        _cache,
     ]
     return [finding for check in checks for finding in check()]
 
@@ -275,6 +276,17 @@ def _choice() -> list[Finding]:
         advice = _CARD if len(link.nodes) == 1 else _WAY
         found.append(Finding(section, "warn", "slow link", str(link), advice))
     return [*found, _decision(section, profile)]
+
+
+def _cache() -> list[Finding]:
+    """Which profile that a job has kept another one would find."""
+    from commlayer.cli.cache_checks import cache_lines
+
+    try:
+        settings = Settings.from_environment()
+    except SettingsError:
+        return []  # _settings has said what is wrong
+    return [Finding("Cached profiles", *line) for line in cache_lines(settings)]
 
 
 _CARD = "look at its card, cable and driver, or leave it out; all_reduces over three nodes or more spare it meanwhile"

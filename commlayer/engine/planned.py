@@ -200,6 +200,11 @@ class PlannedGroup:
                 raise
         return prepared.sent
 
+    def prepare(self, plan: Plan, root: int = 0) -> None:
+        """Have ready what a call of ``plan`` needs beside its data, so that the first one takes no longer than others.
+        The group's first is collective."""
+        self._prepared(self._runner or self.connect_messages(), plan, root)
+
     def drive(self, plan: Plan, call: Call, timeout_s: float, record: CallRecord | None = None) -> None:
         """Run a call that has been started to its end, held where others go first. ``record`` gets the times of its steps."""
         gate = self.gate(plan, timeout_s) if self.level else None

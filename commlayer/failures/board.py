@@ -57,6 +57,10 @@ _MOST_NAMED = 32
 _LATE = "did not answer"
 
 
+_PHASE = "_commlayer_phase"
+"""The attribute of an error that says what was going on: notes of exceptions are younger than Python 3.10."""
+
+
 @dataclass(frozen=True, slots=True)
 class FailedWait:
     """The wait in which a rank failed, and the ranks (global) of its group that it waited for."""
@@ -94,6 +98,20 @@ class FailedConnection(FailedWait):
             f"rank {self.rank} could not connect to {_named(self.peers).removeprefix('one of ')} (group {self.group}, "
             f"{self.purpose})"
         )
+
+
+@contextlib.contextmanager
+def phase(text: str) -> Iterator[None]:
+    """Have what breaks inside say, where :meth:`FailureBoard.connecting` explains it, that this was going on."""
+    try:
+        yield
+    except (RuntimeError, TimeoutError) as error:
+        setattr(error, _PHASE, getattr(error, _PHASE, text))  # the innermost knows best
+        raise
+
+
+def _phase_of(error: BaseException) -> str:
+    return str(getattr(error, _PHASE, ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +230,8 @@ class FailureBoard:
                 self.leave(why_left(error))
                 wake()
                 raise
-            wait = FailedConnection(self.rank, self.others(ranks), group, purpose)
+            inside = f": {phase}" if (phase := _phase_of(error)) else ""
+            wait = FailedConnection(self.rank, self.others(ranks), group, f"{purpose}{inside}")
             raise self.blame(wait, Failure(error, time.monotonic() - began, timeout_s), wake) from error
 
     def blame(self, wait: FailedWait, failure: Failure, wake: Callable[[], None] = lambda: None) -> ClusterError:

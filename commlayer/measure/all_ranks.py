@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -75,7 +76,12 @@ class AllRanks:
 
     def maximum(self, value: float) -> float:
         """The largest ``value`` over ranks."""
-        return float(self._reduced(torch.tensor([value], dtype=torch.float64), dist.ReduceOp.MAX))
+        return self.maxima([value])[0]
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """The largest of each of ``values`` over ranks, all of which give as many."""
+        largest: list[float] = self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+        return largest
 
     def time_all_reduce(self, num_bytes: int) -> float:
         """The time of one all_reduce of the group's own, µs: the largest over ranks, and equal on all of them."""

@@ -21,6 +21,7 @@ import msgspec
 
 from commlayer.agree.discovery import versions
 from commlayer.agree.messages import ControlMessage, Reason
+from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.profiler import HOSTS, SweepOptions, measure_cluster, node_hosts
@@ -31,7 +32,6 @@ from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
-from commlayer.profiles.sweep import Repeats
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
@@ -41,15 +41,14 @@ __all__ = ["PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
 PROBE = SweepOptions(
     min_bytes=4096,
     max_bytes=3 << 20,
-    factor=24,  # three sizes: 4 KiB, 96 KiB, 2.25 MiB
-    repeats=Repeats(warmup=0, min_repeats=1, max_repeats=3, budget_us=3e4),
+    factor=24,  # three sizes: 4 KiB, 96 KiB, and up to 2.25 MiB
     group_max_bytes=3 << 20,
     group_factor=24,
-    group_repeats=Repeats(warmup=0, min_repeats=1, max_repeats=3, budget_us=3e4),
     interference_rounds=0,
     check=False,
-    longest_us=3e4,
+    longest_us=4e4,
     is_probe=True,
+    budget_s=2.5,
 )
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 _PROBE_ERROR = 0.25
@@ -169,14 +168,15 @@ def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Ent
     """The profile of a probe, which rank 0 keeps as ``entry``; None where there is nothing to measure."""
     begin = time.perf_counter()
     try:
-        measured = measure_cluster(
-            replace(PROBE, timeout_s=timeout_s),
-            name=f"probe-{topology.shape}",
-            kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
-            source="measured when a job started without a profile, one or two samples of a few sizes a curve",
-            topology=topology,
-            ranks=ranks,
-        )
+        with phase("the links were being measured"):
+            measured = measure_cluster(
+                replace(PROBE, timeout_s=timeout_s),
+                name=f"probe-{topology.shape}",
+                kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
+                source="measured when a job started without a profile, one to three samples of a few sizes a curve",
+                topology=topology,
+                ranks=ranks,
+            )
     except TopologyError as error:
         _say(ranks, f"{error}: nothing is planned")
         return None

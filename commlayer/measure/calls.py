@@ -25,7 +25,7 @@ __all__ = ["CodedCall", "GridCall", "IdleCall", "MessageCall", "OwnCall", "StepC
 
 
 class TimedCall(Protocol):
-    """A call to be timed. Its buffers are made before, and touched, so that page faults are not timed."""
+    """A call to be timed. Its buffers are made before, and touched, so that page faults are not timed; and so are its moves."""
 
     def run(self) -> None:
         """Run once."""
@@ -51,6 +51,7 @@ class GridCall:
         self.runner, self.plan, self.place = runner, plan, (ep_index, tp_index)
         self.source = torch.zeros(plan.traffic.logical_bytes, dtype=torch.uint8, device=device)
         self.target = torch.zeros_like(self.source)
+        runner.meaning(plan)
 
     def run(self) -> None:
         self.runner.run(self.plan, self.source, self.target)
@@ -124,6 +125,10 @@ class _GroupCall(ABC):
 class StepCall(_GroupCall):
     """A plan of a group, or one step of it."""
 
+    def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
+        super().__init__(planned, plan, timeout_s)
+        planned.prepare(plan)
+
     def run(self) -> None:
         self.planned.run(self.plan, self.source, self.target, timeout_s=self.timeout_s)
 
@@ -177,7 +182,7 @@ class CodedCall:
         dtype = torch.bfloat16 if wire.format.is_scaled else torch.float32
         self.codec, width = Codec(wire, dtype), wire.row_elements
         rows = max(1, size // (width * dtype.itemsize))
-        self.rows = torch.arange(rows * width).remainder_(15).view(rows, width).to(dtype)
+        self.rows = torch.arange(width).remainder_(15).to(dtype).repeat(rows, 1)
         self.decoded = torch.zeros_like(self.rows)
         self.message = torch.zeros(self.codec.wire_bytes(rows), dtype=torch.uint8)
         self.codec.encode(self.rows, self.message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -17,7 +17,7 @@ from commlayer.agree.messages import ControlMessage
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.runner import GridRunner
 from commlayer.engine.tracing import traced_on_grid
-from commlayer.failures.board import FailureBoard, why_left
+from commlayer.failures.board import FailureBoard, phase, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
@@ -33,12 +33,21 @@ from commlayer.transport.connect import connect
 
 __all__ = ["Prober"]
 
+_ALONE_TIMES = 2
+_MEASURING = "the links were being measured"
+
 
 class _PairTime(ControlMessage, frozen=True):
-    """The two nodes of which a rank has timed an exchange, None for a rank that waited, and the time in µs."""
+    """Two nodes of which a rank has timed an exchange, and the time in µs."""
 
-    pair: Pair | None
+    pair: Pair
     time_us: float
+
+
+class _PairTimes(ControlMessage, frozen=True):
+    """The exchanges that a rank has timed; none for one that waited."""
+
+    times: tuple[_PairTime, ...]
 
 
 class Prober:
@@ -168,11 +177,29 @@ class Prober:
     def timed(self, task: Callable[[], Any]) -> float:
         """The time of ``task`` in µs, all ranks starting together: the largest over ranks, equal on all of them."""
         self.ranks.barrier()
+        return self.agree(self._time_us(task))
+
+    def times(self, calls: Iterable[tuple[Probe, TimedCall]]) -> list[float]:
+        """The time that each call takes this rank, µs: one after the other, all ranks starting together.
+
+        For what ranks do alone they do not wait; it takes little time, so that the faster of two counts. Collective.
+        """
+        found = []
+        for probe, call in calls:
+            if probe.leg.is_exchange:
+                with phase(f"{_MEASURING}, {probe.key[0]} on {probe.key[1]}"):
+                    self.ranks.barrier()
+                    found.append(self._time_us(call.run))
+            else:
+                found.append(min(self._time_us(call.run) for _ in range(_ALONE_TIMES)))
+        return found
+
+    def _time_us(self, task: Callable[[], Any]) -> float:
         begin = time.perf_counter()
         task()
         if self.device == "cuda":
             torch.cuda.current_stream().synchronize()
-        return self.agree((time.perf_counter() - begin) * 1e6)
+        return (time.perf_counter() - begin) * 1e6
 
     def agree(self, value: float) -> float:
         """The largest ``value`` over ranks."""
@@ -201,21 +228,23 @@ class Prober:
         data = torch.zeros(max(1, num_bytes // places), dtype=torch.uint8)
         node, place = self._topology.node_of(self.ranks.rank), self._topology.local_rank_of(self.ranks.rank)
         arrived = torch.empty_like(data)
-        found: dict[Pair, float] = {}
+        mine: list[_PairTime] = []
         for pairs in pair_rounds(self._topology.num_nodes):
-            mine = next((pair for pair in pairs if node in pair), None) if place < places else None
+            pair = next((pair for pair in pairs if node in pair), None) if place < places else None
             times = []
             for _ in range(repeats):
-                self.ranks.barrier()
-                begin = time.perf_counter()
-                if mine is not None:
-                    peer = self._topology.nodes[sum(mine) - node][place]
-                    self._swap(planned, peer, data, arrived)
+                with phase(f"{_MEASURING}, node {node} with others one by one"):
+                    self.ranks.barrier()
+                    begin = time.perf_counter()
+                    if pair is not None:
+                        self._swap(planned, self._topology.nodes[sum(pair) - node][place], data, arrived)
                 times.append((time.perf_counter() - begin) * 1e6)
-            told = self.ranks.gather(_PairTime(mine, min(times)), _PairTime)
-            for each in told:
-                if each.pair is not None:
-                    found[each.pair] = max(each.time_us, found.get(each.pair, 0.0))
+            if pair is not None:
+                mine.append(_PairTime(pair, min(times)))
+        found: dict[Pair, float] = {}
+        for told in self.ranks.gather(_PairTimes(tuple(mine)), _PairTimes):
+            for each in told.times:
+                found[each.pair] = max(each.time_us, found.get(each.pair, 0.0))
         return found
 
     def _swap(self, planned: PlannedGroup, peer: int, data: torch.Tensor, arrived: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -20,14 +21,17 @@ import torch.distributed as dist
 
 from commlayer.agree.discovery import Identity, discover_topology, node_identity
 from commlayer.measure.all_ranks import AllRanks, ProfileText
+from commlayer.measure.calls import TimedCall
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
-from commlayer.profiles.links import Peaks, Resource
+from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.pairs import slow_links
 from commlayer.profiles.profile import Interference, Profile, parse_profile
+from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
 from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
+from commlayer.scheduler.group_profiles import link_load
 from commlayer.scheduler.plan import Op, Strategy
 from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side
 from commlayer.transport.connect import device_type
@@ -44,6 +48,8 @@ _PAIRS = (
 )
 _PAIR_BYTES, _PAIR_REPEATS = 1 << 20, 2
 """A node's bytes, and how often, for the rates of nodes' cards: more than a wire takes in a burst."""
+_PAIR_LOOKS = 3
+"""How often a link that seems slow is looked at: a busy machine delays one by chance, but hardly the same one each time."""
 _LARGE = 4
 """Sizes of this part of the largest one on a link, and more, show the rate of a stream."""
 HOSTS = "hosts"
@@ -61,7 +67,9 @@ class SweepOptions:
     ``group_max_bytes`` (None: an eighth of ``max_bytes``), ``group_factor`` (None: ``factor`` squared) and ``group_repeats``
     are for the curves of plans over nodes and of the backend's own calls, of which there are many.
     ``interference_rounds`` 0: pairs of resources are not measured. ``longest_us``: a curve ends at the first size that takes
-    longer. ``is_probe``: leave out what few jobs plan: broadcasts inside nodes, and calls on rails.
+    longer. ``is_probe``: spend little time, as :mod:`commlayer.profiles.survey` does. Then ``longest_us`` is what the largest
+    size should take, and nothing is timed again when ``budget_s`` is over; ``repeats`` do not count, nothing is checked, and what
+    few jobs plan is left out: broadcasts in a part of the job.
     ``inter_gbps`` and ``intra_gbps`` are the links' rates per rank where they are known (shaped, or from a data sheet);
     None takes the largest bus bandwidth measured. ``timeout_s`` bounds every collective.
     """
@@ -79,6 +87,7 @@ class SweepOptions:
     check: bool = True
     longest_us: float = math.inf
     is_probe: bool = False
+    budget_s: float = 0.0
     inter_gbps: float | None = None
     intra_gbps: float | None = None
     timeout_s: float = 120.0
@@ -116,9 +125,13 @@ def measure_cluster(
             for each in _sweeps(options, topology, ranks.device_type)
             if not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1))
         ]
-        curves = _curves(prober, sweeps, options, on_point)
+        curves = (
+            _surveyed(prober, sweeps, options, topology)
+            if options.is_probe
+            else _curves(prober, sweeps, options, on_point)
+        )
         by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
-        slow = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS)) if _has_pairs(topology, ranks) else ()
+        slow = _slow_links(prober) if _has_pairs(topology, ranks) else ()
         pairs = _interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
     backend = "nccl" if ranks.device_type == "cuda" else "gloo"
@@ -269,6 +282,34 @@ def _curves(
     ]
 
 
+def _surveyed(prober: Prober, sweeps: Sequence[_Sweep], options: SweepOptions, topology: Topology) -> list[Curve]:
+    """The curves of a probe."""
+    began = time.monotonic()
+    kept: dict[Wanted, TimedCall] = {}
+
+    def ready(call: Wanted) -> tuple[Probe, TimedCall]:
+        place, size = call
+        probe = sweeps[place].probe
+        made = kept.get(call) or prober.call(probe, size)
+        if size in sweeps[place].sizes[:-1]:  # the largest would take memory until the end
+            kept[call] = made
+        return probe, made
+
+    def run(calls: Sequence[Wanted]) -> tuple[Sequence[float], float]:
+        times = prober.times(map(ready, calls))
+        *agreed, spent_us = prober.ranks.maxima([*times, (time.monotonic() - began) * 1e6])
+        return agreed, spent_us
+
+    nodes = [len(members) for members in topology.nodes]
+    ladders = [Ladder(each.sizes, each.probe.key[1], link_load(each.probe, nodes)) for each in sweeps]
+    found = survey(ladders, run, SurveyLimits(options.budget_s * 1e6, options.longest_us))
+    curves = []
+    for place, each in enumerate(sweeps):
+        sizes, times_us, samples = zip(*found.curve(place), strict=True)
+        curves.append(Curve.from_samples(*each.probe.key, sizes, times_us, samples=samples))
+    return curves
+
+
 def _agreed(ranks: AllRanks, **fields: Any) -> Profile:
     """Rank 0's profile, on every rank: hosts and dates differ between ranks, and a profile must not."""
     profile = Profile.create(gather="remote", **fields)
@@ -302,6 +343,18 @@ def node_hosts(topology: Topology, ranks: AllRanks) -> str:
 def _has_pairs(topology: Topology, ranks: AllRanks) -> bool:
     """Whether there are cards to compare: those of three nodes or more; on the CPU, where plans over nodes run."""
     return topology.num_nodes > 2 and ranks.device_type == "cpu"
+
+
+def _slow_links(prober: Prober) -> tuple[SlowLink, ...]:
+    """The cards and pairs that are slower than the others each time; one look is enough where none is."""
+    slow: tuple[SlowLink, ...] = ()
+    for look in range(_PAIR_LOOKS):
+        seen = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS))
+        before = {link.nodes for link in slow}
+        slow = tuple(link for link in seen if not look or link.nodes in before)
+        if not slow:
+            break
+    return slow
 
 
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:

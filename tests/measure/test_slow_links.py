@@ -138,7 +138,7 @@ def test_a_slow_pair_of_the_command_is_said_and_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victims", [(4, 5), (0, 1)])
-@pytest.mark.parametrize("step", ["pair_times", "runner"])
+@pytest.mark.parametrize("step", ["pair_times", "times"])
 def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
     emulated_cluster: ClusterFactory, tmp_path: Path, victims: tuple[int, int], step: str
 ) -> None:
@@ -148,7 +148,7 @@ def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
             def die(*_: Any, **__: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            setattr(Prober, {"pair_times": "_swap", "runner": "runner"}[step], die)
+            setattr(Prober, {"pair_times": "_swap", "times": "_time_us"}[step], die)
         try:
             start(tmp_path)
         except RuntimeError as error:
@@ -161,6 +161,8 @@ def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
             kind, text = outcome.value
             assert kind == "PeerError", text
             assert any(f"rank {victim} died" in text for victim in victims), text
+            assert "the links were being measured" in text
+            assert ("with others one by one" in text) == (step == "pair_times"), text
 
 
 def test_a_trial_in_which_a_rank_dies_names_it(emulated_cluster: ClusterFactory) -> None:

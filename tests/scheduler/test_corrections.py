@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from commlayer.profiles.catalog import load_profile
+from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler import Strategy, Traffic
 from commlayer.scheduler import corrections as corrections_module
@@ -65,6 +66,23 @@ def test_a_good_profile_is_believed_unless_trials_are_asked_for() -> None:
     assert Corrections().trial(planner, traffic(1 << 19), is_wanted=True) is not None
     cheap = Corrections().trial(planner, traffic(1 << 16), is_wanted=False)
     assert cheap is None or sum(timeline.total_us for timeline in cheap.contenders) <= 2e4
+
+
+def test_a_good_profile_is_not_believed_on_groups_of_fewer_nodes_than_were_measured() -> None:
+    import msgspec
+
+    profile = coarse(0.02)
+    alike = profile.replace(curves=[msgspec.structs.replace(curve, basis="interpolated") for curve in profile.curves])
+    assert Corrections().trial(Planner(alike), traffic(1 << 19), is_wanted=False) is None
+    derived = profile.replace(
+        curves=[
+            msgspec.structs.replace(curve, basis="derived") if curve.link is Resource.INTER else curve
+            for curve in profile.curves
+        ]
+    )
+    trial = Corrections().trial(Planner(derived), traffic(1 << 19), is_wanted=False)
+    assert trial is not None
+    assert sum(timeline.total_us for timeline in trial.contenders) <= 0.75e5
 
 
 def test_what_was_not_tried_is_not_taken_because_all_others_were_slow() -> None:

@@ -1,0 +1,85 @@
+"""The cache of profiles as ``commlayer doctor`` shows it: which one a job on machines like this one would find."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from commlayer.cli.variables import Verdict
+from commlayer.profiles.errors import CommlayerError
+from commlayer.profiles.files import read_file
+from commlayer.profiles.printable import shortened
+from commlayer.profiles.profile import Profile, parse_profile
+from commlayer.profiles.topology import Topology
+from commlayer.settings import Settings
+
+__all__ = ["cache_lines"]
+
+Line = tuple[Verdict, str, str, str]
+_MOST_FILES = 200
+"""Files of the folder that are looked at."""
+_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
+
+def cache_lines(settings: Settings) -> list[Line]:
+    """The findings about the cache, each a mark, a name, a value and an advice. Raises nothing."""
+    from commlayer.measure.calibrate import cache_folder
+
+    try:
+        folder = cache_folder(settings)
+        files = sorted(islice(folder.glob("*.json"), _MOST_FILES)) if folder.is_dir() else []
+    except (OSError, RuntimeError, ValueError) as error:  # no home folder; a name that no folder can have
+        advice = "name another folder in COMMLAYER_CACHE: until then every job measures its cluster again"
+        return [("warn", "folder", f"cannot be read: {shortened(str(error))}", advice)]
+    lines = [line for file in files for line in _lines_of(file, settings)]
+    is_found = any(name == "cached profile" for _, name, _, _ in lines)
+    others = len(files) - sum(name in ("cached profile", "damaged file") for _, name, _, _ in lines)
+    return [*lines, *_rest(folder, settings, others, is_found)]
+
+
+def _rest(folder: Path, settings: Settings, others: int, is_found: bool) -> Iterator[Line]:
+    where = shortened(str(folder))
+    if not is_found:
+        advice = "the first job on a cluster of machines like this one measures its links, which takes some seconds"
+        yield "ok", "cached profile", f"none in {where}", advice
+    if others:
+        advice = (
+            "of other kinds of machines or interfaces, other versions, or other settings: a job here does not find them"
+        )
+        yield "ok", "other profiles", f"{others} in {where}", advice
+    if settings.profile not in (None, "auto"):
+        yield "ok", "COMMLAYER_PROFILE", shortened(str(settings.profile)), "with it set, nothing here is looked for"
+
+
+def _lines_of(file: Path, settings: Settings) -> Iterator[Line]:
+    """The lines of one file: none where it is sound, and of no use to a job here."""
+    try:
+        age = _age(time.time() - file.stat().st_mtime)
+        profile = parse_profile(read_file(file), shortened(str(file)))
+    except (CommlayerError, OSError) as error:
+        advice = "a job that finds it measures its cluster again; remove the file"
+        yield "warn", "damaged file", f"{shortened(str(file))}: {shortened(str(error), 300)}", advice
+        return
+    if file.stem == _key(profile, settings):
+        slow = "; ".join(map(str, profile.slow_links))
+        what = f"{file}: {profile.topology}, {age}, {slow or 'no slow links'}"
+        advice = "of this software, and of nodes like this machine; it is checked when a job starts, and measured again if off"
+        yield "warn" if slow else "ok", "cached profile", what, advice
+
+
+def _key(profile: Profile, settings: Settings) -> str:
+    """The name under which a job of the profile's shape would look, were all of its nodes like this machine."""
+    from commlayer.measure.calibrate import cluster_key
+    from commlayer.measure.machines import describe_machine
+
+    topology = Topology.parse(profile.topology)
+    return cluster_key(topology, [describe_machine(settings)] * topology.world_size, "cpu", settings.intra)
+
+
+def _age(seconds: float) -> str:
+    for length, unit in _UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} old"
+    return "just measured"
