@@ -17,7 +17,7 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE
 
-__all__ = ["LONGEST_US", "RUNS", "Corrections", "Trial", "may_try"]
+__all__ = ["RUNS", "Corrections", "Trial", "may_try"]
 
 _LEAST_TOLERANCE, _CHEAP_US = 0.1, 4e4
 """A profile that knows its plans' times better than this is believed, but where a trial costs as little as this."""
@@ -26,7 +26,7 @@ _CONTENDS, _LEAST_ERROR = 2.0, 0.2
 this at least: two curves may err both ways, and not all that is uncertain shows when a point is left out."""
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
-LONGEST_US, _BUDGET_US = 1.5e5, 3e5
+_LONGEST_US, _BUDGET_US = 1.5e5, 3e5
 """The longest trial, as predicted, and all trials of a group together; one that takes longer than that ends with its first
 round."""
 RUNS = 2
@@ -41,10 +41,12 @@ _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 @dataclass(frozen=True)
 class Trial:
-    """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for."""
+    """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for. ``longest_us``:
+    after so long it ends with the round that is under way."""
 
     contenders: tuple[Timeline, ...]
     asked: int
+    longest_us: float = _LONGEST_US
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -58,9 +60,15 @@ def may_try(traffic: Traffic) -> bool:
 
 
 class Corrections:
-    """The corrections of one group that its trials have taught. Pure: it knows only times that all ranks have agreed on."""
+    """The corrections of one group that its trials have taught. Pure: it knows only times that all ranks have agreed on.
 
-    def __init__(self) -> None:
+    ``doubted_us``: above 0 where calls have shown that the profile's prices are wrong: then the fastest plan of every strategy is
+    tried, whatever its price, for so long in all, µs.
+    """
+
+    def __init__(self, doubted_us: float = 0.0) -> None:
+        self._is_doubted = doubted_us > 0
+        self._longest_us, self._budget_us = (doubted_us, doubted_us) if doubted_us else (_LONGEST_US, _BUDGET_US)
         self.spent_us = 0.0
         """The time of the trials so far, µs."""
         self._factors: dict[tuple[str, Strategy], dict[int, float]] = {}
@@ -91,15 +99,14 @@ class Corrections:
         if not may_try(traffic) or (traffic.collective, asked) in self._tried:
             return None
         self._tried.add((traffic.collective, asked))
-        limit_us = min(LONGEST_US, _BUDGET_US - self.spent_us) / RUNS
+        limit_us = min(self._longest_us, self._budget_us - self.spent_us) / RUNS
         for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
-            most_us = (
-                limit_us if is_wanted or decision.tolerance >= _LEAST_TOLERANCE else min(limit_us, _CHEAP_US / RUNS)
-            )
-            contenders = _contenders(decision)
+            is_wanted = is_wanted or self._is_doubted or decision.tolerance >= _LEAST_TOLERANCE
+            most_us = limit_us if is_wanted else min(limit_us, _CHEAP_US / RUNS)
+            contenders = _contenders(decision, math.inf if self._is_doubted else _CONTENDS)
             if sum(timeline.total_us for timeline in contenders) <= most_us:
-                return Trial(contenders, asked) if len(contenders) > 1 else None
+                return Trial(contenders, asked, self._longest_us) if len(contenders) > 1 else None
         return None
 
     def learn(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
@@ -119,12 +126,12 @@ class Corrections:
         return known[near] if size <= near * _ALIKE and near <= size * _ALIKE else None
 
 
-def _contenders(decision: Decision) -> tuple[Timeline, ...]:
-    """The fastest plan of each strategy, as predicted, where it may be the fastest of all."""
+def _contenders(decision: Decision, errors: float) -> tuple[Timeline, ...]:
+    """The fastest plan of each strategy, as predicted, where it is slower than the fastest of all by no more than so many errors."""
     fastest: dict[Strategy, Timeline] = {}
     for timeline in sorted(decision.candidates, key=lambda each: each.total_us):
         fastest.setdefault(timeline.plan.strategy, timeline)
-    return tuple(_near(fastest.values(), 1.0 + _CONTENDS * max(decision.tolerance, _LEAST_ERROR)))
+    return tuple(_near(fastest.values(), 1.0 + errors * max(decision.tolerance, _LEAST_ERROR)))
 
 
 def _near(timelines: Iterable[Timeline], most: float) -> list[Timeline]:
