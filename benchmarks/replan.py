@@ -1,9 +1,9 @@
 """A card changes its rate while a job runs: after how many calls all ranks plan anew, and how long calls take then.
 
 ``.venv/bin/python benchmarks/replan.py --cluster 2x4``: mixed collectives on all ranks at 400 Mbit/s a node; after some calls the
-last node's card falls to 100 Mbit/s, and later it recovers. Prints, for each phase, after how many calls each rank's plans changed
-and the time of a round of calls afterwards, against the same calls of a job that measured its links at that rate. ``--json FILE``
-has all times.
+last node's card falls to 100 Mbit/s, and later it recovers. Prints, for each phase, after how many calls each rank's plans
+changed and the time of a round of calls afterwards, against the same calls of a job that measured its links at that rate.
+``--json FILE`` has all times.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Corrections:
 
 
 def _contenders(decision: Decision, errors: float) -> tuple[Timeline, ...]:
-    """The fastest plan of each strategy, as predicted, where it is slower than the fastest of all by no more than so many errors."""
+    """The fastest plan of each strategy, as predicted, which is slower than the fastest of all by no more than so many errors."""
     fastest: dict[Strategy, Timeline] = {}
     for timeline in sorted(decision.candidates, key=lambda each: each.total_us):
         fastest.setdefault(timeline.plan.strategy, timeline)

@@ -69,8 +69,8 @@ def rates_from(times_us: Mapping[Pair, float], expected_us: float, *, siblings: 
 
 
 def profile_at(profile: Profile, fabric: float) -> Profile:
-    """``profile``, of the same cluster whose cards all have ``fabric`` times their rate. Latencies stay what they are: a small size
-    takes as long as before, and a large one as long as one did that is as much larger as the links are slower."""
+    """``profile``, of the same cluster whose cards all have ``fabric`` times their rate. Latencies stay what they are: a small
+    size takes as long as before, and a large one as long as one did that is as much larger as the links are slower."""
     if fabric == 1.0:
         return profile
     curves = [_at(curve, fabric) if curve.link is Resource.INTER else curve for curve in profile.curves]
