@@ -81,7 +81,9 @@ class Drift:
         if len(self._recent) < _SUSTAINED:
             return None
         values = [value for _, value in self._recent]
-        by = median(values)
+        by = sorted(values, key=abs)[
+            (_SUSTAINED - 1) // 2
+        ]  # of the two middle ones the lesser: half of them are no change
         is_sustained = min(values) > 0 if by > 0 else max(values) < 0
         if not is_sustained or abs(by) < max(_LEAST, _OF_SCATTER * self._scatter()):
             return None
