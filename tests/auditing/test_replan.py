@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -107,8 +106,8 @@ def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: Clu
 
     found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
     assert len(set(found)) == 1
-    assert found[0][0] != "flat"
-    assert found[0][1] == "flat"
+    assert not found[0][0].startswith("flat")
+    assert found[0][1].startswith("flat")  # or flat_direct: on one level
 
 
 def test_calls_in_flight_keep_their_plans_and_calls_ahead_get_the_new_ones(emulated_cluster: ClusterFactory) -> None:
@@ -192,8 +191,7 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
         if dist.get_rank() == 5:
             if moment == "before the call":
                 os.kill(os.getpid(), signal.SIGKILL)
-            swap: Callable[..., None] = links._swap
-            links._swap = lambda *args: (os.kill(os.getpid(), signal.SIGKILL), swap(*args))  # type: ignore[assignment]
+            links._swap = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         try:
             for _ in range(5):
                 check_sum()
