@@ -76,7 +76,7 @@ class Drift:
         return self._stale is not None
 
     def change(self) -> float | None:
-        """By what factor calls take longer now than they did, or than the profile says; None while there is no change."""
+        """Return by what factor calls take longer now than they did, or than the profile says; None while there is no change."""
         if self._stale is not None:
             return math.exp(self._stale)
         if len(self._recent) < _SUSTAINED:
