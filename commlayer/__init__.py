@@ -13,6 +13,7 @@ from commlayer.profiles.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from commlayer.agree.discovery import discover_topology
+    from commlayer.auditing.ledger import audit
     from commlayer.collectives import GroupCommunicator
     from commlayer.communicator import Communicator
     from commlayer.compressed import CompressedGroup
@@ -42,6 +43,7 @@ __all__ = [
     "WireFormat",
     "WirePolicy",
     "__version__",
+    "audit",
     "discover_topology",
     "load_cluster",
     "load_model",

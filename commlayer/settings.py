@@ -51,6 +51,8 @@ class Settings:
         lane_share: the share of the link that a lower lane keeps while higher ones have work without end.
         trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.3 s as predicted, where the
             profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
+        replan: ``on`` has ranks time their links when calls have become slower or faster, and plan by what they find, while the
+            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/audit.md).
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
     """
@@ -70,6 +72,7 @@ class Settings:
     lanes: str = "auto"
     lane_share: float = 0.05
     trials: str = "auto"
+    replan: str = "on"
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +133,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "stats": ("0", "1"),
     "lanes": ("auto", "on", "off"),
     "trials": ("auto", "on", "off"),
+    "replan": ("on", "off", "audit"),
     "as_backend": (None, "gloo", "nccl"),
 }
 

@@ -19,7 +19,7 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE
 
-__all__ = ["LONGEST_US", "RUNS", "Corrections", "Trial", "may_try"]
+__all__ = ["RUNS", "Corrections", "Trial", "may_try"]
 
 _LEAST_TOLERANCE, _CHEAP_US = 0.1, 4e4
 """A profile that knows its plans' times better than this is believed, but where a trial costs as little as this."""
@@ -28,7 +28,7 @@ _CONTENDS, _LEAST_ERROR = 2.0, 0.2
 this at least: two curves may err both ways, and not all that is uncertain shows when a point is left out."""
 _SIMPLER = 0.03
 """A simpler plan is kept that takes longer by no more than this fraction."""
-LONGEST_US, _BUDGET_US = 1.5e5, 3e5
+_LONGEST_US, _BUDGET_US = 1.5e5, 3e5
 """The longest trial, as predicted, and all trials of a group together; one that takes longer than that ends with its first
 round."""
 RUNS = 2
@@ -49,11 +49,13 @@ _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 class Trial:
     """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for.
 
-    ``holds_at``: a larger size, bytes, for which they are taken to say as much; 0: for sizes like their own only.
+    ``longest_us``: after so long it ends with the round that is under way. ``holds_at``: a larger size, bytes, for which they are
+    taken to say as much; 0: for sizes like their own only.
     """
 
     contenders: tuple[Timeline, ...]
     asked: int
+    longest_us: float = _LONGEST_US
     holds_at: int = 0
 
     @property
@@ -68,9 +70,15 @@ def may_try(traffic: Traffic) -> bool:
 
 
 class Corrections:
-    """The corrections of one group that its trials have taught. Pure: it knows only times that all ranks have agreed on."""
+    """The corrections of one group that its trials have taught. Pure: it knows only times that all ranks have agreed on.
 
-    def __init__(self) -> None:
+    ``doubted_us``: above 0 where calls have shown that the profile's prices are wrong: then the fastest plan of every strategy is
+    tried, whatever its price, for so long in all, µs.
+    """
+
+    def __init__(self, doubted_us: float = 0.0) -> None:
+        self._is_doubted = doubted_us > 0
+        self._longest_us, self._budget_us = (doubted_us, doubted_us) if doubted_us else (_LONGEST_US, _BUDGET_US)
         self.spent_us = 0.0
         """The time of the trials so far, µs."""
         self._factors: dict[tuple[str, Strategy], dict[int, float]] = {}
@@ -104,22 +112,22 @@ class Corrections:
         if not may_try(traffic) or (traffic.collective, asked) in self._tried:
             return None
         self._tried.add((traffic.collective, asked))
-        is_wanted = is_wanted or _is_beyond(planner.profile)
+        is_wanted = is_wanted or self._is_doubted or _is_beyond(planner.profile)
         for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
-            contenders = _contenders(decision)
+            contenders = _contenders(decision, math.inf if self._is_doubted else _CONTENDS)
             if sum(timeline.total_us for timeline in contenders) <= self._limit_us(decision, is_wanted):
-                return Trial(contenders, asked) if len(contenders) > 1 else None
+                return Trial(contenders, asked, self._longest_us) if len(contenders) > 1 else None
         return self._smaller_trial(planner, traffic, is_wanted)
 
     def _limit_us(self, decision: Decision, is_wanted: bool) -> float:
         """The longest that a round of a trial may take, µs."""
-        limit_us = min(LONGEST_US, _BUDGET_US - self.spent_us) / RUNS
+        limit_us = min(self._longest_us, self._budget_us - self.spent_us) / RUNS
         return limit_us if is_wanted or decision.tolerance >= _LEAST_TOLERANCE else min(limit_us, _CHEAP_US / RUNS)
 
     def _smaller_trial(self, planner: Planner, traffic: Traffic, is_wanted: bool) -> Trial | None:
         """The trial of the plan that is kept because it is simpler, and of the one that is predicted faster."""
-        decision = planner.decide(traffic)
+        decision, asked = planner.decide(traffic), _size_class(traffic.logical_bytes)
         large = decision.timeline, min(decision.candidates, key=lambda timeline: timeline.total_us)
         kinds = [_legs(timeline.plan.strategy) for timeline in large]
         if kinds[0] is kinds[1]:
@@ -132,9 +140,7 @@ class Corrections:
             if sum(timeline.total_us for timeline in small) <= self._limit_us(smaller, is_wanted):
                 change = small[0].total_us / small[1].total_us / (large[0].total_us / large[1].total_us)
                 is_alike = 1 / _IN_PROPORTION <= change <= _IN_PROPORTION
-                return (
-                    Trial(tuple(small), _size_class(traffic.logical_bytes), traffic.logical_bytes) if is_alike else None
-                )
+                return Trial(tuple(small), asked, self._longest_us, traffic.logical_bytes) if is_alike else None
         return None
 
     def learn(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
@@ -163,12 +169,12 @@ def _is_beyond(profile: Profile) -> bool:
     return any(curve.basis == "derived" and curve.link is Resource.INTER for curve in profile.curves)
 
 
-def _contenders(decision: Decision) -> tuple[Timeline, ...]:
-    """The fastest plan of each strategy, as predicted, where it may be the fastest of all."""
+def _contenders(decision: Decision, errors: float) -> tuple[Timeline, ...]:
+    """The fastest plan of each strategy, as predicted, which is slower than the fastest of all by no more than so many errors."""
     fastest: dict[Strategy, Timeline] = {}
     for timeline in sorted(decision.candidates, key=lambda each: each.total_us):
         fastest.setdefault(timeline.plan.strategy, timeline)
-    return tuple(_near(fastest.values(), 1.0 + _CONTENDS * max(decision.tolerance, _LEAST_ERROR)))
+    return tuple(_near(fastest.values(), 1.0 + errors * max(decision.tolerance, _LEAST_ERROR)))
 
 
 def _legs(strategy: Strategy) -> Strategy:

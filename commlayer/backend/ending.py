@@ -29,6 +29,8 @@ class Ending:
         inner = self._inner
         if inner.is_ended:
             return
+        if self._order.watch is not None:
+            self._order.watch.close()
         if drain:
             self._finish()
             end(inner.gloo, self._members.size, with_others=True)

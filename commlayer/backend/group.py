@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
+from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.watch import GroupWatch
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.encodings import Encodings
@@ -72,6 +74,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._order = Order(self._members, inner, needs_look=needs_look)
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
+        if is_planning and planned.choices.planner is not None:
+            self._calls.ledger = Ledger(self.counters, planned)
+            if planned.settings.replan != "off" and len(planned.nodes) > 1:
+                own = PrefixStore("replan/", inner.store)
+                self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._order.run_in_turn)
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
         self._ending = Ending(self._order, batches, self.counters)
@@ -211,8 +218,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     ) -> float | None:
         """Predict by the profile what a call takes, µs, also in wire formats or over rails: see
         :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody."""
-        predicted: float | None = self._inner.planned.choices.predicted_us(collective, num_bytes, shape, **how)
-        return predicted
+        return self._order.choices.predicted_us(collective, num_bytes, shape, **how)
 
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
@@ -55,6 +57,7 @@ class Order:
         self.coalescing: list[Work] | None = None
         self.sequence = 0
         self.record: CallRecord | None = None
+        self.watch: GroupWatch | None = None
         self.is_watched = False  # a lane or a recorder wants to see calls
         self.is_direct = (
             False  # until the lane is known, at the first call: torch describes a group after it has made it
@@ -68,6 +71,8 @@ class Order:
             task, args = self.or_say_refused, (label, task, *args)
         if self.lane.name is None:
             self.use_lane_of_group()
+        if self.watch is not None and not self.progress.is_progress_thread():
+            self.watch.next_call()
         recording = recorder()
         if recording is not None:
             return self._issue_recorded(recording, opts, label, outputs, task, args)
@@ -125,6 +130,21 @@ class Order:
         if self.coalescing is not None:
             self.coalescing.append(work)
         return work
+
+    def run_in_turn(self, task: Callable[[], None]) -> None:
+        """Run ``task()`` after what is queued and before all that is called later; without waiting for what is queued."""
+        if self.progress.pending:
+            self.progress.submit("re-planning", None, task, ())
+        else:
+            self.progress.run("re-planning", task, ())
+
+    @property
+    def choices(self) -> Choices:
+        """The choices that decide on plans which are looked up when a call is made, and not in its turn."""
+        if self.watch is None or self.progress.is_progress_thread():
+            planned: PlannedGroup = self.inner.planned
+            return planned.choices
+        return self.watch.choices
 
     def or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
         """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""

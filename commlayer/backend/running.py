@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
+from commlayer.auditing.ledger import Ledger
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
@@ -49,13 +50,23 @@ class Refused(Exception):
 class Calls:
     """Runs the calls of one group, in its :class:`Order`. ``is_planning``: some may have a plan."""
 
-    __slots__ = ("counters", "inner", "is_planning", "members", "needs_look", "never_plans_exchanges", "order")
+    __slots__ = (
+        "counters",
+        "inner",
+        "is_planning",
+        "ledger",
+        "members",
+        "needs_look",
+        "never_plans_exchanges",
+        "order",
+    )
 
     def __init__(self, order: Order, counters: GroupCounters, *, is_planning: bool) -> None:
         self.order, self.counters, self.is_planning = order, counters, is_planning
         self.members: Members = order.members
         self.inner: InnerGroups = order.inner
         self.needs_look = order.needs_look
+        self.ledger: Ledger | None = None
         self.never_plans_exchanges = False  # found out at the first all_to_all
 
     # Deciding
@@ -131,9 +142,10 @@ class Calls:
         except RuntimeError:
             self._wait_longer(collective, self.order.sequence, started, work, opts)
         row = self.counters.flat[collective]  # row.add, without the call
+        spent_ns = now() - started
         row.calls += 1
         row.logical_bytes += num_bytes
-        row.time_ns += now() - started
+        row.time_ns += spent_ns
         inter, intra = sent
         if inter >= 0:
             row.inter += inter
@@ -142,6 +154,8 @@ class Calls:
             row.even += num_bytes
         else:
             row.is_known = False
+        if self.ledger is not None:
+            self.ledger.note_flat(collective, num_bytes, spent_ns, sent)
         return DONE
 
     def _wait_longer(self, collective: str, sequence: int, started: int, work: Work, opts: Any) -> None:
@@ -244,3 +258,5 @@ class Calls:
         if self.order.record is not None:
             fill_plan(self.inner.planned, self.order.record, self.order.sequence, plan, num_bytes, sent)
         self.counters.planned[collective, plan.name].add(num_bytes, spent_ns, *sent)
+        if self.ledger is not None:
+            self.ledger.note_plan(plan, collective, num_bytes, spent_ns, sent)

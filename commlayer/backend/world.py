@@ -41,6 +41,7 @@ _AGREED = (
     "lanes",
     "lane_share",
     "trials",
+    "replan",
     "trace",
 )
 """Settings of which ranks must not hold different ones: their calls would not meet."""

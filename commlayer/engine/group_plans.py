@@ -66,6 +66,7 @@ class Choices:
     ) -> None:
         self.lane = lane  # one that others go before; else empty
         self.shape, self.size, self.job_planner, self.siblings = shape, sum(shape), job_planner, 0
+        self._given_rates = rates
         self.rates = rates if min(rates, default=1.0) < 1.0 else ()
         self.slow_pairs = slow_pairs
         self._slowest = min(rates, default=0.0)  # 0.0: perhaps the slowest of all
@@ -104,6 +105,22 @@ class Choices:
         with contextlib.suppress(PlanError):
             return job.of_group(self.shape, self.siblings, self._slowest)
         return job
+
+    def at_other_rates(self, job_planner: Planner, rates: tuple[float, ...]) -> Choices:
+        """The choices of the same group by another profile of the job, and other rates of its nodes' cards. What trials taught
+        is forgotten: it was learnt at the rates that were."""
+        found = Choices(self.shape, job_planner, self._settings, self.lane, rates)
+        found.reasons = self.reasons
+        found.use_siblings(self.siblings)
+        return found
+
+    def doubted(self, budget_us: float) -> Choices:
+        """The same choices by prices that calls have shown to be wrong: the fastest plan of every strategy is tried before the
+        next call of its size, for so long in all, µs."""
+        assert self.job_planner is not None
+        found = self.at_other_rates(self.job_planner, self._given_rates)
+        found._corrections = Corrections(budget_us)
+        return found
 
     def settle(self, trial: Trial, rounds: Sequence[Sequence[float]]) -> None:
         """Take what the plans of a pending trial took in each round, µs, equal on all ranks, and decide by it from now on."""
@@ -210,6 +227,24 @@ class Choices:
             return None
         try:
             return price(build(self._traffic(collective, num_bytes), Strategy.FLAT), self.planner.profile).total_us
+        except PlanError:
+            return None
+
+    def promised_us(self, plan: Plan) -> float | None:
+        """Predict what the plan takes, µs, by the profile and by what trials have taught; None where no profile says it."""
+        if self.planner is None:
+            return None
+        try:
+            return price(plan, self.planner.profile).total_us * self._corrections.factor(plan)
+        except PlanError:
+            return None
+
+    def promised_flat_us(self, collective: str, num_bytes: int) -> float | None:
+        """Predict, as :meth:`promised_us`, what the backend's own call takes."""
+        if self.planner is None or not num_bytes or self.size == 1:
+            return None
+        try:
+            return self.promised_us(build(self._traffic(collective, num_bytes), Strategy.FLAT))
         except PlanError:
             return None
 

@@ -1,0 +1,169 @@
+"""Appointments: something that all ranks of a group do at the same call, which they have agreed on before any of them makes it.
+
+Member 0 names the call, some calls ahead, in the group's store. Every other member answers on its own thread: yes, if it has not
+come to that call yet. When all have said yes, member 0 writes that it is kept, else, or where one does not answer in time, that
+it is off. A member that comes to the call reads that one record, and waits for it if it has to. So none can miss it, none
+guesses, calls exchange nothing beyond what they do anyway, and when a rank dies in between nothing changes for the others.
+
+Prior art, and why it is not done so here: Horovod's autotuner broadcasts new parameters with a collective of its own in every
+cycle; ByteScheduler announces a change at a future step, and a rank that hears of it too late never follows.
+
+Where calls are made :meth:`Appointments.next_call` counts; on another thread :meth:`Appointments.turn` talks to the store, and
+never waits in it, because a wait on one client holds up everybody else who asks it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from commlayer.agree.messages import ControlMessage
+
+__all__ = ["Appointment", "AppointmentStore", "Appointments"]
+
+_PATIENCE_S = 5.0
+"""How long member 0 waits for answers: threads answer, whatever the calls do, so more than this means that one is stopped."""
+_POLL_S = 0.002
+_KEPT, _OFF = b"kept", b"off"
+
+
+class AppointmentStore(Protocol):
+    """The store of a group, as appointments use it; torch's stores are such."""
+
+    def set(self, key: str, value: str | bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Appointment(ControlMessage, frozen=True):
+    """An appointment. ``call``: before which call of the group, counted from 1; ``purpose`` and ``value``: what for."""
+
+    number: int
+    call: int
+    purpose: str
+    value: float
+
+
+class _Open:
+    """An appointment that is neither kept nor off, and what was decided, once that is known here."""
+
+    def __init__(self, appointment: Appointment) -> None:
+        self.appointment = appointment
+        self.decision: bytes | None = None
+
+
+class Appointments:
+    """The appointments of one group as one of its ``size`` members knows them; ``member`` 0 makes them.
+
+    ``refuse(waited_s)`` raises what a wait for the decision means that has gone on for ``waited_s``, or returns where it may go
+    on.
+    """
+
+    def __init__(self, store: AppointmentStore, member: int, size: int, refuse: Callable[[float], None]) -> None:
+        self._store, self._member, self._size, self._refuse = store, member, size, refuse
+        self._lock = threading.Lock()
+        self.calls = 0
+        """How many calls the program has made."""
+        self._open: _Open | None = None
+        self._last = 0
+        self._until = 0.0
+        self._lost: Exception | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an appointment that has neither been kept nor called off."""
+        return self._open is not None
+
+    # Where calls are made
+
+    def next_call(self) -> Appointment | None:
+        """Count the call that is made now; the appointment to be kept before it, if there is one.
+
+        Raises what ``refuse`` raises, and RuntimeError where the store is lost.
+        """
+        with self._lock:
+            self.calls += 1
+            due = self._open
+            if due is None or self.calls < due.appointment.call:
+                return None
+        begin = time.monotonic()
+        while (decision := due.decision or self._decided(due.appointment)) is None:
+            if self._lost is not None:
+                raise RuntimeError(f"the store of the group does not answer any more: {self._lost}") from self._lost
+            self._refuse(time.monotonic() - begin)
+            time.sleep(_POLL_S)
+        self._close(due)
+        return due.appointment if decision == _KEPT else None
+
+    # On the thread that talks to the store
+
+    def make(self, purpose: str, value: float, ahead: int) -> Appointment:
+        """Name the call that is ``ahead`` calls from now: for member 0, while no appointment is open."""
+        self._until = time.monotonic() + _PATIENCE_S
+        with self._lock:
+            self._last += 1
+            made = Appointment(self._last, self.calls + max(1, ahead), purpose, value)
+            self._open = _Open(made)
+        self._store.set(f"appointment/{made.number}", msgspec.msgpack.encode(made))
+        return made
+
+    def turn(self) -> None:
+        """Do what there is to do now: look for an appointment and answer, count answers and decide, hear of the decision.
+
+        Raises RuntimeError where the store is lost, MsgspecError for what cannot be read there.
+        """
+        found = self._open
+        if found is None:
+            if self._member:
+                self._look()
+            return
+        if found.decision is None:
+            found.decision = (
+                self._decision(found.appointment) if self._member == 0 else self._decided(found.appointment)
+            )
+        if found.decision == _OFF:
+            self._close(found)
+
+    def fail(self, error: Exception) -> None:
+        """Note that :meth:`turn` is not called any more, because of ``error``: who waits for a decision must hear of it."""
+        self._lost = error
+
+    def _look(self) -> None:
+        key = f"appointment/{self._last + 1}"
+        if not self._store.check([key]):
+            return
+        found = msgspec.msgpack.decode(self._store.get(key), type=Appointment)
+        with self._lock:
+            self._last = found.number
+            is_early = self.calls < found.call
+            if is_early:
+                self._open = _Open(found)
+        self._store.add(f"{'yes' if is_early else 'no'}/{found.number}", 1)
+
+    def _decision(self, appointment: Appointment) -> bytes | None:
+        """As member 0: decide, where that is possible already, and write it down."""
+        number = appointment.number
+        if self._store.add(f"yes/{number}", 0) == self._size - 1:
+            decision = _KEPT
+        elif time.monotonic() > self._until or self._store.check([f"no/{number}"]):
+            decision = _OFF
+        else:
+            return None
+        self._store.set(f"decision/{number}", decision)
+        return decision
+
+    def _decided(self, appointment: Appointment) -> bytes | None:
+        key = f"decision/{appointment.number}"
+        if self._member == 0 or not self._store.check([key]):
+            return None  # member 0 is told by its own thread
+        return bytes(self._store.get(key))
+
+    def _close(self, found: _Open) -> None:
+        with self._lock:
+            if self._open is found:
+                self._open = None

@@ -1,0 +1,1 @@
+"""The audit of planned calls: promised against measured, and what follows from it while a job runs."""

@@ -1,0 +1,245 @@
+"""The ledger of one group: for every planned call, the time that was promised and the time it took.
+
+Every rank keeps its own, a few additions a call; :func:`audit` reads them. A call is audited where the plan that runs, flat ones
+included, was chosen by a price.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, TypedDict
+
+from commlayer.engine.group_plans import Choices
+from commlayer.engine.planned import PlannedGroup
+from commlayer.scheduler.kept import Kept
+from commlayer.scheduler.plan import Plan
+from commlayer.statistics import GroupCounters
+
+__all__ = ["Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "Ledger", "Sample", "audit"]
+
+_MAX_KEPT = 1024
+_WINDOW = 32
+_MOST_EVENTS = 256
+_WATCHED = ("all_gather", "all_reduce", "reduce_scatter")
+"""Collectives whose calls end on no rank before all have come and their bytes are through; and whose size is the same on all."""
+_OF_PLANS = {"all_to_all": "all_to_all_v"}
+
+
+class AuditRow(TypedDict):
+    """The calls of one collective by one plan, of sizes up to ``up_to_bytes`` (a power of two, and more than half of that).
+
+    ``promised_us``, ``measured_us``: sums over ``calls``, from a call's start to its end, without waiting in the queue.
+    ``logical_bytes``, ``wire_bytes``: as in :class:`commlayer.statistics.CallStats`.
+    """
+
+    collective: str
+    plan: str
+    up_to_bytes: int
+    calls: int
+    promised_us: float
+    measured_us: float
+    logical_bytes: int
+    wire_bytes: dict[str, int] | None
+
+
+class LateRank(TypedDict):
+    """A global rank that came last to calls of the group, how often, and for how long the others waited, in all, µs."""
+
+    rank: int
+    calls: int
+    waited_us: float
+
+
+class Event(TypedDict):
+    """Something that happened to a group's plans: at which Unix time (s), before which of its calls, what."""
+
+    time_s: float
+    call: int
+    what: str
+
+
+class GroupAudit(TypedDict):
+    """The audit of one group. ``late`` and ``events`` are known on its first rank."""
+
+    group: str
+    description: str
+    ranks: list[int]
+    profile: str
+    calls: list[AuditRow]
+    late: list[LateRank]
+    events: list[Event]
+
+
+class Audit(TypedDict):
+    """The audit of this rank's planned calls; ``rank`` is None before the first group."""
+
+    rank: int | None
+    groups: list[GroupAudit]
+
+
+class _Row:
+    __slots__ = ("calls", "inter", "intra", "is_known", "logical_bytes", "measured_ns", "promised_us")
+
+    def __init__(self) -> None:
+        self.calls = self.logical_bytes = self.measured_ns = self.inter = self.intra = 0
+        self.promised_us = 0.0
+        self.is_known = True
+
+
+class Sample(NamedTuple):
+    """An audited call that ranks compare: its number among those, its kind, and its promised and measured time, µs."""
+
+    number: int
+    kind: int
+    promised_us: float
+    measured_us: float
+
+
+class Ledger:
+    """The ledger of one group. One call at a time notes itself; any thread reads."""
+
+    def __init__(self, counters: GroupCounters, planned: PlannedGroup) -> None:
+        self._counters = counters
+        self._choices: Choices = planned.choices
+        self._rows: dict[tuple[str, str, int], _Row] = {}
+        self._promised = Kept[int, tuple[Plan, float]](_MAX_KEPT)
+        self._promised_flat = Kept[tuple[str, int], tuple[float]](_MAX_KEPT)
+        self._kinds: dict[tuple[int, str, str, int], int] = {}
+        self.generation = 0
+        """How often other prices came into force."""
+        self.numbered = 0
+        """How many calls were noted that ranks compare."""
+        self.samples: deque[Sample] = deque(maxlen=_WINDOW)
+        """The latest of them."""
+        self.late: dict[int, LateRank] = {}
+        self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self.heard: Callable[[int], None] | None = None
+        """Told the number of each call that ranks compare, when it was noted."""
+        _ledgers.append(self)
+
+    def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
+        """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this one."""
+        kept = self._promised.get(id(plan))
+        if kept is None:
+            kept = self._promised.add(id(plan), (plan, self._choices.promised_us(plan) or 0.0))
+        if kept[1]:
+            self._note(collective, plan.name, num_bytes, kept[1], spent_ns, sent)
+
+    def note_flat(self, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
+        """Note a call that went to the backend's own; bytes below 0 in ``sent``: not known."""
+        key = collective, num_bytes
+        kept = self._promised_flat.get(key)
+        if kept is None:
+            promised_us = self._choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes)
+            kept = self._promised_flat.add(key, (promised_us or 0.0,))
+        if kept[0]:
+            self._note(collective, "flat", num_bytes, kept[0], spent_ns, sent)
+
+    def _note(
+        self, collective: str, plan: str, num_bytes: int, promised_us: float, spent_ns: int, sent: tuple[int, int]
+    ) -> None:
+        size_class = max(0, num_bytes - 1).bit_length()
+        row = self._rows.get((collective, plan, size_class))
+        if row is None:
+            row = self._rows[collective, plan, size_class] = _Row()
+        row.calls += 1
+        row.promised_us += promised_us
+        row.measured_ns += spent_ns
+        row.logical_bytes += num_bytes
+        if sent[0] >= 0:
+            row.inter += sent[0]
+            row.intra += sent[1]
+        else:
+            row.is_known = False
+        if collective in _WATCHED:
+            kind = self._kinds.setdefault((self.generation, collective, plan, size_class), len(self._kinds))
+            self.numbered += 1
+            self.samples.append(Sample(self.numbered, kind, promised_us, spent_ns / 1000))
+            if self.heard is not None:
+                self.heard(self.numbered)
+
+    def use_choices(self, choices: Choices) -> None:
+        """Take what is promised from ``choices`` from now on."""
+        self._choices = choices
+        self.generation += 1
+        self._promised.clear()
+        self._promised_flat.clear()
+
+    def durations(self) -> array[float]:
+        """The number of the latest comparable call, and the times of those up to it, µs: what ranks tell each other."""
+        samples = list(self.samples)
+        return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
+
+    def came_last(self, rank: int, waited_us: float) -> None:
+        """Note that the others waited for global rank ``rank`` in one call, this long."""
+        late = self.late.setdefault(rank, {"rank": rank, "calls": 0, "waited_us": 0.0})
+        late["calls"] += 1
+        late["waited_us"] += waited_us
+
+    def happened(self, call: int, what: str) -> None:
+        """Note an event, before this call of the group."""
+        self.events.append({"time_s": time.time(), "call": call, "what": what})
+
+    def read(self) -> GroupAudit:
+        """Return what is known by now."""
+        planner = self._choices.planner
+        return {
+            "group": self._counters.group,
+            "description": self._counters.describe(),
+            "ranks": list(self._counters.ranks),
+            "profile": "" if planner is None else planner.profile.name,
+            "calls": [_read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])],
+            "late": sorted(map(_copied, list(self.late.values())), key=lambda late: -late["waited_us"]),
+            "events": list(self.events),
+        }
+
+    @property
+    def rank(self) -> int:
+        """This rank, global."""
+        return self._counters.rank
+
+
+def _copied(late: LateRank) -> LateRank:
+    return late.copy()
+
+
+def _read_row(key: tuple[str, str, int], row: _Row) -> AuditRow:
+    collective, plan, size_class = key
+    return {
+        "collective": collective,
+        "plan": plan,
+        "up_to_bytes": 1 << size_class,
+        "calls": row.calls,
+        "promised_us": row.promised_us,
+        "measured_us": row.measured_ns / 1000,
+        "logical_bytes": row.logical_bytes,
+        "wire_bytes": {"inter": row.inter, "intra": row.intra} if row.is_known else None,
+    }
+
+
+_ledgers: list[Ledger] = []
+
+
+def _in_child() -> None:
+    """A forked child's calls are its own."""
+    _ledgers.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def audit() -> Audit:
+    """Return promised against measured time of this rank's planned calls, by group, collective, plan and size, since the start.
+
+    Plain data (:class:`Audit`), also of groups that are destroyed. Not collective: every rank has its own numbers. Which ranks
+    came late, and when plans changed, the first rank of each group knows.
+    """
+    groups = [ledger.read() for ledger in _ledgers]
+    return {
+        "rank": _ledgers[0].rank if _ledgers else None,
+        "groups": [group for group in groups if group["calls"] or group["events"]],
+    }

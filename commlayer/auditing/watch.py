@@ -1,0 +1,369 @@
+"""Watching the audits of a process's groups while its job runs: finding drift, and having all ranks re-plan at the same call.
+
+One sleeping thread a process, woken by calls. Every rank publishes how long its latest calls took; the first rank of each group
+compares them. Of the times of one call the shortest is that of the rank that came last, and waited for nobody: that is held
+against what was promised (the others waited for it). Where calls have drifted (:mod:`commlayer.scheduler.drift`), and measuring
+costs less than is lost, the group's ranks make an appointment (:mod:`commlayer.agree.appointments`), time their links at it, and
+go on with plans for the rates that they found. What was found to be as before is not measured again soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from array import array
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+from commlayer.agree.appointments import Appointments
+from commlayer.auditing.ledger import Ledger
+from commlayer.engine.group_plans import Choices
+from commlayer.engine.planned import PlannedGroup
+from commlayer.profiles.errors import CollectiveTimeoutError
+from commlayer.profiles.pairs import pair_rounds
+from commlayer.profiles.printable import printable
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.drift import Drift
+from commlayer.scheduler.group_profiles import most_siblings
+from commlayer.scheduler.link_rates import LinkRates, card_gbps, profile_at, rates_from
+
+__all__ = ["GroupWatch"]
+
+_IDLE_S, _TURN_S, _STORE_PER_S = 30.0, 0.25, 1024
+"""A group is looked at this often while it makes calls, and until it has made none for so long; less often where all ranks of the
+job, with all their groups, would ask the store more than so many times a second."""
+_PUBLISHED = 4
+"""After how many calls a rank tells what they took, or after :data:`_TURN_S`."""
+_MOST_PUBLISHERS = 64
+"""How many ranks of a group tell, evenly spread: the first one reads them all."""
+_AHEAD_TURNS, _LEAST_AHEAD = 2, 4
+"""How far ahead an appointment is: as many calls as the group makes in so many turns, for every rank must have heard of it."""
+_MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 1e4, 64 << 10, 8 << 20
+"""How long a message between two nodes takes that is measured, if the profile is right."""
+_LEAST_CALLS = 32
+"""A group is expected to make as many more calls as it has made, and at least so many."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_MEASURE, _TRY, _CATCH_UP = "measure", "try", "catch up"
+_TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
+"""The part of the time of as many more calls as have been made that trials may take where prices are wrong; within these bounds,
+µs."""
+
+
+class GroupWatch:
+    """Watches one group, on one of its ranks. ``run`` runs a task after the calls that are queued, and before all later ones."""
+
+    def __init__(
+        self, planned: PlannedGroup, ledger: Ledger, store: Any, run: Callable[[Callable[[], None]], None]
+    ) -> None:
+        base = planned.choices.job_planner
+        assert base is not None
+        self.choices: Choices = planned.choices
+        """For calls whose plan is looked up when they are made: it changes between the same calls on all ranks."""
+        self._base, self._planned, self._ledger, self._store, self._run = base, planned, ledger, store, run
+        size = len(planned.global_ranks)
+        every = -(-size // _MOST_PUBLISHERS)
+        self._publishers = list(range(0, size, every))
+        self._is_publishing = planned.rank % every == 0
+        self._is_replanning = planned.settings.replan == "on"
+        self._appointments = Appointments(store, planned.rank, size, self._refuse)
+        self._drift = Drift()
+        self._rates = LinkRates(1.0, planned.choices.rates)
+        self._published = self._compared = 0
+        self._latest_s = self._turned_s = self._quiet_until_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._pace: tuple[int, float] = 0, time.monotonic()
+        self._calls_per_s = 0.0
+        self._found: LinkRates | None = None
+        self._is_closed = False
+        ledger.heard = self._heard
+        _watching.add(self)
+
+    # Where calls are made
+
+    def next_call(self) -> None:
+        """Count the call that the program makes now, and keep the appointment before it, if there is one.
+
+        Raises PeerError and CollectiveTimeoutError where the decision on one does not come, as a call does.
+        """
+        try:
+            appointment = self._appointments.next_call()
+        except RuntimeError as error:
+            raise self._planned.explain(
+                error, "re-planning", self._appointments.calls, 0.0, self._planned.timeout_s
+            ) from error
+        if appointment is not None and appointment.purpose == _CATCH_UP:
+            self.choices = self._planned.choices
+        elif appointment is not None:
+            self._run(partial(self._measure if appointment.purpose == _MEASURE else self._doubt, appointment.value))
+
+    def _heard(self, number: int) -> None:
+        if number - self._published >= _PUBLISHED:
+            _watching.wake()
+
+    def _refuse(self, waited_s: float) -> None:
+        planned = self._planned
+        _watching.wake()
+        if planned.board.is_broken:
+            raise RuntimeError("the group is broken")
+        if waited_s > planned.timeout_s:
+            raise CollectiveTimeoutError(
+                f"rank {planned.global_ranks[planned.rank]}, group {planned.name}: rank {planned.global_ranks[0]} has not "
+                f"said within {planned.timeout_s:g} s whether plans change before call {self._appointments.calls}: see its log"
+            )
+
+    def _measure(self, slowdown: float) -> None:
+        """Time the links, with all ranks, and plan by what they can do now. In the order of the group's calls."""
+        from commlayer.measure.links import time_links  # not for those who only import the backend
+
+        planned, profile = self._planned, self._base.profile
+        usual_bytes_per_us = card_gbps(profile) * 1e3
+        num_bytes = round(min(max(usual_bytes_per_us * _MEASURED_US, _LEAST_BYTES), _MOST_BYTES))
+        times_us = time_links(planned, num_bytes)
+        choices = planned.choices
+        cluster = tuple(map(len, Topology.parse(profile.topology).nodes))
+        slowdown /= self._rates.fabric  # since the profile was measured
+        siblings = choices.siblings or most_siblings(cluster, choices.shape)
+        found = rates_from(times_us, num_bytes / usual_bytes_per_us, siblings=siblings, slowdown=slowdown)
+        if _is_other(found, self._rates):
+            self._rates = found
+            planner = Planner(profile_at(profile, found.fabric), self._base.policy)
+            planned.choices = choices.at_other_rates(planner, found.nodes or (1.0,) * len(choices.shape))
+            self._ledger.use_choices(planned.choices)
+        self._found = found
+
+    def _doubt(self, budget_us: float) -> None:
+        """Try the plans of calls to come, whatever they are priced at. In the order of the group's calls."""
+        self._planned.choices = self._planned.choices.doubted(budget_us)
+        self._ledger.use_choices(self._planned.choices)
+
+    # On the thread of the watch
+
+    def turn(self, now_s: float) -> bool:
+        """Do what there is to do now. Whether the group is to be looked at again soon though nobody wakes the thread."""
+        if self._is_closed:
+            return False
+        if now_s - self._turned_s < self._turn_s / 2:
+            return True
+        self._turned_s = now_s
+        try:
+            self._turn(now_s)
+        except Exception as error:  # noqa: BLE001  the store is lost, or holds what is not ours: calls go on as planned
+            self._give_up(error)
+            return False
+        return self._appointments.is_open or now_s - self._latest_s < _IDLE_S
+
+    @property
+    def _turn_s(self) -> float:
+        return max(_TURN_S, len(_watching) * len(self._planned.board.detector.ranks) / _STORE_PER_S)
+
+    def _turn(self, now_s: float) -> None:
+        self._appointments.turn()
+        if self._ledger.numbered != self._published:
+            self._latest_s = now_s
+            if self._is_publishing:
+                self._publish()
+            self._published = self._ledger.numbered
+        if self._planned.rank == 0:
+            self._lead(now_s)
+
+    def _publish(self) -> None:
+        self._store.set(f"times/{self._planned.rank}", self._ledger.durations().tobytes())
+
+    def _lead(self, now_s: float) -> None:
+        """On the group's first rank: compare, and have the others act."""
+        self._settle(now_s)
+        self._compare()
+        self._keep_pace(now_s)
+        if self._appointments.is_open:
+            return
+        if self.choices is not self._planned.choices:
+            self._appointments.make(_CATCH_UP, 0.0, self._ahead())
+            return
+        slowdown = self._drift.change()
+        if slowdown is None or now_s < self._quiet_until_s:
+            return
+        if not self._is_replanning:
+            self._happened(
+                f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit"
+            )
+            self._drift.accept()
+        elif self._is_worth_measuring(slowdown):
+            self._appointments.make(_MEASURE, slowdown, self._ahead())
+            self._quiet_until_s = math.inf  # until its outcome is known
+
+    def _settle(self, now_s: float) -> None:
+        """Take note of what a measurement has found, or that an appointment for one is off."""
+        found, self._found = self._found, None
+        if found is None:
+            if self._quiet_until_s == math.inf and not self._appointments.is_open:
+                self._quiet_until_s = now_s + self._pause_s
+            return
+        if self.choices is not self._planned.choices:
+            self._drift.begin_anew()
+            self._quiet_until_s, self._pause_s = now_s, _FIRST_PAUSE_S
+            self._compared = self._ledger.numbered
+            self._happened(f"{found}: plans are made anew", is_said=True)
+            return
+        is_of_prices = self._drift.is_of_prices and self._planned.settings.trials != "off"
+        self._drift.accept()
+        self._quiet_until_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if is_of_prices:
+            budget_us = min(max(_TRIED * self._call_us * self._appointments.calls, _LEAST_TRIED_US), _MOST_TRIED_US)
+            self._appointments.make(_TRY, budget_us, self._ahead())
+            self._happened(
+                "links are as the profile says, but calls do not take what it says: plans are tried", is_said=True
+            )
+        else:
+            self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")
+
+    def _happened(self, what: str, *, is_said: bool = False) -> None:
+        self._ledger.happened(self._appointments.calls, what)
+        if is_said:
+            text = f"group {self._planned.name}, call {self._appointments.calls}: {what}"
+            print(f"commlayer: {printable(text)}", file=sys.stderr)
+
+    @property
+    def _call_us(self) -> float:
+        """What a call takes at present, µs."""
+        recent = list(self._ledger.samples)[-_PUBLISHED:]
+        return sum(sample.measured_us for sample in recent) / len(recent)
+
+    def _compare(self) -> None:
+        """Compare the times of the ranks, call by call."""
+        told = self._told()
+        if told is None:
+            return
+        for sample in list(self._ledger.samples):
+            if sample.number <= self._compared:
+                continue
+            times = {rank: _time_of(windows, sample.number) for rank, windows in told.items()}
+            if any(time is None for time in times.values()):
+                continue
+            known = {rank: time for rank, time in times.items() if time}
+            if not known:
+                continue
+            self._compared = sample.number
+            last = min(known, key=known.__getitem__)
+            others_us = median(known.values())
+            self._ledger.came_last(self._planned.global_ranks[last], others_us - known[last])
+            self._drift.add(sample.kind, known[last] / sample.promised_us)
+
+    def _told(self) -> dict[int, array[float]] | None:
+        """What the ranks have published, their own; None while one has not yet."""
+        others = [rank for rank in self._publishers if rank]
+        keys = [f"times/{rank}" for rank in others]
+        if not self._store.check(keys):
+            return None
+        told = {0: self._ledger.durations()}
+        for rank, data in zip(others, self._store.multi_get(keys), strict=True):
+            told[rank] = array("d", bytes(data))
+        return told
+
+    def _keep_pace(self, now_s: float) -> None:
+        calls, since_s = self._pace
+        if now_s - since_s >= 2 * self._turn_s:
+            self._calls_per_s = (self._appointments.calls - calls) / (now_s - since_s)
+            self._pace = self._appointments.calls, now_s
+
+    def _ahead(self) -> int:
+        return max(_LEAST_AHEAD, math.ceil(self._calls_per_s * self._turn_s * _AHEAD_TURNS))
+
+    def _is_worth_measuring(self, slowdown: float) -> bool:
+        """Whether what a measurement costs is less than what drift costs, over as many more calls as have been made."""
+        lost_us = self._call_us * abs(1.0 - 1.0 / slowdown) * max(self._appointments.calls, _LEAST_CALLS)
+        rounds = len(pair_rounds(len(self._planned.nodes), 3))
+        return lost_us >= 2 * rounds * _MEASURED_US * max(slowdown, 1.0)
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_closed = True
+        self._appointments.fail(error)
+        if not self._planned.board.has_leaver:
+            text = f"group {self._planned.name} is not watched any more, and keeps its plans: {error}"
+            print(f"commlayer: {printable(text)}", file=sys.stderr)
+
+    def close(self) -> None:
+        """The group is over."""
+        self._is_closed = True
+        self._ledger.heard = None
+        _watching.discard(self)
+
+
+def _is_other(found: LinkRates, now: LinkRates) -> bool:
+    """Whether rates differ by more than they are known to."""
+    ours, theirs = found.nodes or (1.0,) * len(now.nodes), now.nodes or (1.0,) * len(found.nodes)
+    pairs = [(found.fabric, now.fabric), *zip(ours, theirs, strict=True)]
+    return any(max(a, b) > 1.1 * min(a, b) for a, b in pairs)
+
+
+def _time_of(window: array[float], number: int) -> float | None:
+    """A rank's time of the call of this number; 0.0 where it has forgotten it, None where it has not told of it yet."""
+    behind = int(window[0]) - number
+    if behind < 0:
+        return None
+    return window[len(window) - 1 - behind] if behind < len(window) - 1 else 0.0
+
+
+class _Watching:
+    """The watches of this process, and their thread, which is there once a group has made calls."""
+
+    def __init__(self) -> None:
+        self._watches: weakref.WeakSet[GroupWatch] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._bell = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._watches)
+
+    def add(self, watch: GroupWatch) -> None:
+        with self._lock:
+            self._watches.add(watch)
+
+    def discard(self, watch: GroupWatch) -> None:
+        with self._lock:
+            self._watches.discard(watch)
+
+    def wake(self) -> None:
+        """Have the thread look at all groups now."""
+        if self._thread is None:
+            self._start()
+        self._bell.set()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="commlayer-watch", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                    self._thread.start()
+
+    def _work(self) -> None:
+        is_busy = True
+        while True:
+            self._bell.wait(_TURN_S if is_busy else None)
+            self._bell.clear()
+            with self._lock:
+                watches = list(self._watches)
+            now_s = time.monotonic()
+            busy = [watch.turn(now_s) for watch in watches]
+            is_busy = any(busy)
+            del watches
+
+
+_watching = _Watching()
+
+
+def _in_child() -> None:
+    """A forked child has no thread, and no group of its own yet."""
+    global _watching
+    _watching = _Watching()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,75 @@
+"""How long two nodes of a group take to send each other bytes, for all pairs of its nodes, between the group's calls."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.waits import wait
+from commlayer.profiles.pairs import Pair, pair_rounds
+
+__all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
+
+REPEATS = 2
+"""How often each pair is timed; the shorter time counts, for others' work only adds to it."""
+MOST_ROUNDS = 3
+"""Rounds of pairs: in each of them every node meets one other, so this names a slow card among however many nodes."""
+_WHAT = "the measurement of its links"
+
+
+def time_links(planned: PlannedGroup, num_bytes: int) -> dict[Pair, float]:
+    """Time, for pairs of the group's nodes, how long they take to send each other ``num_bytes`` at once, µs: equal on all ranks.
+
+    As many members of each node as the emptiest one has send their part of it side by side. Collective over the group, between
+    calls. Raises PeerError and CollectiveTimeoutError as a call does.
+    """
+    found: dict[Pair, float] = {}
+    with torch._C._InferenceMode(True):
+        planned.connect_own_calls()
+        for pairs in pair_rounds(len(planned.nodes), MOST_ROUNDS):
+            times_us = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
+            for index, pair in enumerate(pairs):
+                found[pair] = min(times[index] for times in times_us)
+    return found
+
+
+def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> list[float]:
+    """Each pair's time in one round, µs: of its slowest member."""
+    places = min(map(len, planned.nodes))
+    node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
+    place = members.index(planned.rank)
+    mine = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < places else None
+    times = torch.zeros(len(pairs), dtype=torch.float64)
+    _largest(planned, times)  # all start together
+    if mine is not None:
+        peer = planned.nodes[sum(pairs[mine]) - node][place]
+        begin = time.perf_counter()
+        _swap(planned, peer, max(1, num_bytes // places))
+        times[mine] = (time.perf_counter() - begin) * 1e6
+    _largest(planned, times)
+    return [float(value) for value in times]
+
+
+def _swap(planned: PlannedGroup, peer: int, num_bytes: int) -> None:
+    """Send so many bytes to member ``peer`` while as many of its own arrive."""
+    own, limit, begin = planned.connect_own_calls(), timedelta(seconds=planned.timeout_s), time.monotonic()
+    data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    try:
+        for work in [own.recv([arrived], peer, 0), own.send([data], peer, 0)]:
+            planned.wait_for_message(work, limit)
+    except RuntimeError as error:
+        raise planned.explain(error, _WHAT, 0, time.monotonic() - begin, planned.timeout_s) from error
+
+
+def _largest(planned: PlannedGroup, values: torch.Tensor) -> None:
+    """Make each value the largest over ranks."""
+    options, began = dist.AllreduceOptions(), time.monotonic()
+    options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timedelta(seconds=planned.timeout_s)
+    try:
+        wait(planned.connect_own_calls().allreduce([values], options), planned.board)
+    except RuntimeError as error:
+        raise planned.explain(error, _WHAT, 0, time.monotonic() - began, planned.timeout_s) from error

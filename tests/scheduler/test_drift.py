@@ -1,0 +1,94 @@
+"""Drift is found when it lasts, and noise is not taken for it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from commlayer.scheduler.drift import Drift
+
+
+def fed(drift: Drift, ratios: list[float], kinds: int = 1) -> int | None:
+    """After how many of the calls a change was found; None: after none."""
+    for index, ratio in enumerate(ratios):
+        drift.add(index % kinds, ratio)
+        if drift.change() is not None:
+            return index + 1
+    return None
+
+
+def noisy(rng: random.Random, count: int, level: float = 1.0, scatter: float = 0.05) -> list[float]:
+    return [level * rng.lognormvariate(0.0, scatter) for _ in range(count)]
+
+
+@pytest.mark.parametrize("factor", [4.0, 1.5, 0.25])
+def test_a_change_that_lasts_is_found_within_six_calls_and_measured(factor: float) -> None:
+    rng, drift = random.Random(1), Drift()
+    assert fed(drift, noisy(rng, 40), kinds=6) is None
+    assert fed(drift, noisy(rng, 12, factor), kinds=6) in (4, 5, 6)
+    assert drift.change() == pytest.approx(factor, rel=0.2)
+    assert not drift.is_of_prices
+
+
+def test_one_outlier_or_two_are_no_change() -> None:
+    rng, drift = random.Random(2), Drift()
+    ratios = noisy(rng, 200)
+    for index in range(10, 200, 7):
+        ratios[index] *= 10.0
+        ratios[index + 1 if index < 199 else 0] *= 5.0
+    assert fed(drift, ratios) is None
+
+
+def test_a_change_below_a_tenth_is_none() -> None:
+    drift = Drift()
+    assert fed(drift, [1.0] * 20 + [1.08] * 50) is None
+
+
+def test_calls_that_scatter_need_a_larger_change() -> None:
+    found = [fed(Drift(), noisy(random.Random(seed), 300, scatter=0.3), kinds=3) for seed in range(200)]
+    assert (
+        sum(each is not None for each in found) <= 100
+    )  # in 60,000 calls: what is found is measured before anything follows
+    drift = Drift()
+    assert fed(drift, [1.3, 0.7] * 20 + [1.2] * 20) is None
+    assert fed(drift, [1.6] * 6) is not None
+
+
+def test_kinds_are_compared_with_themselves() -> None:
+    """A kind that has always taken longer than promised is no drift, however calls are mixed."""
+    drift = Drift()
+    for index in range(100):
+        drift.add("as promised" if index % 3 else "slower", 1.0 if index % 3 else 1.5)
+        assert drift.change() is None
+
+
+def test_prices_that_are_wrong_from_the_start_are_found() -> None:
+    drift = Drift()
+    assert fed(drift, [3.0] * 10) == 5
+    assert drift.is_of_prices
+    assert drift.change() == pytest.approx(3.0)
+
+
+def test_what_was_accepted_is_usual_from_then_on() -> None:
+    drift = Drift()
+    fed(drift, [3.0] * 10)
+    drift.accept()
+    assert fed(drift, [3.0] * 50) is None
+    assert fed(drift, [1.0] * 10) in (4, 5, 6)
+
+
+def test_beginning_anew_forgets_and_doubts_prices_again() -> None:
+    drift = Drift()
+    fed(drift, [3.0] * 10)
+    drift.accept()
+    drift.begin_anew()
+    assert fed(drift, [3.0] * 10) == 5
+
+
+def test_a_group_whose_calls_are_all_of_another_kind_keeps_little() -> None:
+    drift = Drift()
+    for kind in range(10_000):
+        drift.add(kind, 1.0)
+    assert len(drift._first) <= 256
+    assert drift.change() is None
