@@ -50,6 +50,8 @@ _FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 """Of a call that yields to others: more than it takes to fill a pipeline."""
 _LEAST_DUPLEX = 16
 """Chunks of an all_reduce on unequal cards, at least, where its size allows it."""
+_MOST_IN_RING = 32
+"""Nodes that a chunk goes round one after the other. Of more, a pair would have to be below 3 % to be in anybody's way."""
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -209,10 +211,9 @@ def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
 
 def _objection_over_nodes(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
     if strategy is Strategy.RING:
-        is_round = traffic.collective in _IN_PIECES and len(traffic.nodes) > 2
-        return (
-            "" if is_round else "it needs three nodes or more, and is an all_gather, a reduce_scatter or an all_reduce"
-        )
+        is_round = traffic.collective in _IN_PIECES and 2 < len(traffic.nodes) <= _MOST_IN_RING
+        what = "an all_gather, a reduce_scatter or an all_reduce"
+        return "" if is_round else f"it is {what} over three to {_MOST_IN_RING} nodes"
     if len(traffic.nodes) == 1 or max(traffic.nodes) == 1:
         return "it needs several nodes, and several ranks on one of them"
     if not traffic.is_uniform and traffic.collective == "all_to_all_v":
