@@ -255,7 +255,7 @@ class Batches:
     @cached_property
     def _chunk_bytes(self) -> int:
         """Of what goes to another node: the smallest message, a power of two, that keeps the link's efficiency; 0: whole."""
-        curve, planner = self._link_curve, self._inner.planned.choices.job_planner
+        curve, planner = self._link_curve, self._inner.planned.choices.agreed.job_planner
         if curve is None:
             return 0
         least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
@@ -267,7 +267,7 @@ class Batches:
     @cached_property
     def _link_curve(self) -> Curve | None:
         """Of messages between two nodes."""
-        planner: Any = self._inner.planned.choices.job_planner
+        planner: Any = self._inner.planned.choices.agreed.job_planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
 
     def _start_on_device(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:

@@ -216,9 +216,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **how: Any
     ) -> float | None:
-        """Predict by the profile what a call takes, µs, also in wire formats or over rails: see
-        :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody."""
-        return self._order.choices.predicted_us(collective, num_bytes, shape, **how)
+        """Predict by the profile that the job's ranks agreed on what a call takes, µs, also in wire formats or over rails: see
+        :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody. Not by what re-planning has found in this
+        group: who asks may be deciding with ranks of other groups."""
+        predicted: float | None = self._inner.planned.choices.agreed.predicted_us(collective, num_bytes, shape, **how)
+        return predicted
 
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""

@@ -152,17 +152,18 @@ def test_what_is_looked_up_by_callers_changes_at_a_call_too(emulated_cluster: Cl
     def job() -> tuple[bool, bool, bool]:
         group = start()
         check_sum()
+        before = group.predicted_us("all_gather", 1 << 20)
         appoint(group, "measure", 1.0, 2)
         check_sum()
         check_sum()
         watch = group._order.watch
-        is_ahead = group._planned.choices is not watch.choices
-        before = group.predicted_us("all_gather", 1 << 20)
+        is_ahead = group._planned.choices is not watch.choices and group._order.choices is watch.choices
         for _ in range(MOST_CALLS):
             check_sum()
             if group._planned.choices is watch.choices:
                 break
-        return is_ahead, group._planned.choices is watch.choices, before != group.predicted_us("all_gather", 1 << 20)
+        # Predictions stay: ranks of other groups, which know nothing of this, may be deciding by the same ones.
+        return is_ahead, group._planned.choices is watch.choices, before == group.predicted_us("all_gather", 1 << 20)
 
     assert emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0) == [(True, True, True)] * 8
 
