@@ -37,7 +37,7 @@ _ALIKE = 8
 """Sizes within this factor say something about each other: a smaller call is more latency and less bandwidth."""
 _SMALLER = (1, 2, 4)
 """The parts of a call's size at which it may be tried."""
-_SMALLER_YET = (6, 8, 12, 16, 20, 24, 32, 40)
+_SMALLER_YET = (6, 8, 12, 16, 20, 24, 32)
 """The parts at which two plans of a large call may be tried that the profile cannot tell apart."""
 _IN_PROPORTION = 1.2
 """So much may the predicted ratio of those two be another at the smaller size, for that to say something of the large one."""
