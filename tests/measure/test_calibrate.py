@@ -33,7 +33,7 @@ from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 
-SIZES = [2**k for k in range(12, 27)]
+SIZES = [2**k for k in range(10, 27)]
 
 
 class OneSpeaks:
@@ -84,10 +84,10 @@ def test_the_file_of_a_probe_decides_as_the_job_that_measured_it(
         assert answer.exit_code == 0, answer.output
         decision = json.loads(answer.output)["decision"]
         assert name in (decision["strategy"], f"{decision['strategy']}×{decision['chunks']}")
-        assert decision["tolerance"] == 0.25 or size < 64 << 10
+        assert decision["tolerance"] == 0.25 or size < calibrate.PROBE.min_bytes
         seen.append(name)
         as_measured.append(choose(traffic, measured).plan.name)
-    assert set(seen[: SIZES.index(64 << 10)]) == {"flat"}
+    assert set(seen[: SIZES.index(calibrate.PROBE.min_bytes)]) == {"flat"}
     assert set(seen) != {"flat"}
     assert seen != as_measured  # else there was nothing to write down
 
