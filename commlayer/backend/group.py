@@ -88,6 +88,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
         self.start_over = encodings.start_over
 
+    def place_in_profile(self, places: tuple[int, ...]) -> None:
+        """Say which of the profile's nodes the group's are; empty: not known."""
+        if self._calls.ledger is not None:
+            self._calls.ledger.places = places
+
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
         counters = GroupCounters(members.name, members.global_ranks[members.rank], list(members.global_ranks))
