@@ -20,7 +20,7 @@ _OPEN_GROUPS, _MOST_GROUPS = 3, 200
 _BAD_RATIO = 1.25
 
 _GUIDE = """<dl>
-<dt>promised</dt><dd>what a call's plan was expected to take, by the profile and by trials, when it was made; mean.</dd>
+<dt>promised</dt><dd>what a call was expected to take, by the profile and by trials, when it was made; mean of a call.</dd>
 <dt>measured</dt><dd>what it took, from its start to its end on each rank, waiting for ranks that came later included; mean over
 ranks.</dd>
 <dt>ratio</dt><dd>measured over promised: above 1 slower than promised.</dd>
