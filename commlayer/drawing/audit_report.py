@@ -20,12 +20,11 @@ _OPEN_GROUPS, _MOST_GROUPS = 3, 200
 _BAD_RATIO = 1.25
 
 _GUIDE = """<dl>
-<dt>promised</dt><dd>what a call was expected to take, by the profile and by trials, when it was made; mean of a call.</dd>
-<dt>measured</dt><dd>what it took, from its start to its end on each rank, waiting for ranks that came later included; mean over
-ranks.</dd>
+<dt>promised</dt><dd>what calls were expected to take, by the profile and by trials, when they were made; the mean.</dd>
+<dt>measured</dt><dd>what they took, from start to end, waiting for ranks that came later included; the mean over ranks.</dd>
 <dt>ratio</dt><dd>measured over promised: above 1 slower than promised.</dd>
 <dt>late</dt><dd>of a call that ends on no rank before all have come, the rank whose own time is shortest came last, and the others
-waited for it: by how much longer the middle rank took is what that cost. Compared on the group's first rank, as many calls as it
+waited for it: by how much longer the middle rank took is what that cost. The group's first rank compares as many calls as it
 comes to.</dd>
 <dt>plans and links</dt><dd>what is left of measured minus promised without that waiting.</dd>
 <dt>events</dt><dd>plans changed on all ranks before the same call, or links were measured and were found to be as they were.</dd>
