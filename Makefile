@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,9 @@ bench-collectives: $(READY)  ## the backend's collectives against torch's on Glo
 
 bench-groups: $(READY)  ## collectives of a trainer's groups: how good the chosen plans are, and against torch's; writes a dated document
 	$(RUN) benchmarks/groups.py $(ARGS)
+
+bench-replan: $(READY)  ## a card changes its rate while a job runs: after how many calls plans change, and what they are worth then
+	$(RUN) benchmarks/replan.py $(ARGS)
 
 bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; writes a dated result document
 	$(RUN) benchmarks/moe.py $(ARGS)

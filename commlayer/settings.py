@@ -52,7 +52,7 @@ class Settings:
         trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.3 s as predicted, where the
             profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
         replan: ``on`` has ranks time their links when calls have become slower or faster, and plan by what they find, while the
-            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/audit.md).
+            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/replanning.md).
         audit: the folder into which every rank writes what its calls were promised to take and took, for ``commlayer audit``,
             every half a minute and at exit (docs/audit.md).
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto

@@ -18,8 +18,8 @@ from statistics import median
 
 __all__ = ["Drift"]
 
-_LEARNT_FROM = 4
-"""How many calls teach what is usual for their kind."""
+_LEARNT_FROM, _UNUSUAL = 4, 1
+"""How many calls teach what is usual for their kind, and how many before them do not, which connect and touch memory first."""
 _SUSTAINED = 6
 """How many calls in turn have to depart."""
 _LEAST = math.log(1.1)
@@ -28,9 +28,9 @@ _STALE = math.log(1.6)
 """By how much more the usual time of a kind may differ from the predicted one: a probe is a quarter wrong, and a busy machine
 more."""
 _SCATTER_FROM, _LEAST_SCATTER = 64, 0.03
-_OF_SCATTER = 2.0
-"""How many times the usual scatter a change of the median of so few calls must be: three of its standard errors, 1.25 σ/√6, are
-1.5 σ."""
+_OF_SCATTER = 1.0
+"""How many times the usual scatter of one call a change must be: two standard errors of the median of so few, 1.25 σ/√6. No more,
+because what is found is verified."""
 _MAD_TO_SIGMA = 1.4826
 _MOST_KINDS = 256
 
@@ -62,8 +62,9 @@ class Drift:
             return  # a group whose calls are all of another size teaches nothing
         first = self._first.setdefault(kind, [])
         first.append(value)
-        if len(first) < _LEARNT_FROM:
+        if len(first) < _UNUSUAL + _LEARNT_FROM:
             return
+        del first[:_UNUSUAL]
         usual = self._usual[kind] = median(first)
         self._before.extend(each - usual for each in first)
         if self._believes_profile and abs(usual) > _STALE:
@@ -75,7 +76,7 @@ class Drift:
         return self._stale is not None
 
     def change(self) -> float | None:
-        """By what factor calls take longer now than they did, or than the profile says; None while there is no change."""
+        """Return by what factor calls take longer now than they did, or than the profile says; None while there is no change."""
         if self._stale is not None:
             return math.exp(self._stale)
         if len(self._recent) < _SUSTAINED:

@@ -7,6 +7,7 @@ import os
 # A job of the backend that finds no profile measures one and keeps it in the user's cache: only tests of that do so.
 os.environ.setdefault("COMMLAYER_PROFILE", "none")
 os.environ.setdefault("COMMLAYER_TRIALS", "off")
+os.environ.setdefault("COMMLAYER_REPLAN", "off")
 # Tables are as wide as a pipe's, also where a user exports the width of his terminal; pytest-xdist does so for its workers.
 os.environ.pop("COLUMNS", None)
 

@@ -103,7 +103,7 @@ class Appointments:
     # On the thread that talks to the store
 
     def make(self, purpose: str, value: float, ahead: int) -> Appointment:
-        """As member 0, while none is open: name the call that is ``ahead`` calls from now."""
+        """Name the call that is ``ahead`` calls from now: for member 0, while no appointment is open."""
         self._until = time.monotonic() + _PATIENCE_S
         with self._lock:
             self._last += 1

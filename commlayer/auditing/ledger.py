@@ -203,7 +203,7 @@ class Ledger:
         self.events.append({"time_s": time.time(), "call": call, "what": what})
 
     def read(self) -> GroupAudit:
-        """What is known by now."""
+        """Return what is known by now."""
         planner = self._choices.planner
         return {
             "group": self._counters.group,

@@ -44,7 +44,7 @@ _PUBLISHED = 4
 """After how many calls a rank tells what they took, or after :data:`_TURN_S`."""
 _MOST_PUBLISHERS = 64
 """How many ranks of a group tell, evenly spread: the first one reads them all."""
-_AHEAD_TURNS, _LEAST_AHEAD = 3, 4
+_AHEAD_TURNS, _LEAST_AHEAD = 2, 4
 """How far ahead an appointment is: as many calls as the group makes in so many turns, for every rank must have heard of it."""
 _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 1e4, 64 << 10, 8 << 20
 """How long a message between two nodes takes that is measured, if the profile is right."""
@@ -110,6 +110,7 @@ class GroupWatch:
 
     def _refuse(self, waited_s: float) -> None:
         planned = self._planned
+        _watching.wake()
         if planned.board.is_broken:
             raise RuntimeError("the group is broken")
         if waited_s > planned.timeout_s:

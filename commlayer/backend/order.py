@@ -139,7 +139,7 @@ class Order:
 
     @property
     def choices(self) -> Choices:
-        """What decides on plans that are looked up when a call is made, and not in its turn."""
+        """The choices that decide on plans which are looked up when a call is made, and not in its turn."""
         if self.watch is None or self.progress.is_progress_thread():
             planned: PlannedGroup = self.inner.planned
             return planned.choices

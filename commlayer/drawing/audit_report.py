@@ -24,8 +24,7 @@ _GUIDE = """<dl>
 <dt>measured</dt><dd>what they took, from start to end, waiting for ranks that came later included; the mean over ranks.</dd>
 <dt>ratio</dt><dd>measured over promised: above 1 slower than promised.</dd>
 <dt>late</dt><dd>of a call that ends on no rank before all have come, the rank whose own time is shortest came last, and the others
-waited for it: by how much longer the middle rank took is what that cost. The group's first rank compares as many calls as it
-comes to.</dd>
+waited for it: by how much longer the middle rank took is what that cost. The group's first rank compares what it comes to.</dd>
 <dt>plans and links</dt><dd>what is left of measured minus promised without that waiting.</dd>
 <dt>events</dt><dd>plans changed on all ranks before the same call, or links were measured and were found to be as they were.</dd>
 <dt>up to</dt><dd>a size class: calls of more than half of that, and no more than it.</dd>

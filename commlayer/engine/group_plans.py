@@ -226,7 +226,7 @@ class Choices:
             return None
 
     def promised_us(self, plan: Plan) -> float | None:
-        """What the plan is expected to take, by the profile and by what trials have taught; None where no profile says it."""
+        """Predict what the plan takes, µs, by the profile and by what trials have taught; None where no profile says it."""
         if self.planner is None:
             return None
         try:
@@ -235,7 +235,7 @@ class Choices:
             return None
 
     def promised_flat_us(self, collective: str, num_bytes: int) -> float | None:
-        """The same of the backend's own call."""
+        """Predict, as :meth:`promised_us`, what the backend's own call takes."""
         if self.planner is None or not num_bytes or self.size == 1:
             return None
         try:

@@ -171,8 +171,8 @@ class Clock:
 class Job:
     """Members of which each makes calls and talks to the store, one step at a time, in an order that the seed decides.
 
-    ``fate`` befalls one of them, or the store, at a moment that the seed decides: it dies, it is stopped for good, or the store is
-    lost.
+    ``fate`` befalls one of them, or the store, at a moment that the seed decides: it dies, it is stopped for good, or the store
+    is lost.
     """
 
     CALLS = 40

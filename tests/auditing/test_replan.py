@@ -1,0 +1,227 @@
+"""Re-planning while a job runs, on an emulated cluster: at the same call on every rank, with the same bits, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commlayer
+from commlayer.emulation import request_shape
+from commlayer.measure import links
+from commlayer.profiles.errors import ClusterError
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+
+COUNT = 1 << 16
+MOST_CALLS = 200
+
+
+def start(**environment: str) -> Any:
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_PROFILE": "emulated-2x4", "COMMLAYER_REPLAN": "on", **environment})
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=30))
+    return dist.group.WORLD
+
+
+def check_sum(count: int = COUNT, *, group: Any = None) -> None:
+    """An all_reduce of whole numbers is exact, by whatever plan."""
+    n, ramp = dist.get_world_size(), torch.arange(float(count)).remainder(64)
+    x = ramp + dist.get_rank()
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x, ramp * n + n * (n - 1) // 2)
+
+
+def calls_until_changed(group: Any, most: int = MOST_CALLS) -> int:
+    """How many sums are made until plans come from other rates; ``most`` + 1 where they never do."""
+    before = group._planned.choices
+    for number in range(1, most + 1):
+        check_sum()
+        if group._planned.choices is not before:
+            return number
+    return most + 1
+
+
+def appoint(group: Any, purpose: str, value: float, ahead: int) -> None:
+    """Have the group's first rank make an appointment now, and wait until all of its ranks know of it."""
+    watch = group._order.watch
+    if dist.get_rank() == 0:
+        watch._appointments.make(purpose, value, ahead)
+    else:
+        while not watch._appointments.is_open:
+            watch._appointments.turn()
+
+
+def test_all_ranks_plan_anew_at_the_same_call_when_links_change(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(2, 4, inter="400mbit")
+    if not cluster.shaped:
+        pytest.skip("links are not shaped here")
+
+    def job() -> tuple[int, int, list[str], float]:
+        group = start()
+        for _ in range(12):
+            check_sum()
+        first = group._planned.choices
+        dist.barrier()
+        if dist.get_rank() == 0:
+            request_shape(inter="60mbit", node=1)
+        dist.barrier()
+        slower = calls_until_changed(group) if group._planned.choices is first else 0
+        fabric = group._order.watch._rates.fabric
+        for _ in range(3):
+            check_sum()
+        return (
+            slower,
+            group._planned.choices.shape[0],
+            [e["what"] for e in commlayer.audit()["groups"][0]["events"]],
+            fabric,
+        )
+
+    found = cluster.run(job, timeout_s=110.0)
+    assert len({calls for calls, *_ in found}) == 1
+    assert found[0][0] <= MOST_CALLS
+    assert found[0][3] < 0.5
+    assert any("plans are made anew" in event for event in found[0][2])
+
+
+def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: ClusterFactory) -> None:
+    """The profile knows 400 Mbit/s between nodes; a fabric that is as fast as memory needs no hierarchy."""
+
+    def job() -> tuple[str, str]:
+        group = start()
+        check_sum()
+        links.time_links = lambda planned, num_bytes: {(0, 1): 10.0}
+        before = group._planned.choices.plan("all_gather", 1 << 21)
+        appoint(group, "measure", 0.01, 2)
+        check_sum()
+        check_sum()
+        after = group._planned.choices.plan("all_gather", 1 << 21)
+        return before.name if before else "flat", after.name if after else "flat"
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert len(set(found)) == 1
+    assert not found[0][0].startswith("flat")
+    assert found[0][1].startswith("flat")  # or flat_direct: on one level
+
+
+def test_calls_in_flight_keep_their_plans_and_calls_ahead_get_the_new_ones(emulated_cluster: ClusterFactory) -> None:
+    """Asynchronous calls around an appointment, more of them than the queue has ended: all ranks cut at the same one."""
+
+    def job() -> list[str]:
+        group = start()
+        n, rank = dist.get_world_size(), dist.get_rank()
+        check_sum()
+        appoint(group, "measure", 1.0, 10)
+        ramp = torch.arange(float(COUNT)).remainder(64)
+        rows = [ramp + rank for _ in range(20)]
+        works = [dist.all_reduce(row, async_op=True) for row in rows]
+        for work in works:
+            work.wait()
+        for row in rows:
+            assert torch.equal(row, ramp * n + n * (n - 1) // 2)
+        return sorted({row["plan"] for row in commlayer.audit()["groups"][0]["calls"]})
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert all(plans == found[0] for plans in found)
+    assert len(found[0]) > 1
+
+
+def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[float, list[str]]:
+        group = start(COMMLAYER_TRIALS="auto")
+        check_sum()
+        appoint(group, "try", 3e6, 2)
+        for _ in range(4):
+            check_sum()
+        choices = group._planned.choices
+        return choices._corrections.spent_us, sorted(str(key) for key in choices._corrections._factors)
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert len({str(each) for each in found}) == 1
+    assert found[0][0] > 0
+    assert len(found[0][1]) >= 3  # strategies, whatever they are priced at
+
+
+def test_what_is_looked_up_by_callers_changes_at_a_call_too(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[bool, bool, bool]:
+        group = start()
+        check_sum()
+        appoint(group, "measure", 1.0, 2)
+        check_sum()
+        check_sum()
+        watch = group._order.watch
+        is_ahead = group._planned.choices is not watch.choices
+        before = group.predicted_us("all_gather", 1 << 20)
+        for _ in range(MOST_CALLS):
+            check_sum()
+            if group._planned.choices is watch.choices:
+                break
+        return is_ahead, group._planned.choices is watch.choices, before != group.predicted_us("all_gather", 1 << 20)
+
+    assert emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0) == [(True, True, True)] * 8
+
+
+@pytest.mark.parametrize("replan", ["off", "audit"])
+def test_plans_stay_where_that_is_asked_for(emulated_cluster: ClusterFactory, replan: str) -> None:
+    def job() -> tuple[int, list[str]]:
+        group = start(COMMLAYER_REPLAN=replan)
+        calls = calls_until_changed(group, 40)
+        for _ in range(60):
+            check_sum(8 * COUNT)
+        dist.barrier()
+        return calls, [event["what"] for found in commlayer.audit()["groups"] for event in found["events"]]
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert {calls for calls, _ in found} == {41}
+    assert bool(found[0][1]) == (replan == "audit")
+
+
+@pytest.mark.parametrize("moment", ["before the call", "while links are timed"])
+def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: ClusterFactory, moment: str) -> None:
+    def job() -> str:
+        group = start()
+        check_sum()
+        appoint(group, "measure", 1.0, 3)
+        if dist.get_rank() == 5:
+            if moment == "before the call":
+                os.kill(os.getpid(), signal.SIGKILL)
+            links._swap = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(5):
+                check_sum()
+        except ClusterError as error:
+            return str(error)
+        return "no error"
+
+    outcomes = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0, check=False)
+    said = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 5]
+    assert all(text and "rank 5" in text for text in said), said
+
+
+def test_the_audit_says_what_was_promised_and_measured(emulated_cluster: ClusterFactory) -> None:
+    def job() -> Any:
+        start(COMMLAYER_REPLAN="audit")
+        for _ in range(10):
+            check_sum()
+        dist.all_to_all_single(torch.empty(COUNT), torch.ones(COUNT))
+        dist.barrier()
+        return commlayer.audit()
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    for rank, audit in enumerate(found):
+        assert audit["rank"] == rank
+        (group,) = audit["groups"]
+        assert group["profile"].startswith("emulated-2x4")
+        (row,) = [row for row in group["calls"] if row["collective"] == "all_reduce"]
+        assert row["calls"] == 10
+        assert row["up_to_bytes"] == 4 * COUNT
+        assert row["logical_bytes"] == 10 * 4 * COUNT
+        assert row["promised_us"] > 0
+        assert row["measured_us"] > 0
+        assert not [row for row in group["calls"] if row["collective"] == "barrier"]
