@@ -1,4 +1,4 @@
-"""What a running job has learnt of its links, as a profile of its own, and taken over into another one when somebody asks. Pure.
+"""Learnt profiles: what a running job has found out of its links, and how it is taken over into another profile. Pure.
 
 Nothing is written over: a job offers a profile beside the one that it was given, which says in its environment from which one it
 was learnt, where and when; :func:`merge_learnt` makes a third one of the two.
@@ -24,7 +24,7 @@ _FROM, _FABRIC, _NODES, _WHERE, _WHEN = (f"learnt.{name}" for name in ("from", "
 
 @dataclass(frozen=True)
 class Learning:
-    """What was learnt: against which profile (its fingerprint ``base``), by which group, at which Unix time.
+    """A job's findings: against which profile (its fingerprint ``base``), by which group, at which Unix time.
 
     ``fabric_rate``: the rate of links between nodes, of what that profile says; 1.0: as it says. ``node_rates``: the card of
     each of these nodes beside the usual one.

@@ -1,4 +1,4 @@
-"""What becomes of a rank's audit: a file of its own while the job runs and when it ends, a table on rank 0 at exit.
+"""The way out of a rank's audit: a file of its own while the job runs and when it ends, a table on rank 0 at exit.
 
 A rank that a signal ends runs nothing at exit, and torchrun's agent, as schedulers do, sends SIGTERM to the ranks that are left.
 So the file is written anew every half a minute too, as often as anybody scrapes it: a signal costs what came after.
@@ -22,7 +22,7 @@ import msgspec
 from commlayer.auditing.audit_files import AuditedGroup, RankAudit, write_audit
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
-from commlayer.auditing.words import COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
+from commlayer.auditing.words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
 
@@ -135,7 +135,7 @@ def print_audit(found: RankAudit) -> None:
     console = Console(stderr=True, width=width, highlight=False, emoji=False, markup=False)
     title = f"commlayer, what calls were promised to take and took on rank {found.rank}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in COLUMNS:
+    for column in AUDIT_COLUMNS:
         table.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     for group in groups:
         for calls in group.calls:

@@ -44,12 +44,12 @@ class CallTotals:
 
     @property
     def promised_each_us(self) -> float:
-        """What was promised for a call, µs."""
+        """The time that was promised for a call, µs."""
         return self.promised_us / self.rank_calls
 
     @property
     def measured_each_us(self) -> float:
-        """What a call took, µs."""
+        """The time that a call took, µs."""
         return self.measured_us / self.rank_calls
 
     def add(self, rank: int, calls: AuditedCalls) -> None:
@@ -118,7 +118,7 @@ class GroupTotals:
 
     @property
     def lost_us(self) -> float:
-        """By how much a rank's calls took longer than was promised, µs; below 0: shorter."""
+        """The time by which a rank's calls took longer than was promised, µs; below 0: shorter."""
         return self.measured_us - self.promised_us
 
     @property
@@ -135,7 +135,7 @@ class GroupTotals:
 
     @property
     def plan_us(self) -> float | None:
-        """What is left of :attr:`lost_us` for the plans and the links, µs; None where nobody knows who came late."""
+        """The rest of :attr:`lost_us`, which plans and links are to blame for, µs; None where nobody knows who came late."""
         return None if self.late_us is None else self.lost_us - self.late_us
 
     @property

@@ -1,4 +1,4 @@
-"""What an audit says, in rows and sentences: the same at exit, in ``commlayer audit`` and on its page."""
+"""Rows and sentences that say what an audit holds: the same at exit, in ``commlayer audit`` and on its page."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from datetime import datetime, timezone
 from commlayer.auditing.job_audit import CallTotals, GroupTotals
 from commlayer.units import format_bytes, format_us
 
-__all__ = ["COLUMNS", "MOST_EVENTS", "MOST_LATE", "call_cells", "clock_text", "event_lines", "group_lines", "signed_us"]
+__all__ = [
+    "AUDIT_COLUMNS",
+    "MOST_EVENTS",
+    "MOST_LATE",
+    "call_cells",
+    "clock_text",
+    "event_lines",
+    "group_lines",
+    "signed_us",
+]
 
-COLUMNS = ("group", "collective", "plan", ">up to", ">calls", ">promised", ">measured", ">ratio")
+AUDIT_COLUMNS = ("group", "collective", "plan", ">up to", ">calls", ">promised", ">measured", ">ratio")
 """The columns of :func:`call_cells`; those with ">" are numbers, of one call."""
 MOST_LATE, MOST_EVENTS = 3, 5
 

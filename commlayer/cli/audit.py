@@ -10,7 +10,7 @@ import click
 
 from commlayer.auditing.audit_files import RankAudit, read_audits
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
-from commlayer.auditing.words import COLUMNS, call_cells, event_lines, group_lines, signed_us
+from commlayer.auditing.words import AUDIT_COLUMNS, call_cells, event_lines, group_lines, signed_us
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.tables import echo, print_json, print_table, rounded
@@ -103,7 +103,7 @@ def _show(audit: JobAudit, show_all: bool) -> None:
     rows = [(group, calls) for group in audit.groups for calls in group.calls]
     shown = _shown(rows, show_all)
     if shown:
-        columns = [*COLUMNS, ">lost a rank", ">worst rank"]
+        columns = [*AUDIT_COLUMNS, ">lost a rank", ">worst rank"]
         cells = [[*call_cells(group, calls), _lost(group, calls), _worst(calls)] for group, calls in shown]
         print_table(columns, cells, title="Promised and measured: mean of a call, over ranks")
         if len(shown) < len(rows):

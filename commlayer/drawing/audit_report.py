@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit
-from commlayer.auditing.words import COLUMNS, call_cells, clock_text, group_lines
+from commlayer.auditing.words import AUDIT_COLUMNS, call_cells, clock_text, group_lines
 from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
 from commlayer.drawing.page import cards, figure, page, section, table
 from commlayer.profiles.files import write_file
@@ -23,7 +23,7 @@ _GUIDE = """<dl>
 <dt>promised</dt><dd>what calls were expected to take, by the profile and by trials, when they were made; the mean.</dd>
 <dt>measured</dt><dd>what they took, from start to end, waiting for ranks that came later included; the mean over ranks.</dd>
 <dt>ratio</dt><dd>measured over promised: above 1 slower than promised.</dd>
-<dt>late</dt><dd>of a call that ends on no rank before all have come, the rank whose own time is shortest came last, and the others
+<dt>late</dt><dd>of a call that ends on no rank before all have come, the rank of the shortest time came last, and the others
 waited for it: by how much longer the middle rank took is what that cost. The group's first rank compares what it comes to.</dd>
 <dt>plans and links</dt><dd>what is left of measured minus promised without that waiting.</dd>
 <dt>events</dt><dd>plans changed on all ranks before the same call, or links were measured and were found to be as they were.</dd>
@@ -153,7 +153,9 @@ def _groups(groups: Sequence[GroupTotals]) -> Iterable[str]:
 
 
 def _calls(group: GroupTotals) -> str:
-    head = "".join(f"<th>{escape(name.lstrip('>'))}</th>" for name in COLUMNS[1:]) + "<th></th><th>worst rank</th>"
+    head = (
+        "".join(f"<th>{escape(name.lstrip('>'))}</th>" for name in AUDIT_COLUMNS[1:]) + "<th></th><th>worst rank</th>"
+    )
     widest = max([calls.ratio for calls in group.calls] + [1.0])
     return table(head, [_call_row(group, calls, widest) for calls in group.calls])
 
