@@ -26,7 +26,15 @@ from commlayer.auditing.words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, eve
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
 
-__all__ = ["AuditReport", "JobStore", "agreed_job", "audit_report", "close_audit_report", "open_audit_report"]
+__all__ = [
+    "AuditReport",
+    "JobStore",
+    "agreed_job",
+    "audit_report",
+    "close_audit_report",
+    "note_job_over",
+    "open_audit_report",
+]
 
 _EVERY_S = 30.0
 _JOB_KEY = "commlayer/audit/job"
@@ -54,6 +62,8 @@ class AuditReport:
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self.is_over = False
+        """Whether the job's default group is gone: what is written then is all there is."""
         self._learnt: dict[str, tuple[str, Path]] = {}
         self._complaint = ""
         if folder is not None:
@@ -88,7 +98,7 @@ class AuditReport:
                 return
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                write_audit(self.folder, self.audit(is_final=is_final))
+                write_audit(self.folder, self.audit(is_final=is_final or self.is_over))
                 self._write_learnt(self.folder)
             except (OSError, ValueError) as error:
                 complaint = f"rank {self.rank}: the audit cannot be written to {self.folder}: {error}"
@@ -183,6 +193,14 @@ def open_audit_report(*, job: str, rank: int, world_size: int, folder: str | Non
         atexit.register(close_audit_report)
     place = Path(folder) if folder else None
     _report = AuditReport(job=job, rank=rank, world_size=world_size, folder=place, is_printed=is_printed)
+
+
+def note_job_over() -> None:
+    """Write now: the default group is gone, and some programs end without running what is registered at exit, as children that
+    multiprocessing forks do."""
+    if _report is not None:
+        _report.is_over = True
+        _report.write()
 
 
 def close_audit_report() -> None:

@@ -115,7 +115,8 @@ class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The audit of one rank: who it is, when it was written (Unix time), and what its groups did until then.
 
-    ``job``: the same on all ranks of a job, and of no other. ``is_final``: whether it was written at exit.
+    ``job``: the same on all ranks of a job, and of no other. ``is_final``: whether it was written when the
+    job had ended.
     """
 
     format: Literal["commlayer-audit"] = AUDIT_FORMAT

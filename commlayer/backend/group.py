@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
+from commlayer.auditing.at_exit import note_job_over
 from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend import world
@@ -289,7 +290,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _stop(self, *, drain: bool) -> None:
         self._ending.stop(drain=drain)
-        world.forget(self)
+        if world.forget(self):
+            note_job_over()
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""

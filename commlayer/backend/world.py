@@ -102,11 +102,13 @@ def remember(world: World, group: object) -> None:
     _current = world, group
 
 
-def forget(group: object) -> None:
-    """The default group is gone."""
+def forget(group: object) -> bool:
+    """Forget what ``group`` agreed on, where it was the default group, and return whether it was."""
     global _current
-    if _current is not None and _current[1] is group:
-        _current = None
+    if _current is None or _current[1] is not group:
+        return False
+    _current = None
+    return True
 
 
 def read_settings() -> tuple[Settings, CommlayerError | None]:

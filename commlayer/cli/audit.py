@@ -81,7 +81,7 @@ def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
         )
     if audit.unfinished:
         notes.append(
-            f"{_ranks(audit.unfinished)} did not write at exit: still running, or killed; what came after the last half minute "
+            f"{_ranks(audit.unfinished)} did not write at the end: still running, or killed; what came in the last half minute "
             "is not here"
         )
     if not audit.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,30 @@ def test_the_file_is_written_while_the_job_runs(tmp_path: Path, monkeypatch: pyt
     while not (tmp_path / audit_name(0)).exists():
         time.sleep(0.01)  # pytest's own time limit ends this where nothing is written
     assert not read_audits(tmp_path)[0].is_final
+    open_.close()
+
+
+def test_a_rank_that_a_signal_ends_has_left_what_it_wrote_last(tmp_path: Path) -> None:
+    """torchrun's agent sends SIGTERM to the ranks that are left."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        report(tmp_path).write()
+        signal.alarm(60)
+        signal.pause()
+    while not (tmp_path / audit_name(0)).exists():
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    assert not read_audits(tmp_path)[0].is_final
+
+
+def test_the_file_of_a_job_that_is_over_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = report(tmp_path)
+    monkeypatch.setattr(at_exit, "_report", open_)
+    at_exit.note_job_over()
+    open_.write()
+    assert read_audits(tmp_path)[0].is_final
     open_.close()
 
 
@@ -172,7 +197,6 @@ def test_what_a_job_has_learnt_is_offered_beside_its_profile(emulated_cluster: C
             dist.barrier()
             seen.append(sorted(each.name for each in folder.glob("learnt-*")))
             dist.barrier()
-        at_exit.close_audit_report()
         dist.destroy_process_group()
         return seen
 

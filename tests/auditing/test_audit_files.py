@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,8 +277,21 @@ def test_the_command_says_what_is_missing(folder: Path) -> None:
     write_audit(folder, audit_of(2, is_final=False))
     result = call("audit", str(folder))
     assert "note: no file of rank 3 of 4" in result.stderr
-    assert "note: rank 2 did not write at exit" in result.stderr
+    assert "note: rank 2 did not write at the end" in result.stderr
     assert "no file" not in call("audit", str(folder / audit_name(0))).stderr  # one file was asked for
+
+
+@pytest.mark.parametrize("way", ["--json", "--prometheus"])
+def test_the_command_imports_nothing_heavy(folder: Path, way: str) -> None:
+    code = (
+        "import sys\nfrom commlayer.cli.main import main\n"
+        "try: main(sys.argv[1:], prog_name='commlayer')\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "sys.exit(','.join({'torch', 'numpy', 'scipy', 'matplotlib', 'rich'}.intersection(sys.modules)) or 0)"
+    )
+    command = [sys.executable, "-c", code, "audit", str(folder), way]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_json_has_it_all(folder: Path) -> None:
