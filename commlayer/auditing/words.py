@@ -21,6 +21,8 @@ __all__ = [
 AUDIT_COLUMNS = ("group", "collective", "plan", ">up to", ">calls", ">promised", ">measured", ">ratio")
 """The columns of :func:`call_cells`; those with ">" are numbers, of one call."""
 MOST_LATE, MOST_EVENTS = 3, 5
+_OUTSTANDING, _OF_ALL = 2.0, 0.75
+"""How many times as long as for a usual rank the others wait for one that is named; of two ranks, this part of all waiting."""
 
 
 def call_cells(group: GroupTotals, calls: CallTotals) -> list[str]:
@@ -45,16 +47,25 @@ def _short_name(group: GroupTotals) -> str:
 def group_lines(group: GroupTotals) -> list[str]:
     """Sentences on one group: what was lost, to whom, and over which links. Events are :func:`event_lines`."""
     lines = [_lost_line(group)] if group.calls else []
-    lines += [
-        f"rank {late.rank} came last to {late.calls} of {group.compared_calls} calls that were compared; the others waited "
-        f"{format_us(late.waited_us)} for it"
-        for late in group.late[:MOST_LATE]
-        if late.waited_us
-    ]
+    lines += _late_lines(group)
     if abs(group.fabric_rate - 1.0) > 1e-6:
         lines.append(f"links between nodes: planned with at {group.fabric_rate:.0%} of their rate at the start")
     lines += [f"slow: {node}" for node in group.slow_nodes]
     return lines
+
+
+def _late_lines(group: GroupTotals) -> list[str]:
+    """The ranks for which the others waited much longer than for a usual one: some rank always comes last."""
+    usual_us = sum(late.waited_us for late in group.late) / len(group.ranks)
+    least_us = min(_OUTSTANDING, _OF_ALL * len(group.ranks)) * usual_us
+    outstanding = [late for late in group.late[:MOST_LATE] if usual_us and late.waited_us >= least_us]
+    if usual_us and not outstanding:
+        return ["ranks took turns in coming last: none cost the others twice what a usual one did"]
+    return [
+        f"rank {late.rank} came last to {late.calls} of {group.compared_calls} calls that were compared; the others waited "
+        f"{format_us(late.waited_us)} for it"
+        for late in outstanding
+    ]
 
 
 def _lost_line(group: GroupTotals) -> str:

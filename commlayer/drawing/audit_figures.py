@@ -21,6 +21,8 @@ __all__ = ["audit_figure", "events_figure", "late_figure", "plain_name"]
 
 _MOST_RANKS, _MOST_GROUPS = 16, 16
 _LONGEST_NAME = 40
+_WIDE = 1000.0
+"""From so many times the shortest on, an axis of times has a number at powers of ten only."""
 
 
 @styled
@@ -76,8 +78,13 @@ def _time_axes(axes: Axes, rows: Sequence[CallTotals]) -> None:
     axes.set_xlim(limits)
     axes.set_ylim(limits)
     axes.set_aspect("equal")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    is_wide = limits[1] > _WIDE * limits[0]
     for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
         axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("promised (ms)")
     axes.set_ylabel("measured (ms)")
     axes.set_title("Calls, by group, plan and size")

@@ -241,6 +241,13 @@ def test_waiting_for_late_ranks_is_told_from_what_plans_cost(folder: Path) -> No
     assert slow == "slow: node 1 of the group (node1), ranks 2, 3: 40% of the usual rate"
 
 
+def test_where_ranks_take_turns_in_coming_last_none_is_named() -> None:
+    late = tuple(AuditedLateness(rank=rank, calls=5, waited_us=900.0 + 100 * rank) for rank in range(4))
+    (group,) = merge_audits([audit_of(0, group_of(0, late=late))]).groups
+    assert [line for line in group_lines(group) if "rank " in line and "came last to" in line] == []
+    assert any(line.startswith("ranks took turns in coming last") for line in group_lines(group))
+
+
 def test_without_the_first_rank_nobody_knows_who_was_late(folder: Path) -> None:
     (folder / audit_name(0)).unlink()
     job = merge_audits(read_audits(folder))
