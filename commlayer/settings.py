@@ -40,7 +40,7 @@ class Settings:
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
         intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
             where they have it, except on an emulated cluster whose inside is shaped.
-        stats: ``1`` prints :func:`commlayer.stats` at exit.
+        stats: ``1`` prints :func:`commlayer.stats` and :func:`commlayer.audit` at exit.
         as_backend: (``COMMLAYER_AS``) ``gloo`` or ``nccl``, the name under which trainers get this backend that accept only
             names they know.
         cache: the folder of measured profiles.
@@ -52,7 +52,9 @@ class Settings:
         trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.3 s as predicted, where the
             profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
         replan: ``on`` has ranks time their links when calls have become slower or faster, and plan by what they find, while the
-            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/audit.md).
+            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/replanning.md).
+        audit: the folder into which every rank writes what its calls were promised to take and took, for ``commlayer audit``,
+            every half a minute and at exit (docs/audit.md).
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
     """
@@ -73,6 +75,7 @@ class Settings:
     lane_share: float = 0.05
     trials: str = "auto"
     replan: str = "on"
+    audit: str | None = None
     trace: str | None = None
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
+from commlayer.auditing.at_exit import note_job_over
 from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend import world
@@ -87,6 +88,11 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
         self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
         self.start_over = encodings.start_over
+
+    def place_in_profile(self, places: tuple[int, ...]) -> None:
+        """Say which of the profile's nodes the group's are; empty: not known."""
+        if self._calls.ledger is not None:
+            self._calls.ledger.places = places
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -293,7 +299,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _stop(self, *, drain: bool) -> None:
         self._ending.stop(drain=drain)
-        world.forget(self)
+        if world.forget(self):
+            note_job_over()
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
