@@ -1,0 +1,173 @@
+"""A snapshot of this process: its ring as the log of a rank, with lines of files for offsets, and where its threads are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter_ns as now
+from types import CodeType, FrameType
+from typing import Any
+
+from commlayer.diagnosis.records import MESSAGES, CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
+from commlayer.diagnosis.ring import (
+    ANY,
+    Entry,
+    Track,
+    is_inside,
+    opened_tracks,
+    recorded_calls,
+    waiting_threads,
+)
+
+__all__ = ["rank_log"]
+
+
+def rank_log(
+    job: str,
+    rank: int,
+    ranks: Sequence[int],
+    reason: str,
+    gone: Mapping[int, str],
+    most_calls: int | None = None,
+    is_done: Callable[[Track], int] = lambda track: track.done,
+) -> RankLog:
+    """The log of this rank, of ``most_calls`` calls at most, the last ones. From any thread.
+
+    ``is_done``: how many calls of a group have ended, for who can ask the calls under way.
+    """
+    entries = recorded_calls()
+    waiting = waiting_threads()
+    tracks = list(dict.fromkeys([*opened_tracks(), *(entry[0] for entry in entries)]))
+    index = {track: place for place, track in enumerate(tracks)}
+    done = [is_done(track) for track in tracks]
+    kept = entries if most_calls is None else entries[-most_calls:]
+    held = {entry[10] for entry in kept}
+    # A thread's last call is what it may wait in: it is kept however old it is.
+    older = {entry[10]: entry for entry in entries[: len(entries) - len(kept)] if entry[10] not in held}
+    return RankLog(
+        job=job,
+        rank=rank,
+        ranks=tuple(ranks),
+        reason=reason,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        now_ns=now(),
+        groups=tuple(_group(track, done[place]) for place, track in enumerate(tracks)),
+        calls=tuple(_call(entry, index[entry[0]], done[index[entry[0]]]) for entry in [*older.values(), *kept]),
+        waits=tuple(
+            WaitLog(
+                thread=ident,
+                group=index[each.track],
+                kind=each.kind,
+                number=each.number,
+                peer=each.peer,
+                tag=each.tag,
+                site=_site(each.code, each.offset),
+                since_ns=each.since_ns,
+            )
+            for ident, each in waiting.items()
+            if each.track in index
+        ),
+        threads=tuple(_threads()),
+        gone=dict(gone),
+    )
+
+
+def _group(track: Track, done: int) -> GroupLog:
+    described = track.describe()
+    return GroupLog(
+        key=track.key,
+        name=track.name,
+        ranks=track.ranks,
+        description="" if described == "undefined" else described,
+        lane=track.lane(),
+        issued=track.issued,
+        done=done,
+        messages=tuple(MessageCount(*key, count) for key, count in list(track.messages.items())),
+    )
+
+
+def _call(entry: Entry, group: int, done: int) -> CallLog:
+    track, number, kind, dtype, sent, received, opts, splits, code, offset, thread, issued_ns = entry
+    common: dict[str, Any] = {
+        "group": group,
+        "number": number,
+        "kind": kind,
+        "site": _site(code, offset),
+        "dtype": "" if dtype is None else str(dtype).removeprefix("torch."),
+        "sent": sent,
+        "received": received,
+        "thread": thread,
+        "issued_ns": issued_ns,
+    }
+    if kind in MESSAGES:
+        peer, tag = opts
+        is_done = track.settled.get((kind, peer, tag), 0) >= number
+        return CallLog(peer=peer, tag=tag, is_async=True, state="done" if is_done else "started", **common)
+    to, of = _in_bytes(splits, sent, received, len(track.ranks))
+    state = "done" if number <= done else "started" if number == done + 1 else "issued"
+    root = getattr(opts, "rootRank", ANY)
+    return CallLog(
+        op=_operation(opts),
+        root=track.ranks[root] if 0 <= root < len(track.ranks) else ANY,
+        to=to,
+        of=of,
+        is_async=bool(getattr(opts, "asyncOp", False)),
+        state=state,
+        **common,
+    )
+
+
+def _operation(opts: Any) -> str:
+    reduce = getattr(opts, "reduceOp", None)
+    return "" if reduce is None else str(getattr(getattr(reduce, "op", reduce), "name", reduce))
+
+
+def _in_bytes(
+    splits: Any, sent: int, received: int, size: int
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The bytes for and from each member; ``splits``: rows of what comes and of what goes, empty: even; None: none."""
+    if splits is None:
+        return None, None
+    coming, going = splits
+    return _shares(going, sent, size), _shares(coming, received, size)
+
+
+def _shares(rows: Sequence[int] | None, num_bytes: int, size: int) -> tuple[int, ...] | None:
+    if rows is None or num_bytes < 0:
+        return None
+    if not rows:
+        return (num_bytes // size,) * size
+    total = sum(rows)
+    return tuple(count * num_bytes // total if total else 0 for count in rows)
+
+
+def _site(code: CodeType, offset: int) -> Site:
+    line = 0
+    for start, end, number in code.co_lines():
+        if start <= offset < end and number is not None:
+            line = number
+            break
+    return Site(code.co_filename, line or code.co_firstlineno, getattr(code, "co_qualname", code.co_name))
+
+
+def _threads() -> list[ThreadLog]:
+    """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, "")
+        if ident != threading.get_ident() and not name.startswith("commlayer"):
+            found.append(ThreadLog(ident=ident, name=name, site=_outside(frame)))
+    return found
+
+
+def _outside(frame: FrameType) -> Site:
+    inner: FrameType | None = frame
+    while inner is not None and is_inside[inner.f_code.co_filename]:
+        inner = inner.f_back
+    inner = inner or frame
+    return _site(inner.f_code, inner.f_lasti)
