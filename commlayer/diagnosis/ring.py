@@ -80,7 +80,8 @@ class Track:
     """One group's calls as this rank made them. ``key``: the group's alone in the job; ``ranks``: its members (global).
 
     ``issued``: how many collectives the program has called; ``done``: how many have ended well; ``messages``: how many messages
-    of a kind, with that peer (global) and tag; ``settled``: how many of them somebody has waited for.
+    of a kind, with that peer (global) and tag; ``settled``: how many of them somebody has waited for. ``ended`` knows of calls
+    that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives.
     """
 
     __slots__ = (
@@ -88,6 +89,7 @@ class Track:
         "_append",
         "describe",
         "done",
+        "ended",
         "issued",
         "key",
         "lane",
@@ -109,6 +111,7 @@ class Track:
         self._append, self.key, self.name, self.ranks = append, key, name, tuple(ranks)
         self.describe, self.lane = describe, lane
         self.issued = self.done = 0
+        self.ended: Callable[[], int] | None = None
         self.messages: dict[tuple[str, int, int], int] = {}
         self.settled: dict[tuple[str, int, int], int] = {}
 

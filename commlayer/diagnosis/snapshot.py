@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns as now
 from types import CodeType, FrameType
 from typing import Any
@@ -24,6 +25,9 @@ from commlayer.diagnosis.ring import (
 
 __all__ = ["rank_log"]
 
+OUR_THREADS = "commlayer"
+"""The beginning of the names of our own threads, which no program waits in."""
+
 
 def rank_log(
     job: str,
@@ -32,18 +36,15 @@ def rank_log(
     reason: str,
     gone: Mapping[int, str],
     most_calls: int | None = None,
-    is_done: Callable[[Track], int] = lambda track: track.done,
 ) -> RankLog:
-    """The log of this rank, of ``most_calls`` calls at most, the last ones. From any thread.
-
-    ``is_done``: how many calls of a group have ended, for who can ask the calls under way.
-    """
+    """The log of this rank, of ``most_calls`` calls at most, the last ones. From any thread."""
     entries = recorded_calls()
     waiting = waiting_threads()
     tracks = list(dict.fromkeys([*opened_tracks(), *(entry[0] for entry in entries)]))
     index = {track: place for place, track in enumerate(tracks)}
-    done = [is_done(track) for track in tracks]
+    done = [_ended(track) for track in tracks]
     kept = entries if most_calls is None else entries[-most_calls:]
+    names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
     held = {entry[10] for entry in kept}
     # A thread's last call is what it may wait in: it is kept however old it is.
     older = {entry[10]: entry for entry in entries[: len(entries) - len(kept)] if entry[10] not in held}
@@ -69,11 +70,18 @@ def rank_log(
                 since_ns=each.since_ns,
             )
             for ident, each in waiting.items()
-            if each.track in index
+            if each.track in index and not names.get(ident, "").startswith(OUR_THREADS)
         ),
-        threads=tuple(_threads()),
+        threads=tuple(_threads(names)),
         gone=dict(gone),
     )
+
+
+def _ended(track: Track) -> int:
+    if track.ended is not None:
+        with contextlib.suppress(Exception):  # a group that is being made, or let go of
+            return max(track.done, track.ended())
+    return track.done
 
 
 def _group(track: Track, done: int) -> GroupLog:
@@ -137,7 +145,7 @@ def _in_bytes(
 
 
 def _shares(rows: Sequence[int] | None, num_bytes: int, size: int) -> tuple[int, ...] | None:
-    if rows is None or num_bytes < 0:
+    if rows is None or num_bytes < 0 or (rows and len(rows) != size):
         return None
     if not rows:
         return (num_bytes // size,) * size
@@ -154,13 +162,12 @@ def _site(code: CodeType, offset: int) -> Site:
     return Site(code.co_filename, line or code.co_firstlineno, getattr(code, "co_qualname", code.co_name))
 
 
-def _threads() -> list[ThreadLog]:
+def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
     """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "")
-        if ident != threading.get_ident() and not name.startswith("commlayer"):
+        if ident != threading.get_ident() and not name.startswith(OUR_THREADS):
             found.append(ThreadLog(ident=ident, name=name, site=_outside(frame)))
     return found
 
