@@ -115,7 +115,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else self._inner.timeout
         track = self._order.track
-        number = track.note("monitored_barrier", None, 0, 0, None)
+        number = track.note("monitored_barrier", None, 0, 0, None, False)
         self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
         track.done = number
 

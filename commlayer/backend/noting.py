@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["Noted", "noted"]
 
-Noted = tuple[Any, int, int, Any, Any]
+Noted = tuple[Any, int, int, Any, bool, Any]
 """The arguments of :meth:`commlayer.diagnosis.ring.Track.note` after the kind."""
 
 _STRIDED = torch.strided
@@ -23,22 +23,22 @@ def noted(args: Sequence[Any], opts: Any) -> Noted:
     try:
         return _noted(args, opts)
     except Exception:  # noqa: BLE001  the verb says what is wrong with them
-        return None, -1, -1, opts, None
+        return None, -1, -1, opts, opts.asyncOp, None
 
 
 def _noted(args: Sequence[Any], opts: Any) -> Noted:
     if len(args) == 1:
-        return None, 0, 0, opts, None
+        return None, 0, 0, opts, opts.asyncOp, None
     moved = args[1:-1]
     if len(moved) == 1 and callable(args[-1]):  # in a wire format, or over rails: ranks may have sizes of their own
-        return moved[0].dtype, -1, -1, opts, None
+        return moved[0].dtype, -1, -1, opts, opts.asyncOp, None
     if len(moved) == 1:
         tensors = moved[0]
         num_bytes = -1 if any(x.layout is not _STRIDED for x in tensors) else _num_bytes(tensors)
-        return tensors[0].dtype, num_bytes, num_bytes, opts, None
+        return tensors[0].dtype, num_bytes, num_bytes, opts, opts.asyncOp, None
     output, input = moved[0], moved[1]
     if isinstance(output, torch.Tensor) and isinstance(input, torch.Tensor):
-        return input.dtype, _num_bytes(input), _num_bytes(output), opts, moved[2:4] or None
+        return input.dtype, _num_bytes(input), _num_bytes(output), opts, opts.asyncOp, moved[2:4] or None
     return _noted_lists(output, input, opts)
 
 
@@ -46,13 +46,13 @@ def _noted_lists(output: Any, input: Any, opts: Any) -> Noted:
     """One list and one tensor, or as many tensors each way."""
     dtype = _first(input).dtype if _has_any(input) else _first(output).dtype
     if hasattr(opts, "rootRank"):  # only the root has the list
-        return dtype, -1, -1, opts, None
+        return dtype, -1, -1, opts, opts.asyncOp, None
     sent, received = _num_bytes(input), _num_bytes(output)
     if isinstance(input, torch.Tensor):  # all_gather: a tensor comes from each rank
-        return dtype, sent, received, opts, ([_num_bytes(x) for x in output], None)
+        return dtype, sent, received, opts, opts.asyncOp, ([_num_bytes(x) for x in output], None)
     if isinstance(output, torch.Tensor) or not _is_row(output) or not _is_row(input):
-        return dtype, sent, received, opts, None
-    return dtype, sent, received, opts, ([_num_bytes(x) for x in output], [_num_bytes(x) for x in input])
+        return dtype, sent, received, opts, opts.asyncOp, None
+    return dtype, sent, received, opts, opts.asyncOp, ([_num_bytes(x) for x in output], [_num_bytes(x) for x in input])
 
 
 def _num_bytes(tensors: Any) -> int:

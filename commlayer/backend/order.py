@@ -67,7 +67,7 @@ class Order:
 
     def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
-        number = self.track.note(label, *noted(args, opts))
+        number = self.track.note(label, *noted(args, opts), depth=4)
         task, args = self._run_noted, (number, task, *args)
         work = self._issue(opts, label, outputs, task, args)
         if isinstance(work, QueuedWork):

@@ -139,9 +139,9 @@ def in_place(row: Verb) -> Method:
             ):
                 if not opts.asyncOp:
                     num_bytes, track = x.nbytes, order.track
-                    number = track.note(collective, x.dtype, num_bytes, num_bytes, opts)
+                    started = now()
+                    number = track.note(collective, x.dtype, num_bytes, num_bytes, opts, False, None, started)
                     try:
-                        started = now()
                         work = self._calls.wait(
                             collective, num_bytes, started, inner(order.inner.gloo)(tensors, opts), opts
                         )
@@ -152,7 +152,7 @@ def in_place(row: Verb) -> Method:
                 elif fits is None or fits(x, opts):
                     num_bytes = x.nbytes
                     work = inner(order.inner.gloo)(tensors, opts)
-                    order.track.note(collective, x.dtype, num_bytes, num_bytes, opts)
+                    order.track.note(collective, x.dtype, num_bytes, num_bytes, opts, True)
                     return self._calls.under_way(collective, num_bytes, work, opts, tensors)
         if type(opts) is not options or not takes_as_it_is:
             tensors = named.pop("tensor", tensors)
@@ -220,16 +220,16 @@ def pair(row: Verb) -> Method:
                 )
             )
         ):
-            track = order.track
-            number = track.note(collective, input.dtype, input.nbytes, output.nbytes, opts)
+            track, sent, received, is_async = order.track, input.nbytes, output.nbytes, opts.asyncOp
             started = now()
+            number = track.note(collective, input.dtype, sent, received, opts, is_async, None, started)
             try:
                 work = inner(order.inner.gloo)(output, input, opts)
             except refuses:
                 track.take_back(number)
             else:
-                num_bytes = input.nbytes if scatters else output.nbytes
-                if opts.asyncOp:
+                num_bytes = sent if scatters else received
+                if is_async:
                     return self._calls.under_way(collective, num_bytes, work, opts, [output])
                 try:
                     work = self._calls.wait(collective, num_bytes, started, work, opts)
@@ -353,10 +353,11 @@ def exchange(row: Verb) -> Method:
                 sent = sent_bytes(self._members, num_bytes, input_split_sizes)
             track = order.track
             splits = output_split_sizes, input_split_sizes
-            number = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, splits)
             started = now()
+            is_async = opts.asyncOp
+            number = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, is_async, splits, started)
             work = inner(order.inner.gloo)(output, input, output_split_sizes, input_split_sizes, opts)
-            if opts.asyncOp:
+            if is_async:
                 return calls.under_way(collective, num_bytes, work, opts, [output], sent)
             work = calls.wait(collective, num_bytes, started, work, opts, sent)
             track.done = number

@@ -22,7 +22,7 @@ _FIELDS: tuple[tuple[str, Callable[[CallLog], object]], ...] = (
     ("collective", lambda call: call.kind),
     ("dtype", lambda call: call.dtype),
     ("operation", lambda call: call.op),
-    ("root", lambda call: call.root),
+    ("root", lambda call: call.root if call.root >= 0 else ""),
 )
 
 
@@ -40,7 +40,7 @@ class Unlike(msgspec.Struct, frozen=True, kw_only=True):
 def shared_signature(call: CallLog) -> tuple[object, ...]:
     """The part of a call that all ranks must have alike, as far as one rank can say it."""
     size = call.sent if call.kind in _SENT_ALIKE and call.of is None else -1
-    return call.kind, call.dtype, call.op, call.root, size
+    return call.kind, call.dtype, size  # operation and root are known of a group's last call only
 
 
 def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:

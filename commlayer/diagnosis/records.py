@@ -101,7 +101,7 @@ class ThreadLog(msgspec.Struct, frozen=True, kw_only=True):
     site: Site
 
 
-class RankLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RankLog(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank) or ``signal``.
 
     ``gone``: ranks of which the failure detector knows that they have ended, and how. ``now_ns``: the rank's own clock.

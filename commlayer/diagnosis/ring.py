@@ -20,8 +20,8 @@ from pathlib import Path
 from sys import _getframe
 from threading import get_ident
 from time import perf_counter_ns as now
-from types import CodeType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any
 
 __all__ = [
     "ANY",
@@ -29,9 +29,9 @@ __all__ = [
     "Silent",
     "Track",
     "Waiting",
-    "is_inside",
     "open_track",
     "opened_tracks",
+    "outside",
     "recorded_calls",
     "waiting_threads",
 ]
@@ -40,21 +40,14 @@ ANY = -1
 """The peer of a receive from whoever sends first."""
 
 Entry = tuple["Track", int, str, Any, int, int, Any, Any, CodeType, int, int, int]
-"""A call: its group, number, kind, dtype, bytes sent and received (−1: no two ranks need have them alike), torch's options (of a
-message its peer and tag), splits, call site (code, offset), thread, and when it was issued, ns."""
+"""A call: its group, number, kind, dtype, bytes sent and received (−1: no two ranks need have them alike), whether it returns
+before its end (of a message its peer and tag), splits, call site (code, offset), thread, and when it was issued, ns."""
 
 
-class Waiting(NamedTuple):
-    """A thread's wait for a call that was made earlier: call ``number`` of that kind, or a message to or from ``peer``."""
-
-    track: Track
-    kind: str
-    number: int
-    peer: int
-    tag: int
-    code: CodeType
-    offset: int
-    since_ns: int
+Waiting = tuple["Track", str, int, int, int, CodeType, int, int]
+"""A thread's wait for a call that was made earlier: its group, kind, number, peer and tag, the place of the wait (code, offset),
+and since when, ns."""
+_MESSAGES = ("send", "recv")
 
 
 class _Inside(dict[str, bool]):
@@ -70,10 +63,12 @@ class _Inside(dict[str, bool]):
         return found
 
 
-is_inside = _Inside()
+_is_inside = _Inside()
 _tracks: weakref.WeakSet[Track] = weakref.WeakSet()
 _waiting: dict[int, Waiting] = {}
 _calls: deque[Entry] = deque(maxlen=0)
+_usual: CodeType | None = None
+"""The code whose caller is the program, in most calls."""
 
 
 class Track:
@@ -81,7 +76,8 @@ class Track:
 
     ``issued``: how many collectives the program has called; ``done``: how many have ended well; ``messages``: how many messages
     of a kind, with that peer (global) and tag; ``settled``: how many of them somebody has waited for. ``ended`` knows of calls
-    that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives.
+    that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives. ``latest``: torch's
+    options of the last call; to keep those of all calls costs as much as all else.
     """
 
     __slots__ = (
@@ -93,6 +89,7 @@ class Track:
         "issued",
         "key",
         "lane",
+        "latest",
         "messages",
         "name",
         "ranks",
@@ -112,21 +109,54 @@ class Track:
         self.describe, self.lane = describe, lane
         self.issued = self.done = 0
         self.ended: Callable[[], int] | None = None
+        self.latest: Any = None
         self.messages: dict[tuple[str, int, int], int] = {}
         self.settled: dict[tuple[str, int, int], int] = {}
 
-    def note(self, kind: str, dtype: Any, sent: int, received: int, opts: Any, splits: Any = None) -> int:
-        """A collective is called by the caller of the function that calls this. Returns its number, from 1."""
-        frame = first = _getframe(2)
-        while is_inside[frame.f_code.co_filename]:
-            outer = frame.f_back
-            if outer is None:
-                frame = first
-                break
-            frame = outer
+    def note(
+        self,
+        kind: str,
+        dtype: Any,
+        sent: int,
+        received: int,
+        opts: Any,
+        is_async: bool,
+        splits: Any = None,
+        issued_ns: int = 0,
+        depth: int = 3,
+    ) -> int:
+        """A collective is called by the caller of the function that calls this. Returns its number, from 1.
+
+        ``depth``: so many frames away is the outermost of torch's own, as a rule.
+        """
+        global _usual
+        try:
+            inner = _getframe(depth)
+        except ValueError:  # a thread that begins here
+            inner = _getframe(1)
+        code = inner.f_code
+        frame = inner.f_back if code is _usual else None
+        if frame is None or _is_inside[frame.f_code.co_filename]:
+            frame = outside(_getframe(1))
+            if frame is inner.f_back:
+                _usual = code
         self.issued = number = self.issued + 1
+        self.latest = opts
         self._append(
-            (self, number, kind, dtype, sent, received, opts, splits, frame.f_code, frame.f_lasti, get_ident(), now())
+            (
+                self,
+                number,
+                kind,
+                dtype,
+                sent,
+                received,
+                is_async,
+                splits,
+                frame.f_code,
+                frame.f_lasti,
+                get_ident(),
+                issued_ns or now(),
+            )
         )
         return number
 
@@ -147,15 +177,17 @@ class Track:
 
     def wait(self, kind: str, number: int, peer: int = ANY, tag: int = 0) -> None:
         """This thread waits from now on for call ``number``, or for that message."""
-        code, offset = _site(2)
-        _waiting[get_ident()] = Waiting(self, kind, number, peer, tag, code, offset, now())
+        frame = _getframe(2)
+        if _is_inside[frame.f_code.co_filename]:
+            frame = outside(frame)
+        _waiting[get_ident()] = self, kind, number, peer, tag, frame.f_code, frame.f_lasti, now()
 
     def waited(self) -> None:
         """The wait has ended well."""
         found = _waiting.pop(get_ident(), None)
-        if found is not None and found.kind in ("send", "recv"):
-            key = found.kind, found.peer, found.tag
-            self.settled[key] = max(self.settled.get(key, 0), found.number)
+        if found is not None and found[1] in _MESSAGES:
+            key = found[1], found[3], found[4]
+            self.settled[key] = max(self.settled.get(key, 0), found[2])
 
 
 class Silent(Track):
@@ -166,7 +198,18 @@ class Silent(Track):
     def __init__(self) -> None:
         super().__init__(_calls.append, "", "", (), str, str)
 
-    def note(self, kind: str, dtype: Any, sent: int, received: int, opts: Any, splits: Any = None) -> int:
+    def note(
+        self,
+        kind: str,
+        dtype: Any,
+        sent: int,
+        received: int,
+        opts: Any,
+        is_async: bool,
+        splits: Any = None,
+        issued_ns: int = 0,
+        depth: int = 3,
+    ) -> int:
         return 0
 
     def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:
@@ -179,15 +222,17 @@ class Silent(Track):
         return None
 
 
+def outside(first: FrameType) -> FrameType:
+    """The first of a frame and its callers that is the program's; of a thread that is all ours, ``first``."""
+    frame: FrameType | None = first
+    while frame is not None and _is_inside[frame.f_code.co_filename]:
+        frame = frame.f_back
+    return frame or first
+
+
 def _site(depth: int) -> tuple[CodeType, int]:
     """Whose call it is: the code, and where in it."""
-    frame = first = _getframe(depth + 1)
-    while is_inside[frame.f_code.co_filename]:
-        outer = frame.f_back
-        if outer is None:
-            frame = first
-            break
-        frame = outer
+    frame = outside(_getframe(depth + 1))
     return frame.f_code, frame.f_lasti
 
 

@@ -17,8 +17,8 @@ from commlayer.diagnosis.ring import (
     ANY,
     Entry,
     Track,
-    is_inside,
     opened_tracks,
+    outside,
     recorded_calls,
     waiting_threads,
 )
@@ -61,16 +61,16 @@ def rank_log(
         waits=tuple(
             WaitLog(
                 thread=ident,
-                group=index[each.track],
-                kind=each.kind,
-                number=each.number,
-                peer=each.peer,
-                tag=each.tag,
-                site=_site(each.code, each.offset),
-                since_ns=each.since_ns,
+                group=index[track],
+                kind=kind,
+                number=number,
+                peer=peer,
+                tag=tag,
+                site=_site(code, offset),
+                since_ns=since_ns,
             )
-            for ident, each in waiting.items()
-            if each.track in index and not names.get(ident, "").startswith(OUR_THREADS)
+            for ident, (track, kind, number, peer, tag, code, offset, since_ns) in waiting.items()
+            if track in index and not names.get(ident, "").startswith(OUR_THREADS)
         ),
         threads=tuple(_threads(names)),
         gone=dict(gone),
@@ -99,7 +99,7 @@ def _group(track: Track, done: int) -> GroupLog:
 
 
 def _call(entry: Entry, group: int, done: int) -> CallLog:
-    track, number, kind, dtype, sent, received, opts, splits, code, offset, thread, issued_ns = entry
+    track, number, kind, dtype, sent, received, how, splits, code, offset, thread, issued_ns = entry
     common: dict[str, Any] = {
         "group": group,
         "number": number,
@@ -112,18 +112,19 @@ def _call(entry: Entry, group: int, done: int) -> CallLog:
         "issued_ns": issued_ns,
     }
     if kind in MESSAGES:
-        peer, tag = opts
+        peer, tag = how
         is_done = track.settled.get((kind, peer, tag), 0) >= number
         return CallLog(peer=peer, tag=tag, is_async=True, state="done" if is_done else "started", **common)
     to, of = _in_bytes(splits, sent, received, len(track.ranks))
     state = "done" if number <= done else "started" if number == done + 1 else "issued"
+    opts = track.latest if number == track.issued else None
     root = getattr(opts, "rootRank", ANY)
     return CallLog(
         op=_operation(opts),
         root=track.ranks[root] if 0 <= root < len(track.ranks) else ANY,
         to=to,
         of=of,
-        is_async=bool(getattr(opts, "asyncOp", False)),
+        is_async=how,
         state=state,
         **common,
     )
@@ -168,13 +169,10 @@ def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "")
         if ident != threading.get_ident() and not name.startswith(OUR_THREADS):
-            found.append(ThreadLog(ident=ident, name=name, site=_outside(frame)))
+            found.append(ThreadLog(ident=ident, name=name, site=_site_of(frame)))
     return found
 
 
-def _outside(frame: FrameType) -> Site:
-    inner: FrameType | None = frame
-    while inner is not None and is_inside[inner.f_code.co_filename]:
-        inner = inner.f_back
-    inner = inner or frame
-    return _site(inner.f_code, inner.f_lasti)
+def _site_of(frame: FrameType) -> Site:
+    frame = outside(frame)
+    return _site(frame.f_code, frame.f_lasti)
