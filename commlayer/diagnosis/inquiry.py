@@ -50,6 +50,7 @@ _AGAIN_S = 20.0
 """Ranks that time out so soon after one another ask about one thing."""
 _SIGNALS_S = 2.0
 """The same for signals: somebody sends them to all ranks of a machine, and perhaps again."""
+_ONE_SIGNAL_S = 0.5
 _STORE_S = 1.0
 _LOOK_S = 0.01
 _MOST_CALLS = 128
@@ -268,12 +269,17 @@ def _take_signal(detector: FailureDetector) -> None:
         return
     ears, mouth = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
+    heard_s = -_ONE_SIGNAL_S
+
     def read() -> None:
+        nonlocal heard_s
         with contextlib.suppress(BlockingIOError):
             while os.read(ears, 1 << 16):
                 pass
-        for each in list(_inquiries)[:1]:
-            each.signalled()
+        if time.monotonic() - heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
+            heard_s = time.monotonic()
+            for each in list(_inquiries)[:1]:
+                each.signalled()
 
     if not detector.listen(ears, read):
         os.close(ears)

@@ -229,7 +229,7 @@ class FailureBoard:
 
     def report(self, wait: FailedWait, failure: Failure) -> None:
         """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
-        if failure.is_timeout and not self.is_broken:
+        if failure.is_timeout:
             self.on_timeout()
         first = self._first
         is_woken = self.is_broken and not failure.is_timeout
