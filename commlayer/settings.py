@@ -19,7 +19,8 @@ __all__ = ["Settings"]
 _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
-_NUMBERS = ("TIMEOUT_S", "LANE_SHARE")
+_NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING")
+_LARGEST_RING = 1 << 20
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
 
@@ -57,6 +58,10 @@ class Settings:
             every half a minute and at exit (docs/audit.md).
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
+        ring: how many of its last calls each rank remembers, for who asks what a job that hangs waits for; 0: none
+            (docs/diagnose.md).
+        diagnose_dir: the folder into which ranks write what they remember, when a call times out or on SIGUSR1; without it, one
+            of the job's own in the machine's folder of temporary files.
     """
 
     profile: str | None = None
@@ -77,12 +82,16 @@ class Settings:
     replan: str = "on"
     audit: str | None = None
     trace: str | None = None
+    ring: float = 1024
+    diagnose_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
         if not 0 < self.lane_share <= 1:
             raise SettingsError(f"COMMLAYER_LANE_SHARE must be more than 0 and at most 1, got {self.lane_share}")
+        if not (0 <= self.ring <= _LARGEST_RING and self.ring == int(self.ring)):
+            raise SettingsError(f"COMMLAYER_RING must be a number of calls, 0 to {_LARGEST_RING}, got {self.ring:g}")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

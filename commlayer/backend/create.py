@@ -23,6 +23,7 @@ from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
+from commlayer.diagnosis.inquiry import Inquiry, inquiry_of
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
@@ -89,6 +90,11 @@ def make_group(
         raise
     if shared is None:
         group.own_detector(detector)
+        if group.remembers_calls:
+            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", store), group.diagnose_dir))
+    inquiry = inquiry_of(detector)
+    if inquiry is not None:
+        board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
     if is_default:
         set_job_detector(detector)
     end_with_program(group)

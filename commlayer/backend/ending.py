@@ -8,6 +8,7 @@ from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
 from commlayer.backend.recording import end
+from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
@@ -23,6 +24,7 @@ class Ending:
         self._order, self._members, self._inner = order, order.members, order.inner
         self._batches, self._counters = batches, counters
         self.detector: FailureDetector | None = None
+        self.inquiry: Inquiry | None = None
 
     def stop(self, *, drain: bool) -> None:
         """End what is queued (``drain``), or break it, and let go of everything."""
@@ -40,6 +42,8 @@ class Ending:
         if inner.nccl is not None:
             (inner.nccl.backend.shutdown if drain else inner.nccl.backend.abort)()
         self._counters.close()
+        if self.inquiry is not None:
+            self.inquiry.close()
         if self.detector is not None:
             if job_detector(self._members.global_ranks) is self.detector:
                 set_job_detector(None)

@@ -35,6 +35,8 @@ from commlayer.backend.running import Calls
 from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
+from commlayer.diagnosis.inquiry import Inquiry
+from commlayer.diagnosis.ring import open_track
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.statistics import GroupCounters
@@ -72,7 +74,16 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
         )
         self._inner, self._make = inner, make
-        self._order = Order(self._members, inner, needs_look=needs_look)
+        track = open_track(
+            int(planned.settings.ring),
+            planned.board.key,
+            name,
+            global_ranks,
+            self._members.describe,
+            lambda: group.lane if (group := me()) is not None else "",
+        )
+        self._order = Order(self._members, inner, track, needs_look=needs_look)
+        track.ended = lambda: group._order.ended if (group := me()) is not None else 0
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         if is_planning and planned.choices.planner is not None:
@@ -116,7 +127,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else self._inner.timeout
+        track = self._order.track
+        number = track.note("monitored_barrier", None, 0, 0, None, False)
         self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
+        track.done = number
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
@@ -228,6 +242,16 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         predicted: float | None = self._inner.planned.choices.agreed.predicted_us(collective, num_bytes, shape, **how)
         return predicted
 
+    @property
+    def remembers_calls(self) -> bool:
+        """Whether its calls are in the ring of this process, and there are others to compare them with."""
+        return self._inner.planned.settings.ring > 0 and self._members.size > 1
+
+    @property
+    def diagnose_dir(self) -> str | None:
+        """Where they are written, if somebody has said so."""
+        return self._inner.planned.settings.diagnose_dir  # type: ignore[no-any-return]
+
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""
         store: Store = self._inner.store
@@ -282,6 +306,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def own_detector(self, detector: FailureDetector) -> None:
         """This group was the first of its ranks, and ends their failure detector with itself."""
         self._ending.detector = detector
+
+    def own_inquiry(self, inquiry: Inquiry) -> None:
+        """The same for what asks the ranks for their calls."""
+        self._ending.inquiry = inquiry
 
     def shutdown(self) -> None:
         """End what is queued and let go of threads and connections. What is called afterwards raises GroupError."""

@@ -18,9 +18,11 @@ from torch._C._distributed_c10d import Work
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
+from commlayer.backend.noting import noted
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
+from commlayer.diagnosis.ring import Track
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
@@ -46,11 +48,13 @@ class Order:
 
     ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the works of an open coalesced block;
     ``sequence``: how many collectives this rank has run; ``record``: of the one that runs now, where calls are recorded.
+    ``track``: its calls in the ring of the process.
     ``needs_look``: calls have plans or signatures to look at.
     """
 
-    def __init__(self, members: Members, inner: InnerGroups, *, needs_look: bool) -> None:
+    def __init__(self, members: Members, inner: InnerGroups, track: Track, *, needs_look: bool) -> None:
         self.members, self.inner, self.needs_look = members, inner, needs_look
+        self.track = track
         self.lane = GroupLane(inner.planned)
         self.progress = ProgressQueue(f"commlayer {members.name[:8]}", lambda: members.who)
         self.latest: IssuedWork | None = None
@@ -67,6 +71,14 @@ class Order:
 
     def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
+        number = self.track.note(label, *noted(args, opts), depth=4)
+        task, args = self._run_noted, (number, task, *args)
+        work = self._issue(opts, label, outputs, task, args)
+        if isinstance(work, QueuedWork):
+            work.noted = self.track, label, number
+        return work
+
+    def _issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
         if self.inner.signatures is not None:
             task, args = self.or_say_refused, (label, task, *args)
         if self.lane.name is None:
@@ -82,6 +94,21 @@ class Order:
             return self._enqueue(opts, label, outputs, task, args)
         self.progress.run(label, task, args)
         return DONE
+
+    def _run_noted(self, number: int, task: Callable[..., object], *args: Any) -> None:
+        """``task(*args)``, call ``number`` of the group, which has ended when it returns."""
+        try:
+            task(*args)
+        except UsageError:
+            self.track.take_back(number)
+            raise
+        self.track.done = number
+
+    @property
+    def ended(self) -> int:
+        """How many calls have ended: also the one that is under way, which nobody may have waited for yet."""
+        latest, done = self.latest, self.track.done
+        return latest.number if latest is not None and latest.has_come else done
 
     def _issue_recorded(
         self, recording: Recorder, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]
