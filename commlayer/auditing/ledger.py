@@ -123,6 +123,7 @@ class Ledger:
         self.places: tuple[int, ...] = ()
         """Which of the profile's nodes the group's are; empty: not known."""
         self._began_s = time.time()
+        self._last: tuple[GroupAudit, Profile | None] | None = None  # once the group is gone
         self._rows: dict[tuple[str, str, int], _Row] = {}
         self._promised = Kept[int, tuple[Plan, float]](_MAX_KEPT)
         self._promised_flat = Kept[tuple[str, int], tuple[float]](_MAX_KEPT)
@@ -141,6 +142,8 @@ class Ledger:
 
     def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this one."""
+        if self._last is not None:
+            return
         kept = self._promised.get(id(plan))
         if kept is None:
             kept = self._promised.add(id(plan), (plan, self._choices.promised_us(plan) or 0.0))
@@ -149,6 +152,8 @@ class Ledger:
 
     def note_flat(self, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a call that went to the backend's own; bytes below 0 in ``sent``: not known."""
+        if self._last is not None:
+            return
         key = collective, num_bytes
         kept = self._promised_flat.get(key)
         if kept is None:
@@ -202,8 +207,18 @@ class Ledger:
         """Note an event, before this call of the group."""
         self.events.append({"time_s": time.time(), "call": call, "what": what})
 
+    def close(self) -> None:
+        """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing else of it."""
+        self._last = self.read(), self.learnt()
+        self.heard = None
+        for kept in (self._rows, self._promised, self._promised_flat, self._kinds, self.late):
+            kept.clear()
+        del self._choices, self._at_start
+
     def read(self) -> GroupAudit:
         """Return what is known by now."""
+        if self._last is not None:
+            return self._last[0]
         planner = self._choices.planner
         return {
             "group": self._counters.group,
@@ -230,6 +245,8 @@ class Ledger:
     def learnt(self) -> Profile | None:
         """The profile of the job by which the group plans now, where measurements in the running job have changed it; None on all
         but its first rank."""
+        if self._last is not None:
+            return self._last[1]
         base, now, choices = self._at_start.job_planner, self._choices.job_planner, self._choices
         if base is None or now is None or self.rank != self._counters.ranks[0]:
             return None

@@ -9,6 +9,7 @@ go on with plans for the rates that they found. What was found to be as before i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -51,6 +52,8 @@ _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 1e4, 64 << 10, 8 << 20
 _LEAST_CALLS = 32
 """A group is expected to make as many more calls as it has made, and at least so many."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_END_S = 2.0
+"""How long the end of the program waits for the thread: for one question to the store."""
 _MEASURE, _TRY, _CATCH_UP = "measure", "try", "catch up"
 _TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
 """The part of the time of as many more calls as have been made that trials may take where prices are wrong; within these bounds,
@@ -83,7 +86,8 @@ class GroupWatch:
         self._calls_per_s = 0.0
         self._found: LinkRates | None = None
         self._is_closed = False
-        ledger.heard = self._heard
+        me = weakref.ref(self)  # ledgers are kept for who reads them later, groups are not
+        ledger.heard = lambda number: None if (watch := me()) is None else watch._heard(number)
         _watching.add(self)
 
     # Where calls are made
@@ -192,7 +196,8 @@ class GroupWatch:
             return
         if not self._is_replanning:
             self._happened(
-                f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit"
+                f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit",
+                is_said=True,
             )
             self._drift.accept()
         elif self._is_worth_measuring(slowdown):
@@ -292,7 +297,6 @@ class GroupWatch:
     def close(self) -> None:
         """The group is over."""
         self._is_closed = True
-        self._ledger.heard = None
         _watching.discard(self)
 
 
@@ -319,6 +323,7 @@ class _Watching:
         self._lock = threading.Lock()
         self._bell = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_over = False
 
     def __len__(self) -> int:
         return len(self._watches)
@@ -339,14 +344,22 @@ class _Watching:
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is None:
+            if self._thread is None and not self._is_over:
+                atexit.register(self.end)
                 self._thread = threading.Thread(target=self._work, name="commlayer-watch", daemon=True)
                 with contextlib.suppress(RuntimeError):  # the interpreter is ending
                     self._thread.start()
 
+    def end(self) -> None:
+        """End the thread, before the interpreter does: one that came back from C++ then would end the process by SIGABRT."""
+        self._is_over = True
+        self._bell.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+
     def _work(self) -> None:
         is_busy = True
-        while True:
+        while not self._is_over:
             self._bell.wait(_TURN_S if is_busy else None)
             self._bell.clear()
             with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from commlayer.auditing.ledger import Ledger
 from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
@@ -24,6 +25,7 @@ class Ending:
         self._order, self._members, self._inner = order, order.members, order.inner
         self._batches, self._counters = batches, counters
         self.detector: FailureDetector | None = None
+        self.ledger: Ledger | None = None
         self.inquiry: Inquiry | None = None
 
     def stop(self, *, drain: bool) -> None:
@@ -42,6 +44,8 @@ class Ending:
         if inner.nccl is not None:
             (inner.nccl.backend.shutdown if drain else inner.nccl.backend.abort)()
         self._counters.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self.inquiry is not None:
             self.inquiry.close()
         if self.detector is not None:

@@ -94,6 +94,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
         self._ending = Ending(self._order, batches, self.counters)
+        self._ending.ledger = self._calls.ledger
         # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
         self.start_batch = batches.start
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start

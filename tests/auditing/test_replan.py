@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -207,12 +209,19 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
 
 def test_the_audit_says_what_was_promised_and_measured(emulated_cluster: ClusterFactory) -> None:
     def job() -> Any:
-        start(COMMLAYER_REPLAN="audit")
+        group = start(COMMLAYER_REPLAN="audit")
         for _ in range(10):
             check_sum()
         dist.all_to_all_single(torch.empty(COUNT), torch.ones(COUNT))
         dist.barrier()
-        return commlayer.audit()
+        watch = weakref.ref(group._order.watch)
+        found = commlayer.audit()
+        dist.destroy_process_group()
+        del group
+        gc.collect()
+        assert watch() is None  # what was counted is kept, and nothing else of the group
+        assert commlayer.audit()["groups"][0]["calls"] == found["groups"][0]["calls"]
+        return found
 
     found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
     for rank, audit in enumerate(found):
