@@ -161,10 +161,12 @@ class Messages:
         """The error to raise for a message that failed with ``error``."""
         who, text = self._members.who, str(error)
         if is_timeout(error) or "timeout" in text.lower():
-            self._inner.planned.board.on_timeout()
+            board = self._inner.planned.board
+            board.on_timeout()
+            found = board.diagnosed()
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
-                f"message: {text}"
+                f"message: {text}" + (f"\n{found}" if found else "")
             )
         culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
         return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")

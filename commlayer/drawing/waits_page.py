@@ -15,16 +15,18 @@ from commlayer.drawing.page import cards, page, section, table
 __all__ = ["waits_page"]
 
 _WIDTH, _BOX, _HEIGHT = 1000.0, 300.0, 84.0
+_ROOM = 160.0
 _MOST_BOXES = 12
 _MOST_ROWS = 256
 _STYLE = """<style>
 .waits rect { fill: var(--tint); stroke: var(--accent); stroke-width: 1.4; }
 .waits .lost rect { stroke: var(--bad); stroke-dasharray: 6 4; }
 .waits text { fill: var(--ink); font: 13px system-ui, "Segoe UI", sans-serif; }
+.waits .behind { fill: var(--paper); stroke: none; }
 .waits .rank { font-weight: 700; font-size: 15px; }
 .waits .place, .waits .needs { fill: var(--faint); font-size: 12px; }
 .waits path { fill: none; stroke: var(--bad); stroke-width: 2; }
-.waits marker path { fill: var(--bad); stroke: none; }
+.waits polygon { fill: var(--bad); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--tint); padding: .7rem .9rem; font-size: .86rem; }
 td.place { white-space: normal; overflow-wrap: anywhere; text-align: left; }
 </style>"""
@@ -35,16 +37,15 @@ Point = tuple[float, float]
 def waits_page(logs: Sequence[RankLog], found: Diagnosis) -> str:
     """Return the page, one HTML file without anything from outside."""
     parts = [_STYLE, "<h1>Who waits for whom</h1>", _summary(found)]
-    for index, finding in enumerate(found.findings):
+    for finding in found.findings:
         title = headline(finding)
         if isinstance(finding, Cycle):
-            parts.append(section(title, _circle(finding, index)))
+            parts.append(section(title, _circle(finding)))
         elif isinstance(finding, Missing):
-            parts.append(section(title, _star(finding, index)))
+            parts.append(section(title, _star(finding)))
         else:
             parts.append(section(title, _differences(finding)))
-    for index, missing in enumerate(found.waits):
-        parts.append(section(headline(missing), _star(missing, len(found.findings) + index)))
+    parts += [section(headline(missing), _star(missing)) for missing in found.waits]
     parts.append(section("In words", f"<pre>{escape(in_words(found))}</pre>"))
     parts.append(section("The last call of each rank", _ranks(logs)))
     return page("Who waits for whom", parts)
@@ -61,23 +62,23 @@ def _summary(found: Diagnosis) -> str:
 # Pictures
 
 
-def _circle(cycle: Cycle, index: int) -> str:
+def _circle(cycle: Cycle) -> str:
     steps = cycle.steps[:_MOST_BOXES]
     places, height = _around(len(steps))
     lines = []
     for number, step in enumerate(steps):
         there = places[(number + 1) % len(steps)]
-        lines.append(_arrow(places[number], there, f"needs {_named(step.missing)}", index))
+        lines.append(_arrow(places[number], there, f"needs {_named(step.missing)}"))
     boxes = [
         _box(place, f"rank {step.call.rank}", f"in {_named(step.call)} of {step.call.group}", step.site)
         for place, step in zip(places, steps, strict=True)
     ]
     label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
     behind = f'<p class="reason">{escape(ranks_words(cycle.behind))} wait for these.</p>' if cycle.behind else ""
-    return _svg([*lines, *boxes], height, label, index) + behind
+    return _svg([*lines, *boxes], height, label) + behind
 
 
-def _star(missing: Missing, index: int) -> str:
+def _star(missing: Missing) -> str:
     """The rank that is missing on the right, and those that wait for it."""
     waiters = missing.waiting[: _MOST_BOXES // 2]
     height = max(len(waiters), 1) * (_HEIGHT + 30) + 30
@@ -86,14 +87,14 @@ def _star(missing: Missing, index: int) -> str:
     for number, waiter in enumerate(waiters):
         place = (_BOX / 2 + 10, 15 + (_HEIGHT + 30) * (number + 0.5))
         needs = f"needs {_named(missing.call)}" if number == 0 else ""
-        lines.append(_arrow(place, centre, needs, index, bend=0.0))
+        lines.append(_arrow(place, centre, needs, bend=0.0))
         call = waiter.call
         boxes.append(_box(place, f"rank {call.rank}", f"in {_named(call)} of {call.group}", waiter.site))
     state = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log"}[missing.why]
     boxes.append(_box(centre, f"rank {missing.call.rank}", state, missing.at, is_lost=True))
     more = len(missing.waiting) - len(waiters)
     rest = f'<p class="reason">and {more} more that wait.</p>' if more > 0 else ""
-    return _svg([*lines, *boxes], height, f"rank {missing.call.rank} is missing", index) + rest
+    return _svg([*lines, *boxes], height, f"rank {missing.call.rank} is missing") + rest
 
 
 def _around(count: int) -> tuple[list[Point], float]:
@@ -107,18 +108,37 @@ def _around(count: int) -> tuple[list[Point], float]:
     return [(_WIDTH / 2 + wide * math.cos(turn), middle + tall * math.sin(turn)) for turn in turns], 2 * middle
 
 
-def _arrow(start: Point, end: Point, words: str, index: int, bend: float = 0.12) -> str:
+def _arrow(start: Point, end: Point, words: str, bend: float = 0.12) -> str:
     if start == end:  # a rank that waits for itself
-        x, y = start
-        d = f"M{x - 60:.0f},{y + _HEIGHT / 2:.0f} q60,70 120,0"
-        return f'<path d="{d}" marker-end="url(#head{index})"/>'
+        x, y = start[0], start[1] + _HEIGHT / 2 + 6
+        return _curve((x - 60, y), (x, y + 70), (x + 60, y))
     (x1, y1), (x2, y2) = _edge(start, end), _edge(end, start)
     cx, cy = (x1 + x2) / 2 - (y2 - y1) * bend, (y1 + y2) / 2 + (x2 - x1) * bend
-    if abs(y2 - y1) < 1 and bend:  # two boxes: there and back, above and below
+    is_level, is_wide = abs(y2 - y1) < 1, abs(x2 - x1) > _ROOM
+    if is_level and is_wide and bend:  # two boxes: there and back, above and below
         cy = y1 + math.copysign(70, x1 - x2)
-    label = f'<text class="needs" x="{(x1 + 2 * cx + x2) / 4:.0f}" y="{(y1 + 2 * cy + y2) / 4 - 7:.0f}" text-anchor="middle">'
-    path = f'<path d="M{x1:.0f},{y1:.0f} Q{cx:.0f},{cy:.0f} {x2:.0f},{y2:.0f}" marker-end="url(#head{index})"/>'
-    return path + (f"{label}{escape(words)}</text>" if words else "")
+    x, y = (x1 + 2 * cx + x2) / 4, (y1 + 2 * cy + y2) / 4
+    if is_level and not is_wide:  # no room for words between them
+        y = y1 - _HEIGHT / 2 - 12
+    return _curve((x1, y1), (cx, cy), (x2, y2)) + _label((x, y), words)
+
+
+def _curve(start: Point, by: Point, end: Point) -> str:
+    """A curve with a head at its end."""
+    length = math.dist(by, end) or 1.0
+    dx, dy = (end[0] - by[0]) / length, (end[1] - by[1]) / length
+    head = [end, *((end[0] - 12 * dx + side * dy, end[1] - 12 * dy - side * dx) for side in (5, -5))]
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in head)
+    d = f"M{start[0]:.0f},{start[1]:.0f} Q{by[0]:.0f},{by[1]:.0f} {end[0] - 6 * dx:.1f},{end[1] - 6 * dy:.1f}"
+    return f'<path d="{d}"/><polygon points="{points}"/>'
+
+
+def _label(middle: Point, words: str) -> str:
+    if not words:
+        return ""
+    x, y, width = middle[0], middle[1], 6.6 * len(words) + 10
+    behind = f'<rect class="behind" x="{x - width / 2:.0f}" y="{y - 10:.0f}" width="{width:.0f}" height="19"/>'
+    return f'{behind}<text class="needs" x="{x:.0f}" y="{y + 4:.0f}" text-anchor="middle">{escape(words)}</text>'
 
 
 def _edge(inside: Point, towards: Point) -> Point:
@@ -145,14 +165,10 @@ def _cut(text: str, most: int = 42) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _svg(parts: Sequence[str], height: float, label: str, index: int) -> str:
-    head = (
-        f'<defs><marker id="head{index}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-        'orient="auto-start-reverse"><path d="M0,0 L10,5 L0,10 z"/></marker></defs>'
-    )
+def _svg(parts: Sequence[str], height: float, label: str) -> str:
     return (
         f'<figure><svg class="waits" role="img" aria-label="{escape(label, quote=True)}" '
-        f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}">{head}{"".join(parts)}</svg></figure>'
+        f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}">{"".join(parts)}</svg></figure>'
     )
 
 
