@@ -14,7 +14,7 @@ from commlayer.profiles.pairs import Pair, pair_rounds
 
 __all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
 
-REPEATS = 2
+REPEATS = 3
 """How often each pair is timed; the shorter time counts, for others' work only adds to it."""
 MOST_ROUNDS = 3
 """Rounds of pairs: in each of them every node meets one other, so this names a slow card among however many nodes."""
