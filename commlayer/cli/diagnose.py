@@ -10,14 +10,14 @@ from commlayer.cli.option_types import OUTPUT_FILE, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.tables import echo
 from commlayer.diagnosis.files import read_logs
-from commlayer.diagnosis.findings import diagnose as diagnosed
+from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.words import in_words, ranks_words
 from commlayer.profiles.files import write_file
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose_command"]
 
 
-@click.command()
+@click.command("diagnose")
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option("--output", "-o", type=OUTPUT_FILE, help="Draw what was found on a page (.html).")
 @click.option(
@@ -28,7 +28,7 @@ __all__ = ["diagnose"]
 )
 @json_option
 @click.pass_context
-def diagnose(
+def diagnose_command(
     ctx: click.Context, folder: Path, output: Path | None, flight_recorder: Path | None, as_json: bool
 ) -> None:
     """Say who waits for whom, from what a job's ranks remember of their calls.
@@ -44,7 +44,7 @@ def diagnose(
     Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read.
     """
     logs = read_logs(folder)
-    found = diagnosed(logs)
+    found = diagnose(logs)
     if as_json:
         import msgspec
 

@@ -40,7 +40,7 @@ _OFFLINE = {
     "audit": _Entry(
         "commlayer.cli.audit", "audit_command", "Hold what a job's calls were promised to take against what they took."
     ),
-    "diagnose": _Entry("commlayer.cli.diagnose", "diagnose", "Say who waits for whom in a job that hangs."),
+    "diagnose": _Entry("commlayer.cli.diagnose", "diagnose_command", "Say who waits for whom in a job that hangs."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }
 _MAPPINGS = {
