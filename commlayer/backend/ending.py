@@ -73,7 +73,7 @@ class Ending:
         for queue in (self._order.progress, self._batches.sender):
             if queue is not None:
                 queue.disown()
-        self._order.latest = None
+        self._order.latest = self._order.watch = None  # whose lock and store are the parent's
         self._inner.stand_in(Inherited(self._members.who))
 
     def _finish(self) -> None:

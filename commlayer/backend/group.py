@@ -88,9 +88,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         if is_planning and planned.choices.planner is not None:
             self._calls.ledger = Ledger(self.counters, planned)
-            if planned.settings.replan != "off" and len(planned.nodes) > 1:
+            can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
+            if planned.settings.replan != "off" and can_change:
                 own = PrefixStore("replan/", inner.store)
-                self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._order.run_in_turn)
+                self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._calls.plan_anew)
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
         self._ending = Ending(self._order, batches, self.counters)

@@ -23,7 +23,6 @@ from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
 from commlayer.diagnosis.ring import Track
-from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
@@ -83,8 +82,6 @@ class Order:
             task, args = self.or_say_refused, (label, task, *args)
         if self.lane.name is None:
             self.use_lane_of_group()
-        if self.watch is not None and not self.progress.is_progress_thread():
-            self.watch.next_call()
         recording = recorder()
         if recording is not None:
             return self._issue_recorded(recording, opts, label, outputs, task, args)
@@ -97,6 +94,8 @@ class Order:
 
     def _run_noted(self, number: int, task: Callable[..., object], *args: Any) -> None:
         """``task(*args)``, call ``number`` of the group, which has ended when it returns."""
+        if self.watch is not None:
+            self.watch.next_call()  # here, and not where calls are issued: all ranks run them in one order
         try:
             task(*args)
         except UsageError:
@@ -158,21 +157,6 @@ class Order:
             self.coalescing.append(work)
         return work
 
-    def run_in_turn(self, task: Callable[[], None]) -> None:
-        """Run ``task()`` after what is queued and before all that is called later; without waiting for what is queued."""
-        if self.progress.pending:
-            self.progress.submit("re-planning", None, task, ())
-        else:
-            self.progress.run("re-planning", task, ())
-
-    @property
-    def choices(self) -> Choices:
-        """The choices that decide on plans which are looked up when a call is made, and not in its turn."""
-        if self.watch is None or self.progress.is_progress_thread():
-            planned: PlannedGroup = self.inner.planned
-            return planned.choices
-        return self.watch.choices
-
     def or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
         """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
         try:
@@ -210,7 +194,7 @@ class Order:
             self.latest.settle()
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
         self.progress.run("use_siblings", self._take_siblings, (siblings,))
-        self.lane.follow_siblings()
+        self.lane.follow_links()
 
     def _take_siblings(self, siblings: int) -> None:
         self.sequence += 1
@@ -264,8 +248,8 @@ class GroupLane:
         planner = self._planned.choices.planner
         return 0.0 if planner is None else planner.profile.peaks.of(self._planned.choices.link) * 1e9
 
-    def follow_siblings(self) -> None:
-        """Other groups share the group's links from now on: so long as its bytes take there, so long are lower lanes held."""
+    def follow_links(self) -> None:
+        """Take the group's share of its links anew: so long as its bytes take there, so long are lower lanes held."""
         self._bytes_per_s = self._rate()
 
     def use(self, name: str, *, is_told: bool) -> None:

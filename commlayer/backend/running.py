@@ -23,6 +23,7 @@ from commlayer.backend.order import Order
 from commlayer.backend.recording import fill_flat, fill_plan
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.progress import DONE
 from commlayer.failures.waits import SLICE, bounded, wait
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
@@ -70,6 +71,12 @@ class Calls:
         self.never_plans_exchanges = False  # found out at the first all_to_all
 
     # Deciding
+
+    def plan_anew(self, choices: Choices) -> None:
+        """Plan by ``choices`` from the next call on. In the group's order."""
+        self.inner.planned.choices = choices
+        self.never_plans_exchanges = False
+        self.order.lane.follow_links()
 
     def look(
         self,

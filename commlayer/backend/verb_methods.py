@@ -328,7 +328,7 @@ def exchange(row: Verb) -> Method:
         if type(input_split_sizes) is not list or input_split_sizes:
             input_split_sizes = splits_of(order, "input", input_split_sizes)
         if (
-            (order.is_direct or (calls.never_plans_exchanges and not order.is_watched))
+            (order.is_direct or (calls.never_plans_exchanges and not order.is_watched and order.watch is None))
             and type(opts) is options
             and (order.is_direct or not opts.asyncOp)
             and type(input) is _TENSOR is type(output)
