@@ -19,6 +19,7 @@ from commlayer.profiles.learnt import Learning, learnt_profile
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
+from commlayer.settings import Settings
 from commlayer.statistics import GroupCounters
 
 __all__ = ["Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "Ledger", "Sample", "audit", "learnt_profiles"]
@@ -29,6 +30,7 @@ _MOST_EVENTS = 256
 _WATCHED = ("all_gather", "all_reduce", "reduce_scatter")
 """Collectives whose calls end on no rank before all have come and their bytes are through; and whose size is the same on all."""
 _OF_PLANS = {"all_to_all": "all_to_all_v"}
+_NO_CHOICES = Choices((1,), None, Settings())
 
 
 class AuditRow(TypedDict):
@@ -211,9 +213,9 @@ class Ledger:
         """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing else of it."""
         self._last = self.read(), self.learnt()
         self.heard = None
-        for kept in (self._rows, self._promised, self._promised_flat, self._kinds, self.late):
+        for kept in (self._promised, self._promised_flat, self._kinds):
             kept.clear()
-        del self._choices, self._at_start
+        self._choices = self._at_start = _NO_CHOICES
 
     def read(self) -> GroupAudit:
         """Return what is known by now."""
