@@ -2,7 +2,8 @@
 
 Each kind of call (collective, size, plan) has its usual ratio of measured to predicted time, which its first calls teach; what is
 watched is by how much later calls of all kinds depart from theirs. A change is found when the last six all depart to the same
-side, four of them by a tenth at least and by more than what calls usually scatter. One outlier, or an outlier in two, changes nothing.
+side, four of them by a tenth at least and by more than what calls usually scatter. One outlier, or one in
+two, changes nothing.
 
 Greyhound (Wu et al., "Greyhound: Hunting Fail-Slows in Hybrid-Parallel Training at Scale", USENIX ATC 2025) finds change points
 of iteration times by Bayesian online detection, and believes those that last and exceed 10 %. Here a change is verified by

@@ -97,7 +97,7 @@ class Offer:
         return torch.cat([torch.tensor(head), counts.reshape(-1), reached])
 
 
-@torch.compiler.disable  # type: ignore[misc]  # a process group is opaque to the compiler
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a process group is opaque to the compiler
 def _number_of_neighbours(grid: ExpertGrid) -> int:
     """Number how many groups EP's and ETP's share a node with, on this rank: on others they may be other groups."""
     return grid.ep.siblings << _SIBLING_BITS | grid.etp.siblings

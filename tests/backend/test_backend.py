@@ -604,7 +604,7 @@ def test_a_planned_all_to_all_is_counted_and_its_steps_recorded(
             (row,) = commlayer.stats()["groups"][0]["calls"]
             commlayer.reset_stats()
             near = rank ^ 1
-            # Each rank brings its node's ranks what they pass on, and tells them how much: 8 bytes for each rank that they relay for.
+            # Each rank brings its node's ranks what they pass on, and tells them how much: 8 bytes for each rank they relay for.
             brought = sum(mine[peer] for peer in (near, near ^ 2))
             passed = sum(rows[(source + (rank ^ 2)) % 4] for source in (rank, near))
             assert row["wire_bytes"] == {"inter": 4 * passed, "intra": 4 * brought + 8}
