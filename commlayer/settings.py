@@ -20,6 +20,8 @@ _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
 _NUMBERS = ("TIMEOUT_S", "LANE_SHARE")
+_COUNTS = ("SHADOW",)
+_RAREST = 1_000_000_000
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
 
@@ -53,6 +55,7 @@ class Settings:
             profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
         replan: ``on`` has ranks time their links when calls have become slower or faster, and plan by what they find, while the
             job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/audit.md).
+        shadow: of how many planned calls of each group one runs flat too, and is compared (docs/shadow.md); None: none.
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
     """
@@ -73,6 +76,7 @@ class Settings:
     lane_share: float = 0.05
     trials: str = "auto"
     replan: str = "on"
+    shadow: int | None = None
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +84,11 @@ class Settings:
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
         if not 0 < self.lane_share <= 1:
             raise SettingsError(f"COMMLAYER_LANE_SHARE must be more than 0 and at most 1, got {self.lane_share}")
+        if self.shadow is not None and not 1 <= self.shadow <= _RAREST:
+            raise SettingsError(
+                f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "
+                f"{self.shadow}: leave it unset to compare none"
+            )
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -121,7 +130,7 @@ class Settings:
                     f"did you mean {_PREFIX}{close[0]}?" if close else f"known: {', '.join(_PREFIX + k for k in known)}"
                 )
                 raise SettingsError(f"unknown variable {variable}; {hint}")
-            values[known[name]] = _number(variable, value) if name in _NUMBERS else value
+            values[known[name]] = _value(name, variable, value)
         return cls(**values)  # type: ignore[arg-type]  # the names were checked above
 
 
@@ -140,6 +149,18 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 def _variable(name: str) -> str:
     return _PREFIX + _NAMES.get(name, name.upper())
+
+
+def _value(name: str, variable: str, value: str) -> str | float:
+    if name in _COUNTS:
+        return _count(variable, value)
+    return _number(variable, value) if name in _NUMBERS else value
+
+
+def _count(variable: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise SettingsError(f"{variable} must be a whole number in digits, got {value!r}")
+    return int(value)
 
 
 def _number(variable: str, value: str) -> float:

@@ -37,6 +37,7 @@ _OFFLINE = {
     "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move an all_to_all, and say why."),
     "profiles": _Entry("commlayer.cli.profiles", "profiles", "List, show, validate and compare profiles."),
     "trace": _Entry("commlayer.cli.trace", "trace", "Merge the traces of a job's ranks, and say what held it up."),
+    "replay": _Entry("commlayer.cli.replay", "replay", "Run a call again that COMMLAYER_SHADOW found to differ."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }
 _MAPPINGS = {
