@@ -190,7 +190,7 @@ class SavedHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     call: CallShape
     group: str
     number: Size
-    made_ns: Size
+    made_ns: Annotated[int, Meta(ge=0, le=1 << 62)]
     global_ranks: tuple[Size, ...]
     rank: Place
     sent: tuple[Size, ...]

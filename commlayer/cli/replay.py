@@ -26,8 +26,8 @@ def replay(context: click.Context, path: Path, as_json: bool) -> None:
     """Run a call again that COMMLAYER_SHADOW found to differ from flat, and say whether it differs again.
 
     FILE is the folder that the warning named, with the files of all ranks in it, or one of those. The plan is run in memory, by
-    its own moves, sums and codecs on the inputs that were kept, without links and other machines: what differs here too is a bug of
-    the plan, and what does not was changed on its way.
+    its own moves, sums and codecs on the inputs that were kept, without links and other machines: what differs here too is a bug
+    of the plan, and what does not was changed on its way.
 
     Exit status: 0 it gives what flat gave, 1 it differs again, 2 no sound file.
 

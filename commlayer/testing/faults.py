@@ -191,8 +191,10 @@ def _flip_bit(tensor: torch.Tensor) -> None:
 
 
 class StepFlip:
-    """A byte that is flipped in one step of a planned call. ``where``: the step, the kind of move (``message``, ``copy``,
-    ``sum``, ``decoding``, …) and the member that it came from, or −1; None: there was nothing to flip, the rank's steps write nothing.
+    """A byte that is flipped in one step of a planned call.
+
+    ``where``: the step, the kind of move (``message``, ``copy``, ``sum``, ``decoding``, …) and the member that it came from, or
+    −1; None: there was nothing to flip, the rank's steps write nothing.
     """
 
     def __init__(self, choice: int, mask: int) -> None:
@@ -255,20 +257,31 @@ class _FlippingCall:
         ]
         if not written:
             return
-        place = self._flip.choice % sum(region.size for *_, region in written)
-        for index, kind, source, region in written:
-            if place < region.size:
-                break
-            place -= region.size
+        index, kind, source, region, place = _place(written, self._flip.choice)
         if index == step and is_arrived == (kind == "message"):
             self._inner._buffers[region.buffer].bytes[region.start + place] ^= self._flip.mask
             self._todo, self._flip.where = False, (index, kind, source)
+
+
+def _place(written: Sequence[tuple[int, str, int, Any]], choice: int) -> tuple[int, str, int, Any, int]:
+    """The move that writes the byte of this number, and its place in the region."""
+    place = choice % sum(region.size for *_, region in written)
+    for each in written:
+        if place < each[3].size:
+            break
+        place -= each[3].size
+    return *each, place
 
 
 def _writes(moves: Any) -> Iterator[tuple[str, int, Any]]:
     """The regions that a step writes, each by a kind of move."""
     yield from (("message", message.peer, message.region) for message in moves.receives)
     yield from (("copy", -1, copy.target) for copy in moves.copies)
-    yield from (("sum", -1, reduction.target) for reduction in moves.reductions)
+    totals = moves.reductions
+    for nth, total in enumerate(totals):
+        if not any(
+            total.target in later.sources for later in totals[nth + 1 :]
+        ):  # else nobody reads it when the step has ended
+            yield "sum", -1, total.target
     yield from (("encoding", -1, encode.target) for encode in moves.encodes)
     yield from (("decoding", -1, decode.target) for decode in moves.decodes)
