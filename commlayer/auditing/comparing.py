@@ -14,7 +14,7 @@ import torch
 from commlayer.engine.plain import as_bytes
 from commlayer.scheduler.wire import NATIVE, Scaling, Wire, WireFormat
 
-__all__ = ["Allowance", "Difference", "compare", "is_sampled", "sizes_of"]
+__all__ = ["Allowance", "ResultDifference", "compare_results", "is_sampled", "sizes_of"]
 
 _AT_ONCE = 1 << 20
 """Elements that are compared at a time: the bounds of all would take twice their memory."""
@@ -41,14 +41,14 @@ def is_sampled(number: int, every: int) -> bool:
     return place == window * stride % every
 
 
-class Difference(NamedTuple):
+class ResultDifference(NamedTuple):
     """Where two results differ: the first element, −1 where none does, and how many do."""
 
     first: int
     num_wrong: int
 
 
-_SAME = Difference(-1, 0)
+_SAME = ResultDifference(-1, 0)
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,16 @@ class Allowance:
         return error + scale * (_HALF_LEAST[wire.format] * _MARGIN * (terms or self.num_terms))
 
 
-def compare(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, allowance: Allowance | None) -> Difference:
+def compare_results(
+    got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, allowance: Allowance | None
+) -> ResultDifference:
     """Compare two contiguous tensors of ``dtype``, or their bytes; by their bits, where nothing is allowed."""
     got, expected = as_bytes(got), as_bytes(expected)
     if allowance is None:
         if torch.equal(got, expected):
             return _SAME
         wrong = (got != expected).view(-1, dtype.itemsize).any(1)
-        return Difference(int(wrong.nonzero()[0]), int(wrong.count_nonzero()))
+        return ResultDifference(int(wrong.nonzero()[0]), int(wrong.count_nonzero()))
     got, expected, first, count = got.view(dtype), expected.view(dtype), -1, 0
     width = allowance.wire.row_elements
     step = max(1, _AT_ONCE // width) * width
@@ -132,7 +134,7 @@ def compare(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, allow
         if found and first < 0:
             first = start + int(wrong.nonzero()[0])
         count += found
-    return Difference(first, count)
+    return ResultDifference(first, count)
 
 
 def sizes_of(terms: torch.Tensor, op: str) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.auditing.comparing import Difference, compare, sizes_of
+from commlayer.auditing.comparing import ResultDifference, compare_results, sizes_of
 from commlayer.auditing.retracing import everyones_moves, run_in_memory
 from commlayer.auditing.saved_calls import SavedCall
 from commlayer.engine.encoded import RowCoder
@@ -31,9 +31,9 @@ class RankReplayed(NamedTuple):
     """
 
     rank: int
-    repeated: Difference
-    in_job: Difference
-    unlike_job: Difference
+    repeated: ResultDifference
+    in_job: ResultDifference
+    unlike_job: ResultDifference
 
 
 class Replayed(NamedTuple):
@@ -64,9 +64,9 @@ def _compared(saved: Sequence[SavedCall], rank: int, output: torch.Tensor) -> Ra
     allowance, dtype = call.allowance(_sizes(saved, rank)), call.torch_dtype
     return RankReplayed(
         each.header.global_ranks[rank],
-        compare(output, each.flat, dtype, allowance),
-        compare(each.planned, each.flat, dtype, allowance),
-        compare(output, each.planned, dtype, None),
+        compare_results(output, each.flat, dtype, allowance),
+        compare_results(each.planned, each.flat, dtype, allowance),
+        compare_results(output, each.planned, dtype, None),
     )
 
 

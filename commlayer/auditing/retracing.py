@@ -25,7 +25,7 @@ __all__ = ["Hop", "RankMoves", "everyones_moves", "run_in_memory", "suspects"]
 
 Nodes = tuple[tuple[int, ...], ...]
 Splits = Sequence[tuple[Sequence[int], Sequence[int]]]
-"""Of each rank: the bytes that go to each member, and that come from each."""
+"""The bytes of each rank that go to each member, and that come from each."""
 _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
 
 

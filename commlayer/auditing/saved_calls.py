@@ -31,7 +31,16 @@ from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 
-__all__ = ["MOST_SAVED_BYTES", "CallShape", "Kind", "SavedCall", "SavedHeader", "read_call", "saved_name", "write_call"]
+__all__ = [
+    "MOST_SAVED_BYTES",
+    "CallShape",
+    "MovesKind",
+    "SavedCall",
+    "SavedHeader",
+    "read_call",
+    "saved_name",
+    "write_call",
+]
 
 _MAGIC = b"commlayer shadow 1\n"
 _MOST_HEADER = 8 << 20
@@ -51,7 +60,7 @@ _DTYPES = {
 Size = Annotated[int, Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, Meta(ge=1, le=MAX_TAGS)]
 Place = Annotated[int, Meta(ge=0, lt=_MOST_RANKS)]
-Kind = Literal["whole", "split", "over", "encoded", "encoded exchange", "in place"]
+MovesKind = Literal["whole", "split", "over", "encoded", "encoded exchange", "in place"]
 
 
 class CallShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,7 +70,7 @@ class CallShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     and those in a wire format, ``in place`` too. ``blocks``: bytes that each rank owns, where the caller says it.
     """
 
-    kind: Kind
+    kind: MovesKind
     traffic: Traffic
     strategy: Strategy
     chunks: Count
@@ -79,7 +88,7 @@ class CallShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     @classmethod
     def of(
         cls,
-        kind: Kind,
+        kind: MovesKind,
         plan: Plan,
         nodes: Sequence[Sequence[int]],
         dtype: torch.dtype,
@@ -184,8 +193,11 @@ class CallShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class SavedHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a file says before its bytes. ``number``: of the group's planned calls, from 0; ``sent`` and ``received``: bytes for,
-    and from, each member, of exchanges; ``first``: this rank's first element that differed, −1: none; ``said``: by the job."""
+    """The header of a file, before its bytes.
+
+    ``number``: of the group's planned calls, from 0; ``sent`` and ``received``: bytes for, and from, each member, of exchanges;
+    ``first``: this rank's first element that differed, −1: none; ``said``: by the job.
+    """
 
     call: CallShape
     group: str
@@ -199,7 +211,7 @@ class SavedHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     said: str
 
     def about(self) -> SavedHeader:
-        """What is the same in the files of all ranks."""
+        """The part of it that is the same in the files of all ranks."""
         return msgspec.structs.replace(self, rank=0, sent=(), received=(), first=-1)
 
 

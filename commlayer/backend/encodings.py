@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
-from commlayer.auditing.saved_calls import CallShape, Kind
+from commlayer.auditing.saved_calls import CallShape, MovesKind
 from commlayer.backend.running import Calls
-from commlayer.backend.shadow import PlannedCall
+from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.engine.encoded import EncodedGroup
 from commlayer.engine.runner import Sent
@@ -102,7 +102,7 @@ class Encodings:
 
     def _call(
         self,
-        kind: Kind,
+        kind: MovesKind,
         plan: Plan,
         source: torch.Tensor,
         target: torch.Tensor,
@@ -110,18 +110,18 @@ class Encodings:
         blocks: Sequence[int] | None = None,
         splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
         codec: Codec | None = None,
-    ) -> PlannedCall:
+    ) -> ShadowedCall:
         non_finite = "raise" if codec is None else codec.non_finite
         nodes = self._inner.planned.nodes
         shape = partial(CallShape.of, kind, plan, nodes, source.dtype, blocks=blocks, non_finite=non_finite)
-        return PlannedCall(plan, source, target, shape, splits, codec)
+        return ShadowedCall(plan, source, target, shape, splits, codec)
 
-    def _begin(self, call: PlannedCall, run: Callable[[], Sent]) -> Work:
+    def _begin(self, call: ShadowedCall, run: Callable[[], Sent]) -> Work:
         options: Any = AllreduceOptions()
         options.asyncOp = True
         return self._order.issue(options, call.plan.traffic.collective, [call.target], self._run_encoded, call, run)
 
-    def _run_encoded(self, call: PlannedCall, run: Callable[[], Sent]) -> None:
+    def _run_encoded(self, call: ShadowedCall, run: Callable[[], Sent]) -> None:
         plan, source, shadow = call.plan, call.source, self._calls.shadow
         collective, size = plan.traffic.collective, source.nbytes
         order, signatures = self._order, self._inner.signatures

@@ -20,7 +20,7 @@ from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.running import Calls
-from commlayer.backend.shadow import PlannedCall
+from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
@@ -89,7 +89,7 @@ def _by_plan(
         sample = None
         if calls.shadow is not None:
             shape = partial(CallShape.of, "split", plan, planned.nodes, input.dtype)
-            sample = calls.shadow.before(PlannedCall(plan, source, target, shape, (given, wanted)))
+            sample = calls.shadow.before(ShadowedCall(plan, source, target, shape, (given, wanted)))
         started = now()
         with _record(f"commlayer:all_to_all {plan.name}"):
             going = planned.run_all_to_all(

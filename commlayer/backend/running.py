@@ -22,7 +22,7 @@ from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.recording import fill_flat, fill_plan
-from commlayer.backend.shadow import PlannedCall, Shadow
+from commlayer.backend.shadow import Shadow, ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.progress import DONE
@@ -257,7 +257,7 @@ class Calls:
         if self.shadow is not None:
             nodes = self.inner.planned.nodes
             shape = partial(CallShape.of, "whole", plan, nodes, source.dtype, op=op, root=root)
-            sample = self.shadow.before(PlannedCall(plan, source, target, shape))
+            sample = self.shadow.before(ShadowedCall(plan, source, target, shape))
         started, timeout_s = now(), opts.timeout.total_seconds()
         task = partial(run, plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), record=order.record)
         if _profiling():

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from commlayer.auditing.comparing import Difference, compare, is_sampled, sizes_of
+from commlayer.auditing.comparing import ResultDifference, compare_results, is_sampled, sizes_of
 from commlayer.auditing.retracing import Hop, everyones_moves, suspects
 from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, write_call
 from commlayer.backend.arithmetic import AVG, PLAN_NAMES
@@ -42,7 +42,7 @@ from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 from commlayer.wire.codecs import Codec
 
-__all__ = ["PlannedCall", "Shadow"]
+__all__ = ["Shadow", "ShadowedCall"]
 
 _OPS = {name: op for op, name in PLAN_NAMES.items() if op != AVG}
 _MOST_NAMED = 4
@@ -51,7 +51,7 @@ _REASON = "a planned call differed from flat (COMMLAYER_SHADOW)"
 
 
 @dataclass(frozen=True)
-class PlannedCall:
+class ShadowedCall:
     """A call that a plan runs. ``shape``: made when it is needed. ``splits``: of exchanges, the bytes that go to each member and
     that come from each. ``codec``: of one in a wire format."""
 
@@ -73,7 +73,7 @@ class Shadow:
         self.count = self.num_compared = 0
         self.is_over = False
 
-    def before(self, call: PlannedCall) -> _Sample | None:
+    def before(self, call: ShadowedCall) -> _Sample | None:
         """Count a planned call; for one that is to be compared, keep what goes into it."""
         number, self.count = self.count, self.count + 1
         if not is_sampled(number, self._every):
@@ -81,7 +81,7 @@ class Shadow:
         self.num_compared += 1
         return _Sample(self, self._order, call, number, as_bytes(call.source).clone())
 
-    def instead(self, call: PlannedCall) -> None:
+    def instead(self, call: ShadowedCall) -> None:
         """Run a call flat whose plan was chosen before :attr:`is_over` was known."""
         started, planned = now(), self._order.inner.planned
         try:
@@ -107,7 +107,7 @@ class _Sample:
 
     shadow: Shadow
     order: Order
-    call: PlannedCall
+    call: ShadowedCall
     number: int
     given: torch.Tensor
 
@@ -126,13 +126,13 @@ class _Sample:
     def _check(self) -> None:
         shape, got = self.call.shape(), as_bytes(self.call.target.detach())
         flat, sizes = _Flat(self.order, self.call, self.given).run(needs_sizes=shape.is_float_sum)
-        found = compare(got, flat, shape.torch_dtype, shape.allowance(sizes))
+        found = compare_results(got, flat, shape.torch_dtype, shape.allowance(sizes))
         verdict = torch.tensor([found.num_wrong], dtype=torch.int64)
         _Flat(self.order, self.call, self.given).reduce(verdict, ReduceOp.MAX)
         if int(verdict):
             self._differs(shape, found, got, flat)
 
-    def _differs(self, shape: CallShape, found: Difference, got: torch.Tensor, flat: torch.Tensor) -> None:
+    def _differs(self, shape: CallShape, found: ResultDifference, got: torch.Tensor, flat: torch.Tensor) -> None:
         """On all ranks, because of one: tell all, keep the call, say so, and use no plan of the group from now on."""
         told = self._tell(shape, found, got, flat)
         folder = self._folder(told)
@@ -148,7 +148,9 @@ class _Sample:
                 stacklevel=2,
             )
 
-    def _tell(self, shape: CallShape, found: Difference, got: torch.Tensor, flat: torch.Tensor) -> list[list[int]]:
+    def _tell(
+        self, shape: CallShape, found: ResultDifference, got: torch.Tensor, flat: torch.Tensor
+    ) -> list[list[int]]:
         """Of each rank: its first wrong element and how many are, both values of that as bits, its clock, and its splits."""
         size, width = shape.size, shape.torch_dtype.itemsize
         mine = torch.zeros(5 + 2 * size, dtype=torch.int64)
@@ -174,7 +176,7 @@ class _Sample:
         return cache_folder(self.order.inner.planned.settings) / "shadow" / f"{told[0][4]}-{name}-{self.number}"
 
     def _keep(
-        self, folder: Path, shape: CallShape, found: Difference, said: str, got: torch.Tensor, flat: torch.Tensor
+        self, folder: Path, shape: CallShape, found: ResultDifference, said: str, got: torch.Tensor, flat: torch.Tensor
     ) -> str:
         """Write this rank's file; returns what is to be said of it."""
         members, (sent, received) = self.order.members, self.call.splits
@@ -200,7 +202,7 @@ class _Sample:
 class _Flat:
     """The backend's own call that gives what a planned one should; ``given``: its input, in bytes, which stays as it is."""
 
-    def __init__(self, order: Order, call: PlannedCall, given: torch.Tensor) -> None:
+    def __init__(self, order: Order, call: ShadowedCall, given: torch.Tensor) -> None:
         self._order, self._call, self._given = order, call, given
         self._gloo: Any = order.inner.gloo
 

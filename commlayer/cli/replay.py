@@ -11,7 +11,7 @@ from commlayer.cli.option_types import json_option
 from commlayer.cli.tables import echo, print_json, print_table
 
 if TYPE_CHECKING:
-    from commlayer.auditing.comparing import Difference
+    from commlayer.auditing.comparing import ResultDifference
     from commlayer.auditing.replaying import Replayed
     from commlayer.auditing.saved_calls import SavedHeader
 
@@ -88,5 +88,5 @@ def _show(header: SavedHeader, found: Replayed) -> None:
         )
 
 
-def _words(found: Difference) -> str:
+def _words(found: ResultDifference) -> str:
     return f"{found.num_wrong} elements, first {found.first}" if found.num_wrong else "no"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from commlayer.auditing.comparing import Allowance, compare, is_sampled, sizes_of
+from commlayer.auditing.comparing import Allowance, compare_results, is_sampled, sizes_of
 from commlayer.auditing.replaying import replay_call
 from commlayer.auditing.retracing import everyones_moves, suspects
 from commlayer.auditing.saved_calls import CallShape, SavedCall, SavedHeader, read_call, saved_name, write_call
@@ -82,23 +82,23 @@ def test_other_orders_of_a_reduction_are_within_its_bound_and_other_numbers_are_
         return total
 
     one, other = reduced([0, 1, 2, 3, 4, 5]), reduced([5, 0, 3, 1, 4, 2])
-    assert compare(one, other, dtype, allowed(terms, op)).num_wrong == 0
+    assert compare_results(one, other, dtype, allowed(terms, op)).num_wrong == 0
     wrong = one.clone()
     wrong[1234] = wrong[1234] * 2 + 1
-    assert compare(wrong, other, dtype, allowed(terms, op)) == (1234, 1)
+    assert compare_results(wrong, other, dtype, allowed(terms, op)) == (1234, 1)
 
 
 def test_of_an_overflow_nothing_is_said_and_nan_must_stay() -> None:
     terms = torch.tensor([[3e38, 1.0, float("nan")], [3e38, 2.0, 1.0], [-3e38, 3.0, 1.0]])
     flat = torch.tensor([float("inf"), 6.0, float("nan")])
-    assert compare(torch.tensor([3e38, 6.0, float("nan")]), flat, torch.float32, allowed(terms)).num_wrong == 0
-    assert compare(torch.tensor([3e38, 6.0, 2.0]), flat, torch.float32, allowed(terms)) == (2, 1)
+    assert compare_results(torch.tensor([3e38, 6.0, float("nan")]), flat, torch.float32, allowed(terms)).num_wrong == 0
+    assert compare_results(torch.tensor([3e38, 6.0, 2.0]), flat, torch.float32, allowed(terms)) == (2, 1)
 
 
 def test_bits_are_compared_also_of_nan_and_zero() -> None:
     a = torch.tensor([0.0, float("nan"), 1.0])
-    assert compare(a, a.clone(), torch.float32, None).num_wrong == 0
-    assert compare(a, torch.tensor([-0.0, float("nan"), 1.0]), torch.float32, None) == (0, 1)
+    assert compare_results(a, a.clone(), torch.float32, None).num_wrong == 0
+    assert compare_results(a, torch.tensor([-0.0, float("nan"), 1.0]), torch.float32, None) == (0, 1)
 
 
 @pytest.mark.parametrize("scaling", list(Scaling))
@@ -112,10 +112,10 @@ def test_sums_of_what_was_encoded_are_within_their_bound(wire_format: WireFormat
         message = torch.empty(wire.wire_bytes(256), dtype=torch.uint8)
         codec.encode(rows, message)
         codec.decode(message, out)
-    assert compare(rounded.sum(0), terms.sum(0), torch.float32, allowed(terms, wire=wire)).num_wrong == 0
+    assert compare_results(rounded.sum(0), terms.sum(0), torch.float32, allowed(terms, wire=wire)).num_wrong == 0
     wrong = rounded.sum(0)
     wrong[7, 9] += 200.0
-    assert compare(wrong, terms.sum(0), torch.float32, allowed(terms, wire=wire)) == (7 * 96 + 9, 1)
+    assert compare_results(wrong, terms.sum(0), torch.float32, allowed(terms, wire=wire)) == (7 * 96 + 9, 1)
 
 
 # Plans run again
