@@ -47,11 +47,13 @@ import commlayer.backend
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
 from commlayer.agree.messages import ControlMessage, Peers, gather_messages
 from commlayer.emulation import EmulatedCluster
+from commlayer.engine.group_plans import parse_plan
 from commlayer.measure.profiler import SweepOptions
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.sweep import Repeats
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.plan import Plan, Strategy
+from commlayer.scheduler.strategies import build
 from commlayer.testing.nodes import run_on_nodes
 
 CLUSTERS = {"2x4": (4, 4), "2x8": (8, 8), "4x4": (4, 4, 4, 4)}
@@ -72,7 +74,7 @@ _SWEEP = SweepOptions(
 )
 """Coarser than that of ``commlayer profile``, which would take most of the run."""
 _CELL_ROUNDS, _CELL_BUDGET_S = (3, 9), 1.5
-_VERSUS_ROUNDS, _VERSUS_BUDGET_S = (5, 9), 4.0
+_VERSUS_ROUNDS, _VERSUS_BUDGET_S = (5, 41), 4.0
 """Rounds, at least and at most, and seconds after which no round more is begun."""
 
 
@@ -89,6 +91,13 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs="+", type=int, metavar="BYTES", help="of the calls against torch [16 MiB; --quick: 4 MiB]"
     )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        default=[],
+        metavar="PLAN",
+        help="with --versus also these on all ranks, such as pipelined:4",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there, too")
     add_output(parser)
     options = parser.parse_args()
@@ -103,7 +112,7 @@ def main() -> None:
         finish(stem, about, found, against, options.json)
     sizes = options.sizes or [4 << 20 if options.quick else 16 << 20]
     for key, size in product(options.versus or (_ALWAYS[:2] if options.quick else _ALWAYS), sizes):
-        against += measured_versus(key, size)
+        against += measured_versus(key, size, tuple(options.plans))
         finish(stem, about, found, against, options.json)
     print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
@@ -137,15 +146,15 @@ def measured_cells(nodes: tuple[int, ...], *, is_quick: bool, is_probe: bool) ->
         return cluster.run(cells, nodes, SIZES[:2] if is_quick else SIZES, environment, timeout_s=1800)[0]
 
 
-def measured_versus(key: str, size: int) -> list[Versus]:
-    """Run against torch on one cluster, whose profile is what the job measures itself."""
+def measured_versus(key: str, size: int, plans: Sequence[str] = ()) -> list[Versus]:
+    """Run against torch on one cluster, whose profile is what the job measures itself; with ``plans`` on all ranks only."""
     nodes = VERSUS[key]
     with (
         tempfile.TemporaryDirectory() as folder,
         EmulatedCluster(len(nodes), max(nodes), inter=INTER, mode="netns") as cluster,
     ):
         environment = {"COMMLAYER_PROFILE": "auto", "COMMLAYER_CACHE": folder}
-        return run_on_nodes(cluster, nodes, versus, key, size, environment, timeout_s=900)[0]
+        return run_on_nodes(cluster, nodes, versus, key, size, plans, environment, timeout_s=900)[0]
 
 
 # On every rank
@@ -309,12 +318,12 @@ def require_alike(text: str, where: str, control: Any) -> None:
             )
 
 
-def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
-    """Each collective on TP2's gradient groups at once, and on uneven nodes on all ranks."""
+def versus(key: str, size: int, plans: Sequence[str], environment: Mapping[str, str]) -> list[Versus]:
+    """Each collective on TP2's gradient groups at once, and on uneven nodes on all ranks; by ``plans`` on these alone."""
     control, nodes = start(environment), VERSUS[key]
     world = sum(nodes)
-    families = {"TP2×DP, dp": FoldedMapping(world, tp=2).groups("dp")}
-    if len(set(nodes)) > 1:
+    families = {} if plans else {"TP2×DP, dp": FoldedMapping(world, tp=2).groups("dp")}
+    if plans or len(set(nodes)) > 1:
         families["all ranks"] = [tuple(range(world))]
     found = []
     for name, groups in families.items():
@@ -324,14 +333,21 @@ def versus(key: str, size: int, environment: Mapping[str, str]) -> list[Versus]:
         for collective in COLLECTIVES:
             operands = Operands(collective, size, len(groups[0]))
             calls = [partial(operands.run, torchs), partial(operands.run, ours)]
+            calls += [partial(run_by, plan, ours, operands) for plan in forced(plans, ours, operands)]
             wrong = num_wrong(operands, calls, control)
-            gloo, mine = alternated(calls, control, _VERSUS_ROUNDS, _VERSUS_BUDGET_S)
-            plan, ratio = plans_of(ours, collective, operands.num_bytes, control), ratios(mine, gloo)
-            quartiles, rounds = (ratio.middle, ratio.low, ratio.high), len(gloo)
-            found.append(
-                Versus(key, name, collective, size, plan, median(gloo), median(mine), quartiles, rounds, wrong)
-            )
+            gloo, *each = alternated(calls, control, _VERSUS_ROUNDS, _VERSUS_BUDGET_S)
+            names = [plans_of(ours, collective, operands.num_bytes, control), *plans]
+            for plan, mine in zip(names, each, strict=True):
+                ratio = ratios(mine, gloo)
+                quartiles, times = (ratio.middle, ratio.low, ratio.high), (median(gloo), median(mine))
+                found.append(Versus(key, name, collective, size, plan, *times, quartiles, len(gloo), wrong))
     return found
+
+
+def forced(plans: Sequence[str], group: Any, operands: Operands) -> list[Plan]:
+    """The plans of these names for a call on all ranks."""
+    traffic = group._planned.choices._traffic(operands.collective, operands.num_bytes)
+    return [build(traffic, *parse_plan(name)) for name in plans]
 
 
 def plans_of(group: Any, collective: str, num_bytes: int, control: Any) -> str:

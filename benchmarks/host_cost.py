@@ -6,9 +6,12 @@ ones show the scheduler of the operating system.
 
     python benchmarks/host_cost.py --ranks 1 2 --calls 4000
     python benchmarks/host_cost.py --planned --calls 400
+    python benchmarks/host_cost.py --ring --ranks 1
 
 ``--planned`` counts processor time instead, of calls that are forced into two levels on two nodes of two ranks: of the caller's
 thread, and of the whole process, with Gloo's threads.
+
+``--ring`` compares calls of one group with those that are not noted in the ring of calls (commlayer/diagnosis/ring.py).
 
 Ranks run on loopback: nothing here says anything about a network.
 """
@@ -20,11 +23,13 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
+from commlayer.diagnosis.ring import Silent
 from commlayer.emulation import EmulatedCluster
 
 Call = Callable[[dist.ProcessGroup], object]
@@ -78,6 +83,45 @@ def measure(num_calls: int, block: int = 50) -> dict[str, dict[str, list[float]]
                     found[backend].append((time.perf_counter_ns() - began) / 1000)
         times[name] = found
     return times
+
+
+def measure_ring(num_calls: int, block: int = 50) -> dict[str, dict[str, list[float]]]:
+    """On a rank: the times of single calls, µs, by name, with the ring of calls and without, in blocks that take turns."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    os.environ["COMMLAYER_PROFILE"] = "none"
+    dist.init_process_group("commlayer")
+    group: Any = dist.group.WORLD
+    tracks = {"without": Silent(), "with": group._order.track}
+    times: dict[str, dict[str, list[float]]] = {}
+    gc.disable()
+    for name, call in calls(dist.get_world_size()).items():
+        found: dict[str, list[float]] = {kind: [] for kind in tracks}
+        for _ in range(num_calls // block):
+            for kind, track in tracks.items():
+                group._order.track = track
+                for _ in range(3):
+                    call(group)
+                for _ in range(block):
+                    began = time.perf_counter_ns()
+                    call(group)
+                    found[kind].append((time.perf_counter_ns() - began) / 1000)
+        times[name] = found
+    return times
+
+
+def print_ring(ranks: int, num_calls: int) -> None:
+    with EmulatedCluster(1, ranks, mode="loopback") as cluster:
+        times = cluster.run(measure_ring, num_calls, timeout_s=600)[0]
+    print(f"\n{ranks} rank{'s' if ranks > 1 else ''}: µs of one call without the ring, and what it adds")
+    print(f"{'':32}" + "".join(f"{f'p{p}':>18}" for p in PERCENTILES))
+    for name, found in times.items():
+        cells = []
+        for percent in PERCENTILES:
+            without, with_it = (percentile(found[kind], percent) for kind in ("without", "with"))
+            cells.append(f"{without:9.1f} {with_it - without:+8.2f}")
+        print(f"{name:32}" + "".join(cells))
 
 
 def measure_planned(num_calls: int, block: int = 20) -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -138,7 +182,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--calls", type=int, default=4000, help="timed calls of each kind on each backend")
     parser.add_argument("--planned", action="store_true", help="processor time of calls in two levels, instead")
+    parser.add_argument("--ring", action="store_true", help="what the ring of calls adds to a call, instead")
     options = parser.parse_args()
+    if options.ring:
+        for ranks in options.ranks:
+            print_ring(ranks, options.calls)
+        return
     if options.planned:
         print_planned(options.calls)
         return

@@ -19,8 +19,9 @@ __all__ = ["Settings"]
 _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
-_NUMBERS = ("TIMEOUT_S", "LANE_SHARE")
+_NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING")
 _COUNTS = ("SHADOW",)
+_LARGEST_RING = 1 << 20
 _RAREST = 1_000_000_000
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
@@ -42,7 +43,7 @@ class Settings:
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
         intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
             where they have it, except on an emulated cluster whose inside is shaped.
-        stats: ``1`` prints :func:`commlayer.stats` at exit.
+        stats: ``1`` prints :func:`commlayer.stats` and :func:`commlayer.audit` at exit.
         as_backend: (``COMMLAYER_AS``) ``gloo`` or ``nccl``, the name under which trainers get this backend that accept only
             names they know.
         cache: the folder of measured profiles.
@@ -54,10 +55,16 @@ class Settings:
         trials: ``auto`` runs the plans that contend for a group's call, in its first calls and for 0.3 s as predicted, where the
             profile's error is too large to tell which is the fastest; ``on``: however small it is; ``off``: the profile decides.
         replan: ``on`` has ranks time their links when calls have become slower or faster, and plan by what they find, while the
-            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/audit.md).
+            job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/replanning.md).
+        audit: the folder into which every rank writes what its calls were promised to take and took, for ``commlayer audit``,
+            every half a minute and at exit (docs/audit.md).
         shadow: of how many planned calls of each group one runs flat too, and is compared (docs/shadow.md); None: none.
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
+        ring: how many of its last calls each rank remembers, for who asks what a job that hangs waits for; 0: none
+            (docs/diagnose.md).
+        diagnose_dir: the folder into which ranks write what they remember, when a call times out or on SIGUSR1; without it, one
+            of the job's own in the machine's folder of temporary files.
     """
 
     profile: str | None = None
@@ -76,14 +83,19 @@ class Settings:
     lane_share: float = 0.05
     trials: str = "auto"
     replan: str = "on"
+    audit: str | None = None
     shadow: int | None = None
     trace: str | None = None
+    ring: float = 1024
+    diagnose_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout_s < float("inf"):
             raise SettingsError(f"COMMLAYER_TIMEOUT_S must be a positive number of seconds, got {self.timeout_s}")
         if not 0 < self.lane_share <= 1:
             raise SettingsError(f"COMMLAYER_LANE_SHARE must be more than 0 and at most 1, got {self.lane_share}")
+        if not (0 <= self.ring <= _LARGEST_RING and self.ring == int(self.ring)):
+            raise SettingsError(f"COMMLAYER_RING must be a number of calls, 0 to {_LARGEST_RING}, got {self.ring:g}")
         if self.shadow is not None and not 1 <= self.shadow <= _RAREST:
             raise SettingsError(
                 f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "

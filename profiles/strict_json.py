@@ -15,10 +15,11 @@ __all__ = ["convert", "parse_object", "pretty"]
 
 _T = TypeVar("_T")
 _KINDS = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+_PROFILE = "profile"
 
 
-def parse_object(data: bytes | str, where: str) -> dict[str, Any]:
-    """Read the JSON object in ``data``.
+def parse_object(data: bytes | str, where: str, what: str = _PROFILE) -> dict[str, Any]:
+    """Read the JSON object in ``data``; ``what`` it is, messages say.
 
     Raises:
         ProfileError: beginning with ``where``: not UTF-8, not JSON (with line and column), not an object, an object
@@ -38,16 +39,17 @@ def parse_object(data: bytes | str, where: str) -> dict[str, Any]:
         raise ProfileError(f"{where}: expected UTF-8 text, got byte 0x{byte:02x} at offset {error.start}") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
+        remedy = "measure again" if what == _PROFILE else "copy it again"
         raise ProfileError(
-            f"{where}: {place}: expected JSON, got a damaged text ({error.msg}). Restore the file, or measure again"
+            f"{where}: {place}: expected JSON, got a damaged text ({error.msg}). Restore the file, or {remedy}"
         ) from error
     except ProfileError:
         raise
     except (RecursionError, ValueError) as error:  # nested too deep; a number of thousands of digits
-        raise ProfileError(f"{where}: expected a profile, got JSON that no profile needs ({error})") from error
+        raise ProfileError(f"{where}: expected a commlayer {what}, got JSON that no {what} needs ({error})") from error
     if not isinstance(content, dict):
         kind = _KINDS.get(type(content), "number")
-        raise ProfileError(f"{where}: expected a JSON object with a commlayer profile, got a JSON {kind}")
+        raise ProfileError(f"{where}: expected a JSON object with a commlayer {what}, got a JSON {kind}")
     return content
 
 

@@ -32,12 +32,13 @@ _LONGEST_US, _BUDGET_US = 1.5e5, 3e5
 """The longest trial, as predicted, and all trials of a group together; one that takes longer than that ends with its first
 round."""
 RUNS = 2
-"""How often each plan of a trial runs, in turn; the faster time counts, for others' work only adds to it."""
+"""How often each plan of a trial runs at least, in turn; the fastest time counts, for others' work only adds to it."""
+_MOST_RUNS = 8
 _ALIKE = 8
 """Sizes within this factor say something about each other: a smaller call is more latency and less bandwidth."""
 _SMALLER = (1, 2, 4)
 """The parts of a call's size at which it may be tried."""
-_SMALLER_YET = (6, 8, 12, 16, 20, 24, 32, 40)
+_SMALLER_YET = (6, 8, 12, 16, 20, 24, 32)
 """The parts at which two plans of a large call may be tried that the profile cannot tell apart."""
 _IN_PROPORTION = 1.2
 """So much may the predicted ratio of those two be another at the smaller size, for that to say something of the large one."""
@@ -61,6 +62,12 @@ class Trial:
     @property
     def plans(self) -> tuple[Plan, ...]:
         return tuple(timeline.plan for timeline in self.contenders)
+
+    @property
+    def runs(self) -> int:
+        """How often each plan runs: the shorter it is, the more often, for the more others' work adds to its time."""
+        round_us = sum(timeline.total_us for timeline in self.contenders)
+        return min(max(RUNS, int(_CHEAP_US / max(round_us, 1.0))), _MOST_RUNS)
 
 
 def may_try(traffic: Traffic) -> bool:

@@ -56,6 +56,8 @@ _LEAST_DUPLEX = 16
 """Chunks of an all_reduce on unequal cards, at least, where its size allows it."""
 _WHOLE = (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL, Strategy.LEADERS)
 """Strategies of plans in one chunk."""
+_MOST_IN_RING = 32
+"""Nodes that a chunk goes round one after the other. Of more, a pair would have to be below 3 % to be in anybody's way."""
 _LEAST_STEPS = 2
 """Steps of a chunk, at least."""
 _TOO_MANY_TAGS = (
@@ -217,10 +219,9 @@ def _objection(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
 
 def _objection_over_nodes(traffic: Traffic, strategy: Strategy, chunks: int) -> str:
     if strategy is Strategy.RING:
-        is_round = traffic.collective in _IN_PIECES and len(traffic.nodes) > 2
-        return (
-            "" if is_round else "it needs three nodes or more, and is an all_gather, a reduce_scatter or an all_reduce"
-        )
+        is_round = traffic.collective in _IN_PIECES and 2 < len(traffic.nodes) <= _MOST_IN_RING
+        what = "an all_gather, a reduce_scatter or an all_reduce"
+        return "" if is_round else f"it is {what} over three to {_MOST_IN_RING} nodes"
     if len(traffic.nodes) == 1 or max(traffic.nodes) == 1:
         return "it needs several nodes, and several ranks on one of them"
     return _exchange_objection(strategy, chunks) if traffic.collective == "all_to_all_v" else ""

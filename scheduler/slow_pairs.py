@@ -7,17 +7,23 @@ bytes look larger to them where one is in its way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from commlayer.scheduler.node_order import Rates, best_order, slowest_edge
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import SlowPair, Traffic
 
 __all__ = ["direct_hindrance", "edge_rates", "is_avoided", "ring_hindrance", "ring_order"]
 
 
 def edge_rates(traffic: Traffic) -> Rates:
     """The rate from every node to every other one: of the pair where it is slow, else of the slower card."""
-    nodes, cards = range(len(traffic.nodes)), traffic.node_rates
-    slow = {frozenset(pair): rate for *pair, rate in traffic.slow_pairs}
+    return _edge_rates(traffic.node_rates, traffic.slow_pairs)
+
+
+@lru_cache(maxsize=256)
+def _edge_rates(cards: tuple[float, ...], slow_pairs: tuple[SlowPair, ...]) -> Rates:
+    nodes = range(len(cards))
+    slow = {frozenset((a, b)): rate for a, b, rate in slow_pairs}
     return tuple(tuple(slow.get(frozenset((a, b)), min(cards[a], cards[b])) for b in nodes) for a in nodes)
 
 

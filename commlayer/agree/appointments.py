@@ -8,8 +8,8 @@ guesses, calls exchange nothing beyond what they do anyway, and when a rank dies
 Prior art, and why it is not done so here: Horovod's autotuner broadcasts new parameters with a collective of its own in every
 cycle; ByteScheduler announces a change at a future step, and a rank that hears of it too late never follows.
 
-Where calls are made :meth:`Appointments.next_call` counts; on another thread :meth:`Appointments.turn` talks to the store, and
-never waits in it, because a wait on one client holds up everybody else who asks it.
+Where calls run, in the group's order, :meth:`Appointments.next_call` counts; on another thread :meth:`Appointments.turn` talks to
+the store, and never waits in it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Protocol
 import msgspec
 
 from commlayer.agree.messages import ControlMessage
+from commlayer.profiles.errors import InternalError
 
-__all__ = ["Appointment", "AppointmentStore", "Appointments"]
+__all__ = ["PATIENCE_S", "Appointment", "AppointmentStore", "Appointments"]
 
-_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 """How long member 0 waits for answers: threads answer, whatever the calls do, so more than this means that one is stopped."""
 _POLL_S = 0.002
 _KEPT, _OFF = b"kept", b"off"
@@ -41,7 +42,7 @@ class AppointmentStore(Protocol):
 
 
 class Appointment(ControlMessage, frozen=True):
-    """An appointment. ``call``: before which call of the group, counted from 1; ``purpose`` and ``value``: what for."""
+    """An appointment. ``call``: before which call of the group, counted from 1 as they run; ``purpose``, ``value``: what for."""
 
     number: int
     call: int
@@ -58,17 +59,19 @@ class _Open:
 
 
 class Appointments:
-    """The appointments of one group as one of its ``size`` members knows them; ``member`` 0 makes them.
+    """The appointments of one group as one of its ``size`` members knows them; ``member`` 0 makes them in ``store()``.
 
     ``refuse(waited_s)`` raises what a wait for the decision means that has gone on for ``waited_s``, or returns where it may go
     on.
     """
 
-    def __init__(self, store: AppointmentStore, member: int, size: int, refuse: Callable[[float], None]) -> None:
-        self._store, self._member, self._size, self._refuse = store, member, size, refuse
+    def __init__(
+        self, store: Callable[[], AppointmentStore], member: int, size: int, refuse: Callable[[float], None]
+    ) -> None:
+        self._stored, self._member, self._size, self._refuse = store, member, size, refuse
         self._lock = threading.Lock()
         self.calls = 0
-        """How many calls the program has made."""
+        """How many calls have begun to run."""
         self._open: _Open | None = None
         self._last = 0
         self._until = 0.0
@@ -76,15 +79,15 @@ class Appointments:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an appointment that has neither been kept nor called off."""
+        """Whether there is an appointment that has not been called off, and whose purpose has not been fulfilled."""
         return self._open is not None
 
-    # Where calls are made
+    # Where calls run
 
     def next_call(self) -> Appointment | None:
-        """Count the call that is made now; the appointment to be kept before it, if there is one.
+        """Count the call that runs now; the appointment to be kept before it, if there is one: :meth:`end` it then.
 
-        Raises what ``refuse`` raises, and RuntimeError where the store is lost.
+        Talks to nobody: the other thread does. Raises what ``refuse`` raises, and RuntimeError where the store is lost.
         """
         with self._lock:
             self.calls += 1
@@ -92,24 +95,36 @@ class Appointments:
             if due is None or self.calls < due.appointment.call:
                 return None
         begin = time.monotonic()
-        while (decision := due.decision or self._decided(due.appointment)) is None:
+        while (decision := due.decision) is None:
             if self._lost is not None:
                 raise RuntimeError(f"the store of the group does not answer any more: {self._lost}") from self._lost
             self._refuse(time.monotonic() - begin)
             time.sleep(_POLL_S)
+        if decision == _KEPT:
+            return due.appointment
         self._close(due)
-        return due.appointment if decision == _KEPT else None
+        return None
+
+    def end(self) -> None:
+        """Note that the purpose of the appointment which is kept now has been fulfilled."""
+        if self._open is not None:
+            self._close(self._open)
 
     # On the thread that talks to the store
 
-    def make(self, purpose: str, value: float, ahead: int) -> Appointment:
-        """Name the call that is ``ahead`` calls from now: for member 0, while no appointment is open."""
-        self._until = time.monotonic() + _PATIENCE_S
+    def make(self, purpose: str, value: float, ahead: int, patience_s: float = PATIENCE_S) -> Appointment:
+        """Name the call that is ``ahead`` calls from now, and wait ``patience_s`` for answers: for member 0.
+
+        Raises InternalError while an appointment is open: it would never be decided on.
+        """
+        self._until = time.monotonic() + patience_s
         with self._lock:
+            if self._open is not None:
+                raise InternalError(f"an appointment for call {self._open.appointment.call} is still open")
             self._last += 1
             made = Appointment(self._last, self.calls + max(1, ahead), purpose, value)
             self._open = _Open(made)
-        self._store.set(f"appointment/{made.number}", msgspec.msgpack.encode(made))
+        self._stored().set(f"appointment/{made.number}", msgspec.msgpack.encode(made))
         return made
 
     def turn(self) -> None:
@@ -135,33 +150,33 @@ class Appointments:
 
     def _look(self) -> None:
         key = f"appointment/{self._last + 1}"
-        if not self._store.check([key]):
+        if not self._stored().check([key]):
             return
-        found = msgspec.msgpack.decode(self._store.get(key), type=Appointment)
+        found = msgspec.msgpack.decode(self._stored().get(key), type=Appointment)
         with self._lock:
             self._last = found.number
             is_early = self.calls < found.call
             if is_early:
                 self._open = _Open(found)
-        self._store.add(f"{'yes' if is_early else 'no'}/{found.number}", 1)
+        self._stored().add(f"{'yes' if is_early else 'no'}/{found.number}", 1)
 
     def _decision(self, appointment: Appointment) -> bytes | None:
         """As member 0: decide, where that is possible already, and write it down."""
         number = appointment.number
-        if self._store.add(f"yes/{number}", 0) == self._size - 1:
+        if self._stored().add(f"yes/{number}", 0) == self._size - 1:
             decision = _KEPT
-        elif time.monotonic() > self._until or self._store.check([f"no/{number}"]):
+        elif time.monotonic() > self._until or self._stored().check([f"no/{number}"]):
             decision = _OFF
         else:
             return None
-        self._store.set(f"decision/{number}", decision)
+        self._stored().set(f"decision/{number}", decision)
         return decision
 
     def _decided(self, appointment: Appointment) -> bytes | None:
         key = f"decision/{appointment.number}"
-        if self._member == 0 or not self._store.check([key]):
+        if self._member == 0 or not self._stored().check([key]):
             return None  # member 0 is told by its own thread
-        return bytes(self._store.get(key))
+        return bytes(self._stored().get(key))
 
     def _close(self, found: _Open) -> None:
         with self._lock:

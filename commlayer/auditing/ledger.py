@@ -15,11 +15,13 @@ from typing import NamedTuple, TypedDict
 
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
+from commlayer.profiles.learnt import Learning, learnt_profile
+from commlayer.profiles.profile import Profile
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters
 
-__all__ = ["Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "Ledger", "Sample", "audit"]
+__all__ = ["Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "Ledger", "Sample", "audit", "learnt_profiles"]
 
 _MAX_KEPT = 1024
 _WINDOW = 32
@@ -63,13 +65,24 @@ class Event(TypedDict):
 
 
 class GroupAudit(TypedDict):
-    """The audit of one group. ``late`` and ``events`` are known on its first rank."""
+    """The audit of one group. ``late`` and ``events`` are known on its first rank.
+
+    ``nodes``: its global ranks, by node. ``began_s``: when it was made, Unix time. ``profile``: by which it plans now;
+    ``fabric_rate``: the rate of links between nodes by which it plans, of that at its start; ``node_rates``: that of the card of
+    each of ``nodes`` beside the usual one, empty where all are alike. ``comparable_calls``: those that ranks compare, of which
+    ``late`` counts as many as were compared.
+    """
 
     group: str
     description: str
     ranks: list[int]
+    nodes: list[list[int]]
+    began_s: float
     profile: str
+    fabric_rate: float
+    node_rates: list[float]
     calls: list[AuditRow]
+    comparable_calls: int
     late: list[LateRank]
     events: list[Event]
 
@@ -105,6 +118,12 @@ class Ledger:
     def __init__(self, counters: GroupCounters, planned: PlannedGroup) -> None:
         self._counters = counters
         self._choices: Choices = planned.choices
+        self._at_start: Choices = planned.choices
+        self._nodes = [[planned.global_ranks[member] for member in node] for node in planned.nodes]
+        self.places: tuple[int, ...] = ()
+        """Which of the profile's nodes the group's are; empty: not known."""
+        self._began_s = time.time()
+        self._last: tuple[GroupAudit, Profile | None] | None = None  # once the group is gone
         self._rows: dict[tuple[str, str, int], _Row] = {}
         self._promised = Kept[int, tuple[Plan, float]](_MAX_KEPT)
         self._promised_flat = Kept[tuple[str, int], tuple[float]](_MAX_KEPT)
@@ -123,6 +142,8 @@ class Ledger:
 
     def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this one."""
+        if self._last is not None:
+            return
         kept = self._promised.get(id(plan))
         if kept is None:
             kept = self._promised.add(id(plan), (plan, self._choices.promised_us(plan) or 0.0))
@@ -131,6 +152,8 @@ class Ledger:
 
     def note_flat(self, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a call that went to the backend's own; bytes below 0 in ``sent``: not known."""
+        if self._last is not None:
+            return
         key = collective, num_bytes
         kept = self._promised_flat.get(key)
         if kept is None:
@@ -184,18 +207,70 @@ class Ledger:
         """Note an event, before this call of the group."""
         self.events.append({"time_s": time.time(), "call": call, "what": what})
 
+    def close(self) -> None:
+        """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing else of it."""
+        self._last = self.read(), self.learnt()
+        self.heard = None
+        for kept in (self._rows, self._promised, self._promised_flat, self._kinds, self.late):
+            kept.clear()
+        del self._choices, self._at_start
+
     def read(self) -> GroupAudit:
         """Return what is known by now."""
+        if self._last is not None:
+            return self._last[0]
         planner = self._choices.planner
         return {
             "group": self._counters.group,
             "description": self._counters.describe(),
             "ranks": list(self._counters.ranks),
+            "nodes": [list(node) for node in self._nodes],
+            "began_s": self._began_s,
             "profile": "" if planner is None else planner.profile.name,
+            "fabric_rate": self._fabric_rate,
+            "node_rates": list(self._choices.rates),
             "calls": [_read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])],
+            "comparable_calls": self.numbered,
             "late": sorted(map(_copied, list(self.late.values())), key=lambda late: -late["waited_us"]),
             "events": list(self.events),
         }
+
+    @property
+    def _fabric_rate(self) -> float:
+        base, now = self._at_start.job_planner, self._choices.job_planner
+        if base is None or now is None:
+            return 1.0
+        return now.profile.peaks.inter_gbps / base.profile.peaks.inter_gbps
+
+    def learnt(self) -> Profile | None:
+        """The profile of the job by which the group plans now, where measurements in the running job have changed it; None on all
+        but its first rank."""
+        if self._last is not None:
+            return self._last[1]
+        base, now, choices = self._at_start.job_planner, self._choices.job_planner, self._choices
+        if base is None or now is None or self.rank != self._counters.ranks[0]:
+            return None
+        has_other_nodes = choices.rates != self._at_start.rates and len(self.places) == len(self._nodes)
+        if now.profile == base.profile and not has_other_nodes:
+            return None
+        events = list(self.events)
+        learning = Learning(
+            base=base.profile.fingerprint,
+            fabric_rate=self._fabric_rate,
+            node_rates=self._placed(choices.rates) if has_other_nodes else {},
+            where=f"group {self._counters.group} of {len(self._counters.ranks)} ranks",
+            time_s=events[-1]["time_s"] if events else self._began_s,
+        )
+        return learnt_profile(now.profile, learning)
+
+    def _placed(self, rates: tuple[float, ...]) -> dict[int, float]:
+        """The rates of the group's nodes by their place in the profile; all alike where there are none."""
+        return dict(zip(self.places, rates or (1.0,) * len(self.places), strict=True))
+
+    @property
+    def group(self) -> str:
+        """The group's name."""
+        return self._counters.group
 
     @property
     def rank(self) -> int:
@@ -230,6 +305,12 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def learnt_profiles() -> dict[str, Profile]:
+    """Return what :meth:`Ledger.learnt` says, by the names of the groups where it says something."""
+    found = {ledger.group: ledger.learnt() for ledger in _ledgers}
+    return {group: profile for group, profile in found.items() if profile is not None}
 
 
 def audit() -> Audit:

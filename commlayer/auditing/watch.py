@@ -9,6 +9,7 @@ go on with plans for the rates that they found. What was found to be as before i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -20,13 +21,13 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from commlayer.agree.appointments import Appointments
+from commlayer.agree.appointments import PATIENCE_S, Appointments
 from commlayer.auditing.ledger import Ledger
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
-from commlayer.profiles.errors import CollectiveTimeoutError
+from commlayer.failures.board import own_client
 from commlayer.profiles.pairs import pair_rounds
 from commlayer.profiles.printable import printable
 from commlayer.profiles.topology import Topology
@@ -34,6 +35,9 @@ from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.drift import Drift
 from commlayer.scheduler.group_profiles import most_siblings
 from commlayer.scheduler.link_rates import LinkRates, card_gbps, profile_at, rates_from
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["GroupWatch"]
 
@@ -46,34 +50,38 @@ _MOST_PUBLISHERS = 64
 """How many ranks of a group tell, evenly spread: the first one reads them all."""
 _AHEAD_TURNS, _LEAST_AHEAD = 2, 4
 """How far ahead an appointment is: as many calls as the group makes in so many turns, for every rank must have heard of it."""
-_MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 1e4, 64 << 10, 8 << 20
+_MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 2e4, 64 << 10, 8 << 20
 """How long a message between two nodes takes that is measured, if the profile is right."""
+_MOST_LOOKS = 6
+"""How often such a message goes between two nodes, before anything changes."""
 _LEAST_CALLS = 32
 """A group is expected to make as many more calls as it has made, and at least so many."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_MEASURE, _TRY, _CATCH_UP = "measure", "try", "catch up"
+_END_S = 2.0
+"""How long the end of the program waits for the thread: for one question to the store."""
+_MEASURE, _TRY = "measure", "try"
 _TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
 """The part of the time of as many more calls as have been made that trials may take where prices are wrong; within these bounds,
 µs."""
 
 
 class GroupWatch:
-    """Watches one group, on one of its ranks. ``run`` runs a task after the calls that are queued, and before all later ones."""
+    """Watches one group, on one of its ranks. ``plan_anew`` has the group plan by other choices, from the next call on."""
 
     def __init__(
-        self, planned: PlannedGroup, ledger: Ledger, store: Any, run: Callable[[Callable[[], None]], None]
+        self, planned: PlannedGroup, ledger: Ledger, store: Store, plan_anew: Callable[[Choices], None]
     ) -> None:
         base = planned.choices.job_planner
         assert base is not None
-        self.choices: Choices = planned.choices
-        """For calls whose plan is looked up when they are made: it changes between the same calls on all ranks."""
-        self._base, self._planned, self._ledger, self._store, self._run = base, planned, ledger, store, run
+        self._base, self._planned, self._ledger, self._plan_anew = base, planned, ledger, plan_anew
+        self._own_store = partial(own_client, store)  # another thread that waits in the group's would hold up decisions
+        self._store: Any = None
         size = len(planned.global_ranks)
         every = -(-size // _MOST_PUBLISHERS)
         self._publishers = list(range(0, size, every))
         self._is_publishing = planned.rank % every == 0
         self._is_replanning = planned.settings.replan == "on"
-        self._appointments = Appointments(store, planned.rank, size, self._refuse)
+        self._appointments = Appointments(self._asked, planned.rank, size, self._refuse)
         self._drift = Drift()
         self._rates = LinkRates(1.0, planned.choices.rates)
         self._published = self._compared = 0
@@ -81,28 +89,31 @@ class GroupWatch:
         self._pause_s = _FIRST_PAUSE_S
         self._pace: tuple[int, float] = 0, time.monotonic()
         self._calls_per_s = 0.0
-        self._found: LinkRates | None = None
+        self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
+        self._found: tuple[LinkRates, bool] | None = None
         self._is_closed = False
-        ledger.heard = self._heard
+        me = weakref.ref(self)  # ledgers are kept for who reads them later, groups are not
+        ledger.heard = lambda number: None if (watch := me()) is None else watch._heard(number)
         _watching.add(self)
 
-    # Where calls are made
+    # Where calls run
 
     def next_call(self) -> None:
-        """Count the call that the program makes now, and keep the appointment before it, if there is one.
+        """Count the call that runs now, and keep the appointment before it, if there is one.
 
         Raises PeerError and CollectiveTimeoutError where the decision on one does not come, as a call does.
         """
+        began = time.monotonic()
         try:
             appointment = self._appointments.next_call()
         except RuntimeError as error:
-            raise self._planned.explain(
-                error, "re-planning", self._appointments.calls, 0.0, self._planned.timeout_s
+            waited_s, planned = time.monotonic() - began, self._planned
+            raise planned.explain(
+                error, "re-planning", self._appointments.calls, waited_s, planned.timeout_s
             ) from error
-        if appointment is not None and appointment.purpose == _CATCH_UP:
-            self.choices = self._planned.choices
-        elif appointment is not None:
-            self._run(partial(self._measure if appointment.purpose == _MEASURE else self._doubt, appointment.value))
+        if appointment is not None:
+            (self._measure if appointment.purpose == _MEASURE else self._doubt)(appointment.value)
+            self._appointments.end()
 
     def _heard(self, number: int) -> None:
         if number - self._published >= _PUBLISHED:
@@ -114,35 +125,44 @@ class GroupWatch:
         if planned.board.is_broken:
             raise RuntimeError("the group is broken")
         if waited_s > planned.timeout_s:
-            raise CollectiveTimeoutError(
-                f"rank {planned.global_ranks[planned.rank]}, group {planned.name}: rank {planned.global_ranks[0]} has not "
-                f"said within {planned.timeout_s:g} s whether plans change before call {self._appointments.calls}: see its log"
-            )
+            first = planned.global_ranks[0]
+            raise RuntimeError(f"Timed out waiting for rank {first} to say whether plans change: look at its log")
 
     def _measure(self, slowdown: float) -> None:
-        """Time the links, with all ranks, and plan by what they can do now. In the order of the group's calls."""
+        """Time the links, with all ranks, and plan by what they can do now."""
         from commlayer.measure.links import time_links  # not for those who only import the backend
 
         planned, profile = self._planned, self._base.profile
         usual_bytes_per_us = card_gbps(profile) * 1e3
         num_bytes = round(min(max(usual_bytes_per_us * _MEASURED_US, _LEAST_BYTES), _MOST_BYTES))
+        choices, cluster = planned.choices, tuple(map(len, Topology.parse(profile.topology).nodes))
+        rates = partial(
+            rates_from,
+            expected_us=num_bytes / usual_bytes_per_us,
+            siblings=choices.siblings or most_siblings(cluster, choices.shape),
+            slowdown=slowdown / self._rates.fabric,  # since the profile was measured
+        )
         times_us = time_links(planned, num_bytes)
-        choices = planned.choices
-        cluster = tuple(map(len, Topology.parse(profile.topology).nodes))
-        slowdown /= self._rates.fabric  # since the profile was measured
-        siblings = choices.siblings or most_siblings(cluster, choices.shape)
-        found = rates_from(times_us, num_bytes / usual_bytes_per_us, siblings=siblings, slowdown=slowdown)
-        if _is_other(found, self._rates):
+        found = rates(times_us)
+        if _is_other(
+            found, self._rates
+        ):  # a busy processor delays a message, too: nothing is believed that was not seen twice
+            again_us = time_links(planned, num_bytes)
+            found = rates({pair: min(time_us, again_us[pair]) for pair, time_us in times_us.items()})
+        has_changed = _is_other(found, self._rates)
+        if has_changed:
             self._rates = found
             planner = Planner(profile_at(profile, found.fabric), self._base.policy)
-            planned.choices = choices.at_other_rates(planner, found.nodes or (1.0,) * len(choices.shape))
-            self._ledger.use_choices(planned.choices)
-        self._found = found
+            self._take(choices.at_other_rates(planner, found.nodes or (1.0,) * len(choices.shape)))
+        self._found = found, has_changed
 
     def _doubt(self, budget_us: float) -> None:
-        """Try the plans of calls to come, whatever they are priced at. In the order of the group's calls."""
-        self._planned.choices = self._planned.choices.doubted(budget_us)
-        self._ledger.use_choices(self._planned.choices)
+        """Try the plans of calls to come, whatever they are priced at."""
+        self._take(self._planned.choices.doubted(budget_us))
+
+    def _take(self, choices: Choices) -> None:
+        self._plan_anew(choices)
+        self._ledger.use_choices(choices)
 
     # On the thread of the watch
 
@@ -164,6 +184,12 @@ class GroupWatch:
     def _turn_s(self) -> float:
         return max(_TURN_S, len(_watching) * len(self._planned.board.detector.ranks) / _STORE_PER_S)
 
+    def _asked(self) -> Any:
+        """The group's store, asked by nobody else in this process."""
+        if self._store is None:
+            self._store = self._own_store()
+        return self._store
+
     def _turn(self, now_s: float) -> None:
         self._appointments.turn()
         if self._ledger.numbered != self._published:
@@ -175,54 +201,63 @@ class GroupWatch:
             self._lead(now_s)
 
     def _publish(self) -> None:
-        self._store.set(f"times/{self._planned.rank}", self._ledger.durations().tobytes())
+        self._asked().set(f"times/{self._planned.rank}", self._ledger.durations().tobytes())
 
     def _lead(self, now_s: float) -> None:
         """On the group's first rank: compare, and have the others act."""
-        self._settle(now_s)
         self._compare()
         self._keep_pace(now_s)
         if self._appointments.is_open:
-            return
-        if self.choices is not self._planned.choices:
-            self._appointments.make(_CATCH_UP, 0.0, self._ahead())
+            return  # or its purpose is being fulfilled
+        if self._asked_for:
+            self._settle(now_s)
             return
         slowdown = self._drift.change()
         if slowdown is None or now_s < self._quiet_until_s:
             return
         if not self._is_replanning:
+            self._pause(now_s)
             self._happened(
-                f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit"
+                f"calls take {slowdown:.2f} times as long as they did; plans stay, by COMMLAYER_REPLAN=audit",
+                is_said=True,
             )
-            self._drift.accept()
         elif self._is_worth_measuring(slowdown):
-            self._appointments.make(_MEASURE, slowdown, self._ahead())
-            self._quiet_until_s = math.inf  # until its outcome is known
+            self._appoint(_MEASURE, slowdown)
+
+    def _appoint(self, purpose: str, value: float) -> None:
+        self._asked_for = purpose
+        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * self._turn_s * _AHEAD_TURNS))
+        self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * self._turn_s))
 
     def _settle(self, now_s: float) -> None:
-        """Take note of what a measurement has found, or that an appointment for one is off."""
-        found, self._found = self._found, None
-        if found is None:
-            if self._quiet_until_s == math.inf and not self._appointments.is_open:
-                self._quiet_until_s = now_s + self._pause_s
+        """Take note of what has become of the last appointment."""
+        purpose, outcome = self._asked_for, self._found
+        self._asked_for, self._found = "", None
+        if purpose == _TRY or outcome is None:  # or it was called off
+            self._quiet_until_s = now_s + self._pause_s
             return
-        if self.choices is not self._planned.choices:
+        found, has_changed = outcome
+        if has_changed:
             self._drift.begin_anew()
             self._quiet_until_s, self._pause_s = now_s, _FIRST_PAUSE_S
             self._compared = self._ledger.numbered
             self._happened(f"{found}: plans are made anew", is_said=True)
             return
         is_of_prices = self._drift.is_of_prices and self._planned.settings.trials != "off"
-        self._drift.accept()
-        self._quiet_until_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause(now_s)
         if is_of_prices:
-            budget_us = min(max(_TRIED * self._call_us * self._appointments.calls, _LEAST_TRIED_US), _MOST_TRIED_US)
-            self._appointments.make(_TRY, budget_us, self._ahead())
+            budget_us = _TRIED * self._call_us * self._appointments.calls
+            self._appoint(_TRY, min(max(budget_us, _LEAST_TRIED_US), _MOST_TRIED_US))
             self._happened(
                 "links are as the profile says, but calls do not take what it says: plans are tried", is_said=True
             )
         else:
             self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")
+
+    def _pause(self, now_s: float) -> None:
+        """Take what calls take now for usual, and leave them alone for a while, the longer the more often."""
+        self._drift.accept()
+        self._quiet_until_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _happened(self, what: str, *, is_said: bool = False) -> None:
         self._ledger.happened(self._appointments.calls, what)
@@ -260,10 +295,10 @@ class GroupWatch:
         """What the ranks have published, their own; None while one has not yet."""
         others = [rank for rank in self._publishers if rank]
         keys = [f"times/{rank}" for rank in others]
-        if not self._store.check(keys):
+        if not self._asked().check(keys):
             return None
         told = {0: self._ledger.durations()}
-        for rank, data in zip(others, self._store.multi_get(keys), strict=True):
+        for rank, data in zip(others, self._asked().multi_get(keys), strict=True):
             told[rank] = array("d", bytes(data))
         return told
 
@@ -273,16 +308,15 @@ class GroupWatch:
             self._calls_per_s = (self._appointments.calls - calls) / (now_s - since_s)
             self._pace = self._appointments.calls, now_s
 
-    def _ahead(self) -> int:
-        return max(_LEAST_AHEAD, math.ceil(self._calls_per_s * self._turn_s * _AHEAD_TURNS))
-
     def _is_worth_measuring(self, slowdown: float) -> bool:
         """Whether what a measurement costs is less than what drift costs, over as many more calls as have been made."""
         lost_us = self._call_us * abs(1.0 - 1.0 / slowdown) * max(self._appointments.calls, _LEAST_CALLS)
-        rounds = len(pair_rounds(len(self._planned.nodes), 3))
-        return lost_us >= 2 * rounds * _MEASURED_US * max(slowdown, 1.0)
+        rounds = _MOST_LOOKS * len(pair_rounds(len(self._planned.nodes), 3))
+        return lost_us >= rounds * _MEASURED_US * max(slowdown, 1.0)
 
     def _give_up(self, error: Exception) -> None:
+        if self._is_closed:
+            return
         self._is_closed = True
         self._appointments.fail(error)
         if not self._planned.board.has_leaver:
@@ -292,7 +326,6 @@ class GroupWatch:
     def close(self) -> None:
         """The group is over."""
         self._is_closed = True
-        self._ledger.heard = None
         _watching.discard(self)
 
 
@@ -319,6 +352,7 @@ class _Watching:
         self._lock = threading.Lock()
         self._bell = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_over = False
 
     def __len__(self) -> int:
         return len(self._watches)
@@ -339,14 +373,22 @@ class _Watching:
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is None:
+            if self._thread is None and not self._is_over:
+                atexit.register(self.end)
                 self._thread = threading.Thread(target=self._work, name="commlayer-watch", daemon=True)
                 with contextlib.suppress(RuntimeError):  # the interpreter is ending
                     self._thread.start()
 
+    def end(self) -> None:
+        """End the thread, before the interpreter does: one that came back from C++ then would end the process by SIGABRT."""
+        self._is_over = True
+        self._bell.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_END_S)
+
     def _work(self) -> None:
         is_busy = True
-        while True:
+        while not self._is_over:
             self._bell.wait(_TURN_S if is_busy else None)
             self._bell.clear()
             with self._lock:

@@ -25,7 +25,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
-from commlayer.backend.point_to_point import Messages
+from commlayer.backend.point_to_point import Messages, NotedMessage
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
 from commlayer.engine.lane_holds import Issued, lanes
@@ -42,6 +42,8 @@ __all__ = ["Batch", "Batches", "Parcel"]
 
 Parcel = tuple[torch.Tensor, int]
 """A tensor, and the member of the group to which it goes or from which it comes."""
+_Pieces = tuple[list[torch.Tensor], int, NotedMessage]
+"""The chunks of a message, the member that it goes to, and its place in the ring of calls."""
 _TAG = (1 << 31) - 1
 """Beyond what programs use: torch's tags are 32 bits."""
 _TAGS = 1 << 16
@@ -55,7 +57,7 @@ class Batch(Work):
     def __init__(self, messages: Messages, what: str, outputs: list[torch.Tensor]) -> None:
         super().__init__()
         self._messages, self.what, self._outputs = messages, what, outputs
-        self.works: list[tuple[Work, str]] = []
+        self.works: list[tuple[Work, str, NotedMessage]] = []
         self.landings: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.record: CallRecord | None = None
         self._posted = threading.Event()
@@ -94,13 +96,16 @@ class Batch(Work):
             if not self._posted.wait(limit.total_seconds()):
                 self._error = self._messages.error(RuntimeError("timed out before it was sent"), self.what)
             while self.works and self._error is None:
-                work, what = self.works.pop()
+                work, what, noted = self.works.pop()
+                self._messages.track.wait(*noted)
                 try:
                     left_s = max(until - time.monotonic(), 0.001)
                     self._messages.wait(work, timedelta(seconds=left_s))
                 except RuntimeError as error:
                     self._error = self._messages.error(error, what)
                     self._error.__cause__ = error
+                else:
+                    self._messages.track.waited()
             if self._error is None:
                 with torch.inference_mode():
                     for tensor, moved in self.landings:
@@ -156,8 +161,9 @@ class Batches:
         for x, peer in receives:
             moved = landing(x)
             batch.landings.append((x, moved))
+            noted = self._messages.note("recv", x.dtype, x.nbytes, peer, _TAG)
             for nth, piece in enumerate(self._pieces(moved, peer)):
-                self._post(batch, "recv", piece, peer, nth)
+                self._post(batch, "recv", piece, peer, nth, noted)
             self._counters.flat["recv"].add(x.nbytes, 0)
         if sends:
             self._send(batch, [(plain_row(x), peer) for x, peer in sends])
@@ -183,10 +189,11 @@ class Batches:
         recording.add(record)
 
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
+        noted = [self._messages.note("send", x.dtype, x.nbytes, peer, _TAG) for x, peer in sends]
         for x, _ in sends:
             self._counters.flat["send"].add(x.nbytes, 0)
-        pieces = [(self._pieces(x, peer), peer) for x, peer in sends]
-        is_small = all(len(each) == 1 for each, _ in pieces)
+        pieces = [(self._pieces(x, peer), peer, each) for (x, peer), each in zip(sends, noted, strict=True)]
+        is_small = all(len(each) == 1 for each, _, _ in pieces)
         if self.sender is None:
             self.sender = ProgressQueue(f"commlayer {self._members.name[:8]} send", self._order.progress.who)
         if is_small and not self.sender.pending and lanes().is_free(self._order.lane.level):
@@ -200,41 +207,40 @@ class Batches:
                 lanes().leave(call)
             raise
 
-    def _post_in_order(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]], call: Issued | None) -> None:
+    def _post_in_order(self, batch: Batch, pieces: list[_Pieces], call: Issued | None) -> None:
         try:
             self._post_all(batch, pieces)
         finally:
             if call is not None:
                 lanes().leave(call)
 
-    def _post_all(self, batch: Batch, pieces: list[tuple[list[torch.Tensor], int]]) -> None:
+    def _post_all(self, batch: Batch, pieces: list[_Pieces]) -> None:
         """Chunk after chunk, of all messages side by side. An error is the batch's: raised by its wait."""
         try:
-            for nth in range(max(len(each) for each, _ in pieces)):
+            for nth in range(max(len(each) for each, _, _ in pieces)):
                 if batch.is_given_up:
                     return
-                here = [(each[nth], peer) for each, peer in pieces if nth < len(each)]
-                alone_s = (
-                    sum(piece.numel() for piece, peer in here if peer in self._members.far) * self._seconds_per_byte
-                )
+                here = [(each[nth], peer, noted) for each, peer, noted in pieces if nth < len(each)]
+                far_bytes = sum(piece.numel() for piece, peer, _ in here if peer in self._members.far)
+                alone_s = far_bytes * self._seconds_per_byte
                 if self._order.lane.is_on:
                     most_us = longest_hold_us(max(alone_s * 1e6, 100.0), lanes().policy)
                     held_s = lanes().hold(self._order.lane.level, most_us, crosses=alone_s > 0)
                     if batch.record is not None:
                         batch.record.held_ns += int(held_s * 1e9)
-                for piece, peer in here:
-                    self._post(batch, "send", piece, peer, nth)
-                if any(nth + 1 < len(each) for each, _ in pieces):
+                for piece, peer, noted in here:
+                    self._post(batch, "send", piece, peer, nth, noted)
+                if any(nth + 1 < len(each) for each, _, _ in pieces):
                     time.sleep(alone_s * _PACE)
         except Exception as error:  # noqa: BLE001  carried to whoever waits
             batch.posted(error)
         else:
             batch.posted()
 
-    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int) -> None:
+    def _post(self, batch: Batch, verb: str, piece: torch.Tensor, peer: int, nth: int, noted: NotedMessage) -> None:
         what = f"{verb} {'to' if verb == 'send' else 'from'} rank {self._members.named(peer)}"
         try:
-            batch.works.append((getattr(self._inner.gloo, verb)([piece], peer, _TAG - nth % _TAGS), what))
+            batch.works.append((getattr(self._inner.gloo, verb)([piece], peer, _TAG - nth % _TAGS), what, noted))
         except RuntimeError as error:
             raise self._messages.error(error, what) from error
 
@@ -255,7 +261,7 @@ class Batches:
     @cached_property
     def _chunk_bytes(self) -> int:
         """Of what goes to another node: the smallest message, a power of two, that keeps the link's efficiency; 0: whole."""
-        curve, planner = self._link_curve, self._inner.planned.choices.job_planner
+        curve, planner = self._link_curve, self._inner.planned.choices.agreed.job_planner
         if curve is None:
             return 0
         least = planner.policy.lanes.efficiency * curve.algbw_gbps(curve.bytes[-1])
@@ -267,7 +273,7 @@ class Batches:
     @cached_property
     def _link_curve(self) -> Curve | None:
         """Of messages between two nodes."""
-        planner: Any = self._inner.planned.choices.job_planner
+        planner: Any = self._inner.planned.choices.agreed.job_planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
 
     def _start_on_device(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Work:

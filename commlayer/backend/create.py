@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, PrefixStore, Store, get_debug_level
+from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.agree.messages import Peers
+from commlayer.auditing.at_exit import agreed_job, audit_report, open_audit_report
 from commlayer.backend import world
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
@@ -21,6 +23,7 @@ from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
+from commlayer.diagnosis.inquiry import Inquiry, inquiry_of
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
@@ -87,6 +90,11 @@ def make_group(
         raise
     if shared is None:
         group.own_detector(detector)
+        if group.remembers_calls:
+            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", store), group.diagnose_dir))
+    inquiry = inquiry_of(detector)
+    if inquiry is not None:
+        board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
     if is_default:
         set_job_detector(detector)
     end_with_program(group)
@@ -102,8 +110,7 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     world_size = len(global_ranks) if is_default else dist.get_world_size()
     with connect.connecting("to record calls"):
         begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
-    if job.settings.stats == "1":
-        print_at_exit()
+    _report_at_exit(job, store, me=global_ranks[rank], world_size=world_size, is_default=is_default)
     planned = connect.planned(gloo, job)
     signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
@@ -118,6 +125,7 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
         is_planning=job.planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
         make=make_group,
     )
+    group.place_in_profile(job.places_of(global_ranks))
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
@@ -126,6 +134,19 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     if is_default:
         world.remember(job, group)
     return group
+
+
+def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int, is_default: bool) -> None:
+    """Have statistics and audits printed and written, as settings say: from the default group on, or from the first group
+    where the default one is another backend's."""
+    settings = job.settings
+    is_printed = settings.stats == "1"
+    is_first = is_default or audit_report() is None
+    if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
+        name = agreed_job(store if is_default else _get_default_store()) if settings.audit else ""
+        open_audit_report(job=name, rank=me, world_size=world_size, folder=settings.audit, is_printed=is_printed)
+    if is_printed:
+        print_at_exit()
 
 
 def _own_keys(store: Store, size: int, timeout_s: float, where: str) -> tuple[Store, str]:

@@ -42,7 +42,7 @@ class Encodings:
         """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
         if self._order.lane.name is None:
             self._order.use_lane_of_group()
-        plan: Plan | None = self._order.choices.plan(
+        plan: Plan | None = self._inner.planned.choices.agreed.plan(
             collective,
             num_bytes,
             is_float=True,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
+from commlayer.auditing.ledger import Ledger
 from commlayer.backend.batches import Batches
 from commlayer.backend.inner import Destroyed, Inherited
 from commlayer.backend.order import Order
 from commlayer.backend.recording import end
+from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
 from commlayer.failures.endings import bury, bury_when_idle
 from commlayer.failures.waits import keep
@@ -23,6 +25,8 @@ class Ending:
         self._order, self._members, self._inner = order, order.members, order.inner
         self._batches, self._counters = batches, counters
         self.detector: FailureDetector | None = None
+        self.ledger: Ledger | None = None
+        self.inquiry: Inquiry | None = None
 
     def stop(self, *, drain: bool) -> None:
         """End what is queued (``drain``), or break it, and let go of everything."""
@@ -40,6 +44,10 @@ class Ending:
         if inner.nccl is not None:
             (inner.nccl.backend.shutdown if drain else inner.nccl.backend.abort)()
         self._counters.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        if self.inquiry is not None:
+            self.inquiry.close()
         if self.detector is not None:
             if job_detector(self._members.global_ranks) is self.detector:
                 set_job_detector(None)
@@ -65,7 +73,7 @@ class Ending:
         for queue in (self._order.progress, self._batches.sender):
             if queue is not None:
                 queue.disown()
-        self._order.latest = None
+        self._order.latest = self._order.watch = None  # whose lock and store are the parent's
         self._inner.stand_in(Inherited(self._members.who))
 
     def _finish(self) -> None:

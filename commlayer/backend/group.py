@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
+from commlayer.auditing.at_exit import note_job_over
 from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend import world
@@ -34,6 +35,8 @@ from commlayer.backend.running import Calls
 from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
+from commlayer.diagnosis.inquiry import Inquiry
+from commlayer.diagnosis.ring import open_track
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.statistics import GroupCounters
@@ -71,22 +74,38 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
         )
         self._inner, self._make = inner, make
-        self._order = Order(self._members, inner, needs_look=needs_look)
+        track = open_track(
+            int(planned.settings.ring),
+            planned.board.key,
+            name,
+            global_ranks,
+            self._members.describe,
+            lambda: group.lane if (group := me()) is not None else "",
+        )
+        self._order = Order(self._members, inner, track, needs_look=needs_look)
+        track.ended = lambda: group._order.ended if (group := me()) is not None else 0
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
         if is_planning and planned.choices.planner is not None:
             self._calls.ledger = Ledger(self.counters, planned)
-            if planned.settings.replan != "off" and len(planned.nodes) > 1:
+            can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
+            if planned.settings.replan != "off" and can_change:
                 own = PrefixStore("replan/", inner.store)
-                self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._order.run_in_turn)
+                self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._calls.plan_anew)
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
         self._ending = Ending(self._order, batches, self.counters)
+        self._ending.ledger = self._calls.ledger
         # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
         self.start_batch = batches.start
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
         self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
         self.start_over = encodings.start_over
+
+    def place_in_profile(self, places: tuple[int, ...]) -> None:
+        """Say which of the profile's nodes the group's are; empty: not known."""
+        if self._calls.ledger is not None:
+            self._calls.ledger.places = places
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -110,7 +129,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """A barrier that names the ranks that do not come within ``timeout`` (on rank 0; the others learn that it failed)."""
         is_given = timeout is not None and timeout.total_seconds() >= 0  # 0 is one: torch's tests give it
         limit = timeout if is_given else self._inner.timeout
+        track = self._order.track
+        number = track.note("monitored_barrier", None, 0, 0, None, False)
         self._order.progress.run("monitored_barrier", self._calls.monitored_barrier, (limit, wait_all_ranks))
+        track.done = number
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
@@ -216,9 +238,21 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def predicted_us(
         self, collective: str, num_bytes: int, shape: tuple[int, ...] | None = None, **how: Any
     ) -> float | None:
-        """Predict by the profile what a call takes, µs, also in wire formats or over rails: see
-        :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody."""
-        return self._order.choices.predicted_us(collective, num_bytes, shape, **how)
+        """Predict by the profile that the job's ranks agreed on what a call takes, µs, also in wire formats or over rails: see
+        :meth:`commlayer.engine.group_plans.Choices.predicted_us`. Talks to nobody. Not by what re-planning has found in this
+        group: who asks may be deciding with ranks of other groups."""
+        predicted: float | None = self._inner.planned.choices.agreed.predicted_us(collective, num_bytes, shape, **how)
+        return predicted
+
+    @property
+    def remembers_calls(self) -> bool:
+        """Whether its calls are in the ring of this process, and there are others to compare them with."""
+        return self._inner.planned.settings.ring > 0 and self._members.size > 1
+
+    @property
+    def diagnose_dir(self) -> str | None:
+        """Where they are written, if somebody has said so."""
+        return self._inner.planned.settings.diagnose_dir  # type: ignore[no-any-return]
 
     def get_group_store(self) -> Store:
         """The store that the members of this group share."""
@@ -275,6 +309,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """This group was the first of its ranks, and ends their failure detector with itself."""
         self._ending.detector = detector
 
+    def own_inquiry(self, inquiry: Inquiry) -> None:
+        """The same for what asks the ranks for their calls."""
+        self._ending.inquiry = inquiry
+
     def shutdown(self) -> None:
         """End what is queued and let go of threads and connections. What is called afterwards raises GroupError."""
         self._stop(drain=True)
@@ -291,7 +329,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _stop(self, *, drain: bool) -> None:
         self._ending.stop(drain=drain)
-        world.forget(self)
+        if world.forget(self):
+            note_job_over()
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""

@@ -18,10 +18,11 @@ from torch._C._distributed_c10d import Work
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
+from commlayer.backend.noting import noted
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
-from commlayer.engine.group_plans import Choices
+from commlayer.diagnosis.ring import Track
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
@@ -46,11 +47,13 @@ class Order:
 
     ``latest``: the asynchronous call that the inner backend has under way; ``coalescing``: the works of an open coalesced block;
     ``sequence``: how many collectives this rank has run; ``record``: of the one that runs now, where calls are recorded.
+    ``track``: its calls in the ring of the process.
     ``needs_look``: calls have plans or signatures to look at.
     """
 
-    def __init__(self, members: Members, inner: InnerGroups, *, needs_look: bool) -> None:
+    def __init__(self, members: Members, inner: InnerGroups, track: Track, *, needs_look: bool) -> None:
         self.members, self.inner, self.needs_look = members, inner, needs_look
+        self.track = track
         self.lane = GroupLane(inner.planned)
         self.progress = ProgressQueue(f"commlayer {members.name[:8]}", lambda: members.who)
         self.latest: IssuedWork | None = None
@@ -67,12 +70,18 @@ class Order:
 
     def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
+        number = self.track.note(label, *noted(args, opts), depth=4)
+        task, args = self._run_noted, (number, task, *args)
+        work = self._issue(opts, label, outputs, task, args)
+        if isinstance(work, QueuedWork):
+            work.noted = self.track, label, number
+        return work
+
+    def _issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
         if self.inner.signatures is not None:
             task, args = self.or_say_refused, (label, task, *args)
         if self.lane.name is None:
             self.use_lane_of_group()
-        if self.watch is not None and not self.progress.is_progress_thread():
-            self.watch.next_call()
         recording = recorder()
         if recording is not None:
             return self._issue_recorded(recording, opts, label, outputs, task, args)
@@ -82,6 +91,23 @@ class Order:
             return self._enqueue(opts, label, outputs, task, args)
         self.progress.run(label, task, args)
         return DONE
+
+    def _run_noted(self, number: int, task: Callable[..., object], *args: Any) -> None:
+        """``task(*args)``, call ``number`` of the group, which has ended when it returns."""
+        if self.watch is not None:
+            self.watch.next_call()  # here, and not where calls are issued: all ranks run them in one order
+        try:
+            task(*args)
+        except UsageError:
+            self.track.take_back(number)
+            raise
+        self.track.done = number
+
+    @property
+    def ended(self) -> int:
+        """How many calls have ended: also the one that is under way, which nobody may have waited for yet."""
+        latest, done = self.latest, self.track.done
+        return latest.number if latest is not None and latest.has_come else done
 
     def _issue_recorded(
         self, recording: Recorder, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]
@@ -131,21 +157,6 @@ class Order:
             self.coalescing.append(work)
         return work
 
-    def run_in_turn(self, task: Callable[[], None]) -> None:
-        """Run ``task()`` after what is queued and before all that is called later; without waiting for what is queued."""
-        if self.progress.pending:
-            self.progress.submit("re-planning", None, task, ())
-        else:
-            self.progress.run("re-planning", task, ())
-
-    @property
-    def choices(self) -> Choices:
-        """The choices that decide on plans which are looked up when a call is made, and not in its turn."""
-        if self.watch is None or self.progress.is_progress_thread():
-            planned: PlannedGroup = self.inner.planned
-            return planned.choices
-        return self.watch.choices
-
     def or_say_refused(self, label: str, task: Callable[..., Any], *args: Any) -> Any:
         """``task(*args)``; where that refuses the call, the ranks that wait to compare theirs can read so."""
         try:
@@ -183,7 +194,7 @@ class Order:
             self.latest.settle()
         # After what is queued, and before anything else: some plans are looked up by the thread that calls.
         self.progress.run("use_siblings", self._take_siblings, (siblings,))
-        self.lane.follow_siblings()
+        self.lane.follow_links()
 
     def _take_siblings(self, siblings: int) -> None:
         self.sequence += 1
@@ -237,8 +248,8 @@ class GroupLane:
         planner = self._planned.choices.planner
         return 0.0 if planner is None else planner.profile.peaks.of(self._planned.choices.link) * 1e9
 
-    def follow_siblings(self) -> None:
-        """Other groups share the group's links from now on: so long as its bytes take there, so long are lower lanes held."""
+    def follow_links(self) -> None:
+        """Take the group's share of its links anew: so long as its bytes take there, so long are lower lanes held."""
         self._bytes_per_s = self._rate()
 
     def use(self, name: str, *, is_told: bool) -> None:

@@ -16,18 +16,31 @@ from torch._C._distributed_c10d import Work
 
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import land, landing, plain_row, reals
+from commlayer.diagnosis.ring import ANY
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
 
-__all__ = ["MessageWork", "Messages"]
+__all__ = ["MessageWork", "Messages", "NotedMessage"]
+
+NotedMessage = tuple[str, int, int, int]
+"""A message in the ring of calls: its kind, its number, its peer and its tag."""
 
 
 class MessageWork(Work):
     """A send or recv under way. Gloo's own says nothing before it was waited for: so does this."""
 
-    def __init__(self, messages: Messages, work: Work, what: str, tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    def __init__(
+        self,
+        messages: Messages,
+        work: Work,
+        what: str,
+        tensor: torch.Tensor,
+        moved: torch.Tensor,
+        noted: NotedMessage,
+    ) -> None:
         super().__init__()
+        self._noted = noted
         self._messages, self._work, self._what = messages, work, what
         self._tensor, self._moved = tensor, moved
         self._started = time.monotonic()
@@ -40,12 +53,15 @@ class MessageWork(Work):
             if self._error is not None:
                 raise self._error
             return True
+        track = self._messages.track
+        track.wait(*self._noted)
         try:
             # Without a timeout Gloo takes the one that the group was made with, not the one it has now.
             self._messages.wait(self._work, timeout if timeout.total_seconds() > 0 else self._messages.timeout)
         except RuntimeError as error:
             self._done, self._error = True, self._messages.error(error, self._what)
             raise self._error from error
+        track.waited()
         with torch.inference_mode():
             land(self._tensor, self._moved)
         self._done = True
@@ -85,6 +101,7 @@ class Messages:
 
     def __init__(self, order: Order, counters: GroupCounters) -> None:
         self._order, self._members, self._inner, self._counters = order, order.members, order.inner, counters
+        self.track = order.track
 
     def send(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
         """See CommlayerGroup; so the next two."""
@@ -116,12 +133,20 @@ class Messages:
             work = getattr(self._inner.gloo, verb)([moved], *to)
         except RuntimeError as error:  # a connection that is known to be broken is found here
             raise self.error(error, what) from error
-        self._counters.flat[verb].add(tensor.nbytes, 0)
-        message = MessageWork(self, work, what, tensor, moved)
+        num_bytes = tensor.nbytes
+        noted = self.note(verb, tensor.dtype, num_bytes, *to)
+        self._counters.flat[verb].add(num_bytes, 0)
+        message = MessageWork(self, work, what, tensor, moved, noted)
         if self._order.coalescing is None:
             return message
         self._order.coalescing.append(message)
         return None  # as NCCL: what is coalesced is waited for as a whole
+
+    def note(self, verb: str, dtype: torch.dtype, num_bytes: int, *to: int) -> NotedMessage:
+        """Note in the ring that a message is posted; ``to``: the member that it goes to or comes from, unless from any, and its
+        tag."""
+        member, tag = to if len(to) == 2 else (ANY, to[0])
+        return self.track.note_message("send" if verb == "send" else "recv", dtype, num_bytes, member, tag)
 
     @property
     def timeout(self) -> timedelta:
@@ -136,9 +161,12 @@ class Messages:
         """The error to raise for a message that failed with ``error``."""
         who, text = self._members.who, str(error)
         if is_timeout(error) or "timeout" in text.lower():
+            board = self._inner.planned.board
+            board.on_timeout()
+            found = board.diagnosed()
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
-                f"message: {text}"
+                f"message: {text}" + (f"\n{found}" if found else "")
             )
         culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
         return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")

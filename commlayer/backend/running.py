@@ -25,6 +25,7 @@ from commlayer.backend.recording import fill_flat, fill_plan
 from commlayer.backend.shadow import Shadow, ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.progress import DONE
 from commlayer.failures.waits import SLICE, bounded, wait
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
@@ -80,6 +81,12 @@ class Calls:
             self.ledger.happened(number, why)
 
     # Deciding
+
+    def plan_anew(self, choices: Choices) -> None:
+        """Plan by ``choices`` from the next call on. In the group's order."""
+        self.inner.planned.choices = choices
+        self.never_plans_exchanges = False
+        self.order.lane.follow_links()
 
     def look(
         self,
@@ -187,8 +194,10 @@ class Calls:
         # What the inner backend said stays in the text: programs look for "Timed out" or "Connection closed".
         kind = type(explained) if isinstance(explained, ClusterError) else ClusterError
         hint = _HINTS.get(kind, "") if self.inner.signatures is None else ""
+        # On one line; what has been found out about all ranks follows it.
+        first, sign, diagnosed = str(explained).partition("\n")
         raise kind(
-            f"{self.members.who}, {collective} #{sequence}: {explained}. {hint}Gloo's own message: {error}"
+            f"{self.members.who}, {collective} #{sequence}: {first}. {hint}Gloo's own message: {error}{sign}{diagnosed}"
         ) from error
 
     def under_way(
@@ -198,16 +207,20 @@ class Calls:
         order = self.order
         order.sequence += 1
         sequence, started = order.sequence, now()
+        track = order.track
+        number = track.issued  # this thread has just noted it
 
         def end(error: RuntimeError | None) -> None:
             if error is not None:
                 self._fail(error, collective, sequence, started, opts)
+            track.done = number
             self.counters.flat[collective].time_ns += now() - started
             if order.latest is issued:  # it holds the call's tensors
                 order.latest = None
 
         self.counters.flat[collective].add(num_bytes, 0, *sent)
         issued = IssuedWork(order.progress, collective, outputs, work, self.inner.planned.board, end)
+        issued.noted, issued.number = track, number
         order.latest = issued
         if order.coalescing is not None:
             order.coalescing.append(issued)

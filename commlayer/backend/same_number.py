@@ -18,7 +18,7 @@ _MOST_NAMED = 8
 
 
 def require_same_number(members: Members, inner: InnerGroups, sequence: int, call: str, number: int) -> None:
-    """Return when all ranks of the group have come with the same ``number`` for ``call``, the group's ``sequence``-th.
+    """Return when all ranks of the group have come with the same ``number`` for ``call``, the ``sequence``-th of the group.
     Collective, in its order.
 
     One small all_reduce where they agree. Raises, on all ranks alike, DisagreementError that names who said what;

@@ -138,15 +138,22 @@ def in_place(row: Verb) -> Method:
                 and not order.progress.pending
             ):
                 if not opts.asyncOp:
+                    num_bytes, track = x.nbytes, order.track
+                    started = now()
+                    number = track.note(collective, x.dtype, num_bytes, num_bytes, opts, False, None, started)
                     try:
-                        started = now()
-                        work = inner(order.inner.gloo)(tensors, opts)
-                        return self._calls.wait(collective, x.nbytes, started, work, opts)
+                        work = self._calls.wait(
+                            collective, num_bytes, started, inner(order.inner.gloo)(tensors, opts), opts
+                        )
+                        track.done = number
+                        return work
                     except refuses:
-                        pass
+                        track.take_back(number)
                 elif fits is None or fits(x, opts):
+                    num_bytes = x.nbytes
                     work = inner(order.inner.gloo)(tensors, opts)
-                    return self._calls.under_way(collective, x.nbytes, work, opts, tensors)
+                    order.track.note(collective, x.dtype, num_bytes, num_bytes, opts, True)
+                    return self._calls.under_way(collective, num_bytes, work, opts, tensors)
         if type(opts) is not options or not takes_as_it_is:
             tensors = named.pop("tensor", tensors)
             opts = make(type(opts) if isinstance(opts, row.also) else options, opts, timeout, named)
@@ -213,19 +220,23 @@ def pair(row: Verb) -> Method:
                 )
             )
         ):
+            track, sent, received, is_async = order.track, input.nbytes, output.nbytes, opts.asyncOp
             started = now()
+            number = track.note(collective, input.dtype, sent, received, opts, is_async, None, started)
             try:
                 work = inner(order.inner.gloo)(output, input, opts)
             except refuses:
-                pass
+                track.take_back(number)
             else:
-                num_bytes = input.nbytes if scatters else output.nbytes
-                if opts.asyncOp:
+                num_bytes = sent if scatters else received
+                if is_async:
                     return self._calls.under_way(collective, num_bytes, work, opts, [output])
                 try:
-                    return self._calls.wait(collective, num_bytes, started, work, opts)
+                    work = self._calls.wait(collective, num_bytes, started, work, opts)
+                    track.done = number
+                    return work
                 except Refused:
-                    pass
+                    track.take_back(number)
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
         return issue(self, output, input, opts)
@@ -317,7 +328,7 @@ def exchange(row: Verb) -> Method:
         if type(input_split_sizes) is not list or input_split_sizes:
             input_split_sizes = splits_of(order, "input", input_split_sizes)
         if (
-            (order.is_direct or (calls.never_plans_exchanges and not order.is_watched))
+            (order.is_direct or (calls.never_plans_exchanges and not order.is_watched and order.watch is None))
             and type(opts) is options
             and (order.is_direct or not opts.asyncOp)
             and type(input) is _TENSOR is type(output)
@@ -340,11 +351,17 @@ def exchange(row: Verb) -> Method:
             ):  # Gloo checks late, and not whether any is negative
                 check_splits(self._members, output, input, output_split_sizes, input_split_sizes)
                 sent = sent_bytes(self._members, num_bytes, input_split_sizes)
+            track = order.track
+            splits = output_split_sizes, input_split_sizes
             started = now()
+            is_async = opts.asyncOp
+            number = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, is_async, splits, started)
             work = inner(order.inner.gloo)(output, input, output_split_sizes, input_split_sizes, opts)
-            if opts.asyncOp:
+            if is_async:
                 return calls.under_way(collective, num_bytes, work, opts, [output], sent)
-            return calls.wait(collective, num_bytes, started, work, opts, sent)
+            work = calls.wait(collective, num_bytes, started, work, opts, sent)
+            track.done = number
+            return work
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
         return issue(self, output, input, opts, (output_split_sizes, input_split_sizes))

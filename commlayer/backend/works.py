@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.diagnosis.ring import Track
 from commlayer.engine.progress import ProgressQueue, QueuedWork, too_long
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.forks import inherited
@@ -45,6 +46,9 @@ class IssuedWork(Work):
         self._done = False
         self._error: BaseException | None = None
         self._queued: QueuedWork | None = None
+        self.noted: Track | None = None
+        self.number = 0
+        """Of the call, in the ring."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.
@@ -55,17 +59,30 @@ class IssuedWork(Work):
             if self._queue.is_inherited:
                 raise GroupError(inherited(f"{self._queue.who()}: wait for {self._label}"))
             seconds = timeout.total_seconds()
+            if self.noted is not None:
+                self.noted.wait(self._label, self.number)
             try:
                 wait(self._inner, self._board, seconds if seconds > 0 else None)
             except RuntimeError as error:
                 if seconds > 0 and not self._has_ended():
+                    self._waited()
                     raise too_long(self._queue, self._label, seconds) from error
                 self._close(error)
             else:
                 self._close(None)
+                self._waited()
         if self._error is not None:
             raise self._error
         return True
+
+    def _waited(self) -> None:
+        if self.noted is not None:
+            self.noted.waited()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the call has ended well, as far as is known without waiting for it."""
+        return self._done or bool(self._inner.is_completed() and self._inner.is_success())
 
     def settle(self, timeout_s: float = 0) -> bool:
         """Return when the call has ended, well or not: whoever waits for it is told which.

@@ -84,6 +84,13 @@ class World:
         found = [(places[a], places[b], rate) for a, b, rate in profile.slow_pairs if {a, b} <= places.keys()]
         return tuple(sorted((min(a, b), max(a, b), rate) for a, b, rate in found))
 
+    def places_of(self, global_ranks: Sequence[int]) -> tuple[int, ...]:
+        """Which of the profile's nodes those of a group are; empty where that is not known."""
+        if self.planner is None:
+            return ()
+        known = Topology.parse(self.planner.profile.topology).num_nodes
+        return tuple(self._nodes_of(global_ranks)) if known == self.topology.num_nodes else ()
+
     def _nodes_of(self, global_ranks: Sequence[int]) -> dict[int, list[int]]:
         place = {rank: index for index, rank in enumerate(self.ranks)}
         nodes: dict[int, list[int]] = {}
@@ -106,11 +113,13 @@ def remember(world: World, group: object) -> None:
     _current = world, group
 
 
-def forget(group: object) -> None:
-    """The default group is gone."""
+def forget(group: object) -> bool:
+    """Forget what ``group`` agreed on, where it was the default group, and return whether it was."""
     global _current
-    if _current is not None and _current[1] is group:
-        _current = None
+    if _current is None or _current[1] is not group:
+        return False
+    _current = None
+    return True
 
 
 def read_settings() -> tuple[Settings, CommlayerError | None]:

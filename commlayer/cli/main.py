@@ -35,8 +35,12 @@ _CLUSTER = {
 }
 _OFFLINE = {
     "plan": _Entry("commlayer.cli.plan", "plan", "Choose how to move an all_to_all, and say why."),
-    "profiles": _Entry("commlayer.cli.profiles", "profiles", "List, show, validate and compare profiles."),
+    "profiles": _Entry("commlayer.cli.profiles", "profiles", "List, show, validate, compare and merge profiles."),
     "trace": _Entry("commlayer.cli.trace", "trace", "Merge the traces of a job's ranks, and say what held it up."),
+    "audit": _Entry(
+        "commlayer.cli.audit", "audit_command", "Hold what a job's calls were promised to take against what they took."
+    ),
+    "diagnose": _Entry("commlayer.cli.diagnose", "diagnose_command", "Say who waits for whom in a job that hangs."),
     "replay": _Entry("commlayer.cli.replay", "replay", "Run a call again that COMMLAYER_SHADOW found to differ."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),
 }

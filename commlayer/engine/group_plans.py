@@ -77,20 +77,31 @@ class Choices:
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
         self._corrections = Corrections()
         self.pending: Trial | None = None
+        self._at_start: Choices | None = None
         self._warned: set[str] = set()
         self._settings = settings
         self._others: dict[tuple[tuple[int, ...], int], Choices] = {}
 
+    @property
+    def agreed(self) -> Choices:
+        """The choices by the profile that all ranks of the job agreed on: what predicts for decisions that others share."""
+        return self._at_start or self
+
     def use_lane(self, lane: str) -> None:
         """Cut calls finely for ``lane``, one that others go before, or not ("")."""
-        self.lane = lane
-        self._others.clear()
+        self.lane = self.agreed.lane = lane
+        self.agreed._others.clear()
 
     def use_siblings(self, siblings: int) -> None:
         """Plan for so many groups of this shape that use a node at the same time. The same on all ranks, between the same calls.
 
         Raises UsageError for a negative number.
         """
+        self._plan_for(siblings)
+        if self.agreed is not self:
+            self.agreed._plan_for(siblings)
+
+    def _plan_for(self, siblings: int) -> None:
         self.siblings = siblings
         self.planner = self._planner()
         self._corrections, self.pending = Corrections(), None
@@ -109,9 +120,9 @@ class Choices:
     def at_other_rates(self, job_planner: Planner, rates: tuple[float, ...]) -> Choices:
         """The choices of the same group by another profile of the job, and other rates of its nodes' cards. What trials taught
         is forgotten: it was learnt at the rates that were."""
-        found = Choices(self.shape, job_planner, self._settings, self.lane, rates)
-        found.reasons = self.reasons
-        found.use_siblings(self.siblings)
+        found = Choices(self.shape, job_planner, self._settings, self.lane, rates, self.slow_pairs)
+        found.reasons, found._at_start = self.reasons, self.agreed
+        found._plan_for(self.siblings)
         return found
 
     def doubted(self, budget_us: float) -> Choices:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.diagnosis.ring import Track
 from commlayer.failures.forks import inherited
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
@@ -55,6 +56,7 @@ class QueuedWork(Work):
         self._done = False
         self._error: BaseException | None = None
         self.watch: Callable[[Callable[[], object]], None] | None = None  # who sees the program wait
+        self.noted: tuple[Track, str, int] | None = None  # in the ring of calls
         self._ended: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Outputs] | None = None
 
@@ -64,10 +66,17 @@ class QueuedWork(Work):
         Raises what the call raised; CollectiveTimeoutError where ``timeout`` passes first (the call goes on).
         """
         if not self._done:
-            if self.watch is None:
-                self._wait(timeout.total_seconds())
-            else:
-                self.watch(lambda: self._wait(timeout.total_seconds()))
+            noted = self.noted
+            if noted is not None:
+                noted[0].wait(*noted[1:])
+            try:
+                if self.watch is None:
+                    self._wait(timeout.total_seconds())
+                else:
+                    self.watch(lambda: self._wait(timeout.total_seconds()))
+            finally:
+                if noted is not None and self._error is None:
+                    noted[0].waited()
         if self._error is not None:
             raise self._error
         return True

@@ -20,7 +20,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from commlayer.failures.descriptors import CLIENT, require
-from commlayer.failures.detector import FailureDetector, Gone, Left, Record, Report, told
+from commlayer.failures.detector import Asked, FailureDetector, Gone, Left, Record, Report, told
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 
@@ -165,6 +165,10 @@ class FailureBoard:
         self.is_broken = False
         self.has_abandoned = False
         """Whether a collective was let go of: then a thread of Gloo's still waits in one of the group's inner groups."""
+        self.on_timeout: Callable[[], None] = lambda: None
+        """Called when a wait of this rank has lasted too long, before anybody is told and any connection is closed."""
+        self.diagnosed: Callable[[], str] = str
+        """Says in words what has been found out since about who waits for whom, and waits a moment for it. Empty: nothing."""
         self._breaking = threading.Lock()
         self._first: Report | None = None
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -182,6 +186,8 @@ class FailureBoard:
 
     def observe(self, record: Record) -> None:
         """See detector.Observer."""
+        if isinstance(record, Asked):
+            return
         if isinstance(record, Report):
             if record.key != self.key or record.rank == self.rank:
                 return
@@ -242,6 +248,8 @@ class FailureBoard:
 
     def report(self, wait: FailedWait, failure: Failure) -> None:
         """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
+        if failure.is_timeout:
+            self.on_timeout()
         first = self._first
         is_woken = self.is_broken and not failure.is_timeout
         what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
@@ -264,9 +272,11 @@ class FailureBoard:
         culprit = _named(verdict.ranks)
         seen = "" if verdict.seen_by in (wait.rank, *verdict.ranks) else f" (seen by rank {verdict.seen_by})"
         kind = CollectiveTimeoutError if verdict.what.startswith(_LATE) else PeerError
+        found = self.diagnosed() if failure.is_timeout else ""
+        diagnosed = f"\n{found}" if found else ""  # on lines of its own: the first one is what programs search
         return kind(
             f"{culprit} {verdict.what}{seen}; here: {wait}. Nothing more can be sent here: look at the "
-            f"log of {culprit}, then restart the job"
+            f"log of {culprit}, then restart the job{diagnosed}"
         )
 
     def culprit(self) -> str:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = [
+    "Asked",
     "FailureDetector",
     "Gone",
     "Left",
@@ -75,6 +76,7 @@ _STORE_GRACE_S = 2.0
 """How much longer than its own timeout the store is waited for: it says itself what it waited for."""
 _MOST_NAMED = 8
 _Answer = TypeVar("_Answer")
+_MOST_ROUNDS = 64
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -114,7 +116,16 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         return not self.peers and not self.is_all
 
 
-Record = Gone | Left | Report
+class Asked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A rank asks all others what they called and what they wait for (:mod:`commlayer.diagnosis.inquiry`). ``round``: a number of
+    its own for each time that ranks ask. ``is_timeout``: because a call took too long."""
+
+    round: int
+    rank: int
+    is_timeout: bool
+
+
+Record = Gone | Left | Report | Asked
 
 
 class _Hello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -141,7 +152,7 @@ class _Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trouble: str = ""
 
 
-_Frame = Gone | Left | Report | _Hello | _Welcome
+_Frame = Gone | Left | Report | Asked | _Hello | _Welcome
 _decode_frame = msgspec.msgpack.Decoder(_Frame).decode
 _decode_card = msgspec.msgpack.Decoder(_Card).decode
 
@@ -184,6 +195,8 @@ class FailureDetector:
         self.ended: list[Gone | Left] = []
         """The ranks that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
         self.reports: dict[tuple[str, int], Report] = {}
+        self.asked: dict[int, Asked] = {}
+        """The first question of each round."""
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._links: list[_Link] = []
         self._num_linked = 0  # links that there have been
@@ -249,6 +262,15 @@ class FailureDetector:
         """The opposite of :meth:`attach`."""
         with self.changed:
             self._observers.discard(observer)
+
+    def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
+        """Have ``read`` called on the detector's thread when there is something to read in ``descriptor``. False: it has none."""
+        with self.changed:
+            if self._is_closed or not self._is_linked:
+                return False
+            self._selector.register(descriptor, selectors.EVENT_READ, read)
+            os.eventfd_write(self._bell, 1)
+        return True
 
     def tell(self, record: Record) -> None:
         """Have every rank know ``record``; of several about one rank (and group) the first one counts. Raises nothing."""
@@ -433,6 +455,8 @@ class FailureDetector:
                     self._accept()
                 elif key.fileobj == self._bell:
                     os.eventfd_read(self._bell)
+                elif callable(key.data):
+                    key.data()
                 else:
                     self._serve_event(key.data, event)
             except (OSError, KeyError, ValueError):  # noqa: PERF203  closed in the meantime by another thread
@@ -523,6 +547,8 @@ class FailureDetector:
 
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
+        if isinstance(record, Asked):
+            return len(self.asked) < _MOST_ROUNDS and self.asked.setdefault(record.round, record) is record
         if isinstance(record, Report):
             return self.reports.setdefault((record.key, record.rank), record) is record
         if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):

@@ -55,10 +55,11 @@ _PROBE_ERROR = 0.25
 """The error of curves from one or two samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
 say how much a curve bends, not how wrong it is."""
 
-_PROBE_FROM_BYTES = 64 << 10
-"""Below this a call is all latency, of which a probe on a machine that does something else beside knows little: flat."""
+_PROBE_FROM_BYTES = PROBE.min_bytes
+"""The smallest size that a probe times: below it, flat. What it says of calls that are all latency is not much, but trials of
+those cost little, and the fewest messages take a fifth to two fifths of the time of Gloo's own calls (benchmarks/README.md)."""
 
-_PROBE_VERSION = 5
+_PROBE_VERSION = 6
 """The version of what a probe says in its file: those that an earlier version has kept are measured again."""
 
 

@@ -14,11 +14,13 @@ from commlayer.profiles.pairs import Pair, pair_rounds
 
 __all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
 
-REPEATS = 2
+REPEATS = 3
 """How often each pair is timed; the shorter time counts, for others' work only adds to it."""
 MOST_ROUNDS = 3
 """Rounds of pairs: in each of them every node meets one other, so this names a slow card among however many nodes."""
 _WHAT = "the measurement of its links"
+_TAG = (1 << 31) - 1 - (1 << 16)
+"""A tag beyond those of programs, whose messages go over the same connections, and of their batches."""
 
 
 def time_links(planned: PlannedGroup, num_bytes: int) -> dict[Pair, float]:
@@ -59,7 +61,7 @@ def _swap(planned: PlannedGroup, peer: int, num_bytes: int) -> None:
     own, limit, begin = planned.connect_own_calls(), timedelta(seconds=planned.timeout_s), time.monotonic()
     data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
     try:
-        for work in [own.recv([arrived], peer, 0), own.send([data], peer, 0)]:
+        for work in [own.recv([arrived], peer, _TAG), own.send([data], peer, _TAG)]:
             planned.wait_for_message(work, limit)
     except RuntimeError as error:
         raise planned.explain(error, _WHAT, 0, time.monotonic() - begin, planned.timeout_s) from error

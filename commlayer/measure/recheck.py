@@ -12,8 +12,9 @@ from commlayer.profiles.profile import Profile
 
 __all__ = ["MOST_OFF", "drift"]
 
-MOST_OFF = 4.0
-"""How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy machine is easily twice as slow."""
+MOST_OFF = 2.5
+"""How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy machine is easily twice as slow; of
+a network that is four times as slow or as fast an all_reduce of this size, in which latency counts too, shows three times."""
 _COLLECTIVE = "all_reduce"
 _LONGEST_US = 2e4
 """The check takes the largest size that was measured to be as fast as this: of that the link is the greater part."""

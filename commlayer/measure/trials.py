@@ -11,7 +11,6 @@ import torch.distributed as dist
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.waits import wait
 from commlayer.measure.calls import OwnCall, StepCall, TimedCall
-from commlayer.scheduler.corrections import RUNS
 from commlayer.scheduler.plan import Plan, Strategy
 
 __all__ = ["run_pending"]
@@ -32,7 +31,7 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
     with torch._C._InferenceMode(True):
         planned.connect_messages()  # now, not within the first time
         calls = [_call(planned, plan, limit_s) for plan in trial.plans]
-        while len(rounds) < RUNS and sum(map(sum, rounds)) <= trial.longest_us:
+        while len(rounds) < trial.runs and sum(map(sum, rounds)) <= trial.longest_us:
             rounds.append(_largest(planned, [_timed_us(planned, call, limit_s) for call in calls], limit_s))
         planned.choices.settle(trial, rounds)
 

@@ -9,6 +9,7 @@ import pytest
 
 from commlayer.agree import appointments
 from commlayer.agree.appointments import Appointment, Appointments
+from commlayer.profiles.errors import InternalError
 
 
 class Gone(Exception):
@@ -57,7 +58,7 @@ def refuse(waited_s: float) -> None:
 
 def members(size: int, store: FakeStore | None = None) -> list[Appointments]:
     store = store or FakeStore()
-    return [Appointments(store, member, size, refuse) for member in range(size)]
+    return [Appointments(lambda: store, member, size, refuse) for member in range(size)]
 
 
 def turn_all(everyone: list[Appointments]) -> None:
@@ -75,6 +76,8 @@ def kept_by(member: Appointments, calls: int) -> list[tuple[int, Appointment]]:
         appointment = member.next_call()
         if appointment is not None:
             found.append((member.calls, appointment))
+            assert member.is_open
+            member.end()
     return found
 
 
@@ -98,13 +101,13 @@ def test_a_member_that_has_passed_the_call_has_it_called_off() -> None:
     assert not any(member.is_open for member in everyone)
 
 
-def test_a_member_that_does_not_answer_has_it_called_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appointments, "_PATIENCE_S", -1.0)
+def test_a_member_that_does_not_answer_has_it_called_off() -> None:
     everyone = members(3)
-    everyone[0].make("switch", 0.0, 2)
+    everyone[0].make("switch", 0.0, 2, patience_s=-1.0)
     everyone[1].turn()
     everyone[0].turn()
     everyone[2].turn()  # too late: it answers, and nobody counts any more
+    turn_all(everyone)
     assert [kept_by(member, 10) for member in everyone] == [[], [], []]
 
 
@@ -126,9 +129,17 @@ def test_a_member_whose_call_comes_first_waits_for_the_decision() -> None:
     thread = threading.Thread(target=lambda: found.append(member.next_call()))
     thread.start()
     leader.turn()
+    member.turn()
     thread.join(10)
     assert found == [made]
     assert leader.next_call() == made
+
+
+def test_a_second_appointment_beside_an_open_one_is_refused() -> None:
+    leader, _ = members(2)
+    leader.make("switch", 0.0, 5)
+    with pytest.raises(InternalError, match="still open"):
+        leader.make("switch", 0.0, 5)
 
 
 def test_a_wait_for_a_decision_that_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,11 +159,10 @@ def test_a_lost_store_ends_a_wait_and_says_so() -> None:
     store.is_lost = True
     with pytest.raises(RuntimeError, match="connection reset"):
         member.turn()
-    with pytest.raises(RuntimeError, match="connection reset"):
-        member.next_call()
-    leader.fail(RuntimeError("connection reset by peer"))
-    with pytest.raises(RuntimeError, match="does not answer any more"):
-        leader.next_call()
+    for each in (leader, member):
+        each.fail(RuntimeError("connection reset by peer"))
+        with pytest.raises(RuntimeError, match="does not answer any more"):
+            each.next_call()
 
 
 class Clock:
@@ -180,7 +190,9 @@ class Job:
     def __init__(self, seed: int, fate: str, clock: Clock) -> None:
         self.rng, self.clock, self.fate, self.store = random.Random(seed), clock, fate, FakeStore()
         size = self.rng.choice([2, 3, 5])
-        self.everyone = [Appointments(self.store, member, size, self.let_others_go_on) for member in range(size)]
+        self.everyone = [
+            Appointments(lambda: self.store, member, size, self.let_others_go_on) for member in range(size)
+        ]
         self.kept: list[dict[int, int]] = [{} for _ in range(size)]
         self.calls = [0] * size  # that were made, and went on
         self.ended: set[int] = set()
@@ -228,6 +240,7 @@ class Job:
             return
         self.calls[member] += 1
         if appointment is not None:
+            each.end()
             self.kept[member][self.calls[member]] = appointment.number
         if self.calls[member] == self.CALLS:
             self.ended.add(member)

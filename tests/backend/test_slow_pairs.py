@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commlayer.engine.group_plans import parse_plan
 from commlayer.scheduler import Strategy
 from commlayer.scheduler.slow_pairs import is_avoided, ring_order
 from commlayer.testing.plugin import ClusterFactory
@@ -44,7 +45,6 @@ def check(group: Any, count: int, dtype: torch.dtype) -> None:
     assert torch.equal(gathered, torch.cat([ramp + each for each in ranks]).to(dtype))
 
 
-@pytest.mark.parametrize("plan", ["ring", "ring:3"])
 @pytest.mark.parametrize(
     "groups",
     [
@@ -55,22 +55,24 @@ def check(group: Any, count: int, dtype: torch.dtype) -> None:
     ],
 )
 def test_blocks_come_to_their_place_in_any_order_of_nodes(
-    emulated_cluster: ClusterFactory, groups: list[list[int]], plan: str
+    emulated_cluster: ClusterFactory, groups: list[list[int]]
 ) -> None:
     def job() -> set[str]:
-        start(COMMLAYER_PROFILE="none", COMMLAYER_PLAN=plan)
+        start(COMMLAYER_PROFILE="none", COMMLAYER_PLAN="ring")
         made = [dist.new_group(ranks) for ranks in groups]
         group: Any = next(each for each, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
         choices = group._planned.choices
         last = len(choices.shape) - 1
-        for slow_pairs in ((), ((0, 1, 0.25), (last - 1, last, 0.5))[: last - 1]):
-            choices.slow_pairs = slow_pairs
+        for plan, slow_pairs in (
+            ("ring:3", ()),
+            ("ring", ((0, 1, 0.25),)),
+            ("ring:3", ((0, 1, 0.25), (last - 1, last, 0.5))[: last - 1]),
+        ):
+            choices._forced, choices.slow_pairs = parse_plan(plan), slow_pairs
             choices._plans.clear()
             for count, dtype in (
                 (1, torch.float32),
-                (65, torch.float32),
                 (10_007, torch.float32),
-                (4097, torch.float64),
                 (4097, torch.int32),
                 (999, torch.bfloat16),
             ):
@@ -79,7 +81,7 @@ def test_blocks_come_to_their_place_in_any_order_of_nodes(
         return {each.name if each else "flat" for each in found}
 
     found = emulated_cluster(4, 2).run(job, timeout_s=100.0)
-    assert found[groups[0][0]] == {plan.replace(":", "×")}
+    assert found[groups[0][0]] == {"ring×3"}
 
 
 def test_a_slow_pair_is_found_and_gone_round(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_help_names_every_command_without_importing_it() -> None:
     before = set(sys.modules)
     output = call("--help").output
-    for name in ("demo", "profile", "bench", "emulate", "plan", "profiles", "trace", "doctor"):
+    for name in ("demo", "profile", "bench", "emulate", "plan", "profiles", "trace", "audit", "doctor"):
         assert f"  {name} " in output
     assert call("-h").output == output
     assert "Shell completion" in output

@@ -369,11 +369,11 @@ def test_messages_in_chunks_yield_and_keep_their_order(emulated_cluster: Cluster
         posted = []
         post = Batches._post
 
-        def counted(self: Batches, batch: Any, verb: str, piece: torch.Tensor, peer: int, nth: int) -> None:
+        def counted(self: Batches, batch: Any, verb: str, piece: torch.Tensor, peer: int, *more: Any) -> None:
             posted.append((verb, peer, piece.numel()))
-            post(self, batch, verb, piece, peer, nth)
+            post(self, batch, verb, piece, peer, *more)
 
-        Batches._post = counted  # type: ignore[method-assign]
+        Batches._post = counted  # type: ignore[method-assign, assignment]
         pp, high = GroupCommunicator(group_on("pp"), "pp"), group_on("ep")
         far, near = (rank + 2) % WORLD, rank ^ 1
         sizes = [100_001, 1, 5_000, 4_096, 33]

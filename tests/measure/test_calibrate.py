@@ -33,7 +33,7 @@ from commlayer.settings import Settings
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.testing.synthetic import synthetic_profile
 
-SIZES = [2**k for k in range(12, 27)]
+SIZES = [2**k for k in range(10, 27)]
 
 
 class OneSpeaks:
@@ -84,10 +84,10 @@ def test_the_file_of_a_probe_decides_as_the_job_that_measured_it(
         assert answer.exit_code == 0, answer.output
         decision = json.loads(answer.output)["decision"]
         assert name in (decision["strategy"], f"{decision['strategy']}×{decision['chunks']}")
-        assert decision["tolerance"] == 0.25 or size < 64 << 10
+        assert decision["tolerance"] == 0.25 or size < calibrate.PROBE.min_bytes
         seen.append(name)
         as_measured.append(choose(traffic, measured).plan.name)
-    assert set(seen[: SIZES.index(64 << 10)]) == {"flat"}
+    assert set(seen[: SIZES.index(calibrate.PROBE.min_bytes)]) == {"flat"}
     assert set(seen) != {"flat"}
     assert seen != as_measured  # else there was nothing to write down
 
@@ -222,12 +222,12 @@ def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, 
     assert len(ranks.asked) <= 3
 
 
-@pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 2.0, 3.9])
+@pytest.mark.parametrize("factor", [0.41, 0.5, 1.0, 2.0, 2.4])
 def test_a_profile_that_is_about_right_holds(factor: float) -> None:
     assert drift(of_all_ranks(1e2, 1e3), Timed(1e3 * factor)) == ""
 
 
-@pytest.mark.parametrize("factor", [0.01, 0.2, 4.1, 1000.0])
+@pytest.mark.parametrize("factor", [0.01, 0.2, 0.39, 2.6, 1000.0])
 def test_a_profile_that_is_off_says_so_and_costs_little(factor: float) -> None:
     ranks = Timed(1e3 * factor)
     said = drift(of_all_ranks(1e2, 1e3), ranks)

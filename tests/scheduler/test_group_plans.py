@@ -495,8 +495,9 @@ def test_a_node_sends_each_byte_once_over_the_wire() -> None:
         ("all_gather", (4,), Strategy.HIERARCHICAL, "several nodes"),
         ("all_gather", (1, 1), Strategy.HIERARCHICAL, "several ranks on one"),
         ("all_reduce", (2, 2), Strategy.PIPELINED_COPY, "replicated"),
-        ("all_reduce", (2, 2), Strategy.RING, "three nodes or more"),
-        ("broadcast", (2, 2, 2), Strategy.RING, "all_gather, a reduce_scatter or an all_reduce"),
+        ("all_reduce", (2, 2), Strategy.RING, "over three to 32 nodes"),
+        ("all_gather", (2,) * 33, Strategy.RING, "over three to 32 nodes"),
+        ("broadcast", (2, 2, 2), Strategy.RING, "it is an all_gather, a reduce_scatter or an all_reduce"),
     ],
 )
 def test_a_plan_that_does_not_apply_says_why(

@@ -1,0 +1,230 @@
+"""The file of one rank's audit, ``COMMLAYER_AUDIT/audit-rank-00003.json``: its schema, written in one step and read strictly.
+
+Loads no torch: ``commlayer audit`` reads the files of a job that ran elsewhere. They may come from anybody: what is read is
+bounded in size, is data and nothing else, and every number in it is finite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from commlayer.profiles.errors import ProfileError, UsageError
+from commlayer.profiles.files import read_file, write_file
+from commlayer.profiles.printable import shortened
+from commlayer.profiles.strict_json import convert, parse_object
+
+__all__ = [
+    "AUDIT_FORMAT",
+    "AUDIT_VERSION",
+    "AuditedCalls",
+    "AuditedGroup",
+    "AuditedLateness",
+    "AuditedWire",
+    "PlanEvent",
+    "RankAudit",
+    "audit_name",
+    "read_audits",
+    "write_audit",
+]
+
+AUDIT_FORMAT: Final = "commlayer-audit"
+AUDIT_VERSION: Final = 1
+_MOST_BYTES = 16 << 20
+"""The largest file that is read: a thousand rows of a thousand groups have some 200 KB a group at most."""
+_NAME = re.compile(r"audit-rank-(\d{1,7})\.json")
+_MOST_RANKS = 1 << 20
+
+_Text = Annotated[str, Meta(max_length=4096)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+_Rank = Annotated[int, Meta(ge=0, lt=_MOST_RANKS)]
+_Us = Annotated[float, Meta(ge=0, le=1e18)]
+_UnixS = Annotated[float, Meta(ge=0, le=1e11)]
+_Rate = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+class AuditedWire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes that a rank sent, by link class."""
+
+    inter: _Count
+    intra: _Count
+
+
+class AuditedCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Calls of one collective by one plan, of one size class: see :class:`commlayer.auditing.ledger.AuditRow`."""
+
+    collective: _Text
+    plan: _Text
+    up_to_bytes: Annotated[int, Meta(ge=1, le=1 << 62)]
+    calls: Annotated[int, Meta(ge=1, le=1 << 62)]
+    promised_us: Annotated[float, Meta(gt=0, le=1e18)]
+    measured_us: _Us
+    logical_bytes: _Count
+    wire_bytes: AuditedWire | None
+
+
+class AuditedLateness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often a global rank came last, and how long the others waited for it in all."""
+
+    rank: _Rank
+    calls: _Count
+    waited_us: _Us
+
+
+class PlanEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Something that happened to a group's plans, at a Unix time, before one of its calls."""
+
+    time_s: _UnixS
+    call: _Count
+    what: _Text
+
+
+class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One group as one of its ranks knows it: see :class:`commlayer.auditing.ledger.GroupAudit`."""
+
+    group: _Text
+    description: _Text
+    ranks: Annotated[tuple[_Rank, ...], Meta(min_length=1, max_length=_MOST_RANKS)]
+    nodes: tuple[tuple[_Rank, ...], ...]
+    began_s: _UnixS
+    profile: _Text
+    fabric_rate: _Rate
+    node_rates: tuple[_Rate, ...]
+    calls: tuple[AuditedCalls, ...]
+    comparable_calls: _Count
+    late: tuple[AuditedLateness, ...]
+    events: tuple[PlanEvent, ...]
+
+    def __post_init__(self) -> None:
+        members = set(self.ranks)
+        if len(members) < len(self.ranks):
+            raise ValueError("ranks: expected each rank once")
+        if sorted(rank for node in self.nodes for rank in node) != sorted(self.ranks):
+            raise ValueError("nodes: expected each of the group's ranks on one node")
+        if self.node_rates and len(self.node_rates) != len(self.nodes):
+            raise ValueError(f"node_rates: expected one for each of {len(self.nodes)} nodes, or none")
+        if not members.issuperset(late.rank for late in self.late):
+            raise ValueError("late: expected ranks of the group")
+
+
+class RankAudit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The audit of one rank: who it is, when it was written (Unix time), and what its groups did until then.
+
+    ``job``: the same on all ranks of a job, and of no other. ``is_final``: whether it was written when the
+    job had ended.
+    """
+
+    format: Literal["commlayer-audit"] = AUDIT_FORMAT
+    version: Literal[1] = AUDIT_VERSION
+    job: _Text
+    rank: _Rank
+    world_size: Annotated[int, Meta(ge=1, le=_MOST_RANKS)]
+    host: _Text
+    pid: _Count
+    slurm_job_id: _Text = ""
+    commlayer: _Text
+    written_s: _UnixS
+    is_final: bool
+    groups: tuple[AuditedGroup, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank: expected one below {self.world_size}")
+        for place, group in enumerate(self.groups):
+            if self.rank not in group.ranks:
+                raise ValueError(f"groups[{place}]: expected a group of rank {self.rank}")
+
+
+def audit_name(rank: int) -> str:
+    """The name of the file of a rank."""
+    return f"audit-rank-{rank:05}.json"
+
+
+def write_audit(folder: Path, audit: RankAudit) -> Path:
+    """Write the rank's file, whole or not at all; an earlier one of the same rank is replaced. Raises OSError."""
+    path = folder / audit_name(audit.rank)
+    write_file(path, msgspec.json.format(msgspec.json.encode(audit), indent=1) + b"\n")
+    return path
+
+
+def read_audits(path: Path, job: str = "") -> list[RankAudit]:
+    """Read one file, or those of a folder, by rank.
+
+    Args:
+        job: of a folder, only the files of the job whose name begins so.
+
+    Raises:
+        UsageError: none there, a damaged or foreign file, files of different jobs; it names file and field.
+    """
+    if not path.is_dir():
+        return [_read(path)]
+    audits = [audit for audit in _read_all(path) if audit.job.startswith(job)]
+    jobs: dict[str, list[RankAudit]] = {}
+    for audit in audits:
+        jobs.setdefault(audit.job, []).append(audit)
+    if not jobs:
+        raise UsageError(f"{path}: expected files of job {job}, got none")
+    if len(jobs) > 1:
+        each = " and ".join(
+            f"job {name} ({len(found)} of {found[0].world_size} ranks, such as {audit_name(found[0].rank)})"
+            for name, found in sorted(jobs.items())
+        )
+        raise UsageError(
+            f"{path}: expected files of one job, got {each}: choose one with --job {audits[0].job}, or give every job a folder "
+            "of its own"
+        )
+    sizes = {audit.world_size for audit in audits}
+    if len(sizes) > 1:
+        raise UsageError(f"{path}: field world_size: expected one of a job, got {', '.join(map(str, sorted(sizes)))}")
+    return audits
+
+
+def _read_all(folder: Path) -> Iterator[RankAudit]:
+    names = {path: _NAME.fullmatch(path.name) for path in folder.iterdir()}
+    ranks = {path: int(found[1]) for path, found in names.items() if found}
+    if not ranks:
+        raise UsageError(
+            f"{folder}: expected files such as {audit_name(0)}, got none: run the job with COMMLAYER_AUDIT={folder}, and collect "
+            "the files of all machines"
+        )
+    for path in sorted(ranks, key=ranks.__getitem__):
+        audit = _read(path)
+        if path.name != audit_name(audit.rank):
+            raise UsageError(
+                f"{path}: field rank: expected {ranks[path]} by the file's name, got {audit.rank}: rename it to "
+                f"{audit_name(audit.rank)}"
+            )
+        yield audit
+
+
+def _read(path: Path) -> RankAudit:
+    where = shortened(str(path))
+    try:
+        data = read_file(path, _MOST_BYTES)
+    except FileNotFoundError as error:
+        raise UsageError(f"{where}: expected an audit's file, or a folder of them, got no such file") from error
+    except OSError as error:
+        raise UsageError(f"{where}: cannot read the audit: {error.strerror or error}") from error
+    try:
+        content = parse_object(data, where, "audit")
+        _check_head(content, where)
+        return convert(content, RankAudit, where, {})
+    except ProfileError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_head(content: dict[str, object], where: str) -> None:
+    found, version = content.get("format"), content.get("version")
+    if found != AUDIT_FORMAT:
+        got = f"got {shortened(repr(found))}" if "format" in content else "but it is missing"
+        raise UsageError(f"{where}: field format: expected {AUDIT_FORMAT!r}, {got}: this is not a rank's audit")
+    if version != AUDIT_VERSION or isinstance(version, bool):
+        got = f"got {shortened(repr(version))}" if "version" in content else "but it is missing"
+        raise UsageError(
+            f"{where}: field version: expected {AUDIT_VERSION}, {got}: read it with the commlayer that wrote it"
+        )

@@ -1,0 +1,203 @@
+"""``commlayer audit``: what a job's calls were promised to take and took, who came late, and how its plans changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from commlayer.auditing.audit_files import RankAudit, read_audits
+from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
+from commlayer.auditing.words import AUDIT_COLUMNS, call_cells, event_lines, group_lines, signed_us
+from commlayer.cli.option_types import REPORT, json_option
+from commlayer.cli.output_files import tell
+from commlayer.cli.tables import echo, print_json, print_table, rounded
+
+__all__ = ["audit_command"]
+
+_MOST_ROWS, _MOST_GROUPS = 40, 16
+
+
+@click.command("audit")
+@click.argument("path", type=click.Path(path_type=Path, exists=True), metavar="PATH")
+@click.option("--output", "-o", type=REPORT, help="Write a page with pictures, in HTML.")
+@click.option(
+    "--job", default="", help="Which one, where PATH holds the files of several; the beginning of its name is enough."
+)
+@click.option(
+    "--all", "show_all", is_flag=True, help=f"Show every row, not the {_MOST_ROWS} in which most time was lost or won."
+)
+@click.option("--prometheus", "as_prometheus", is_flag=True, help="Print Prometheus text instead of tables.")
+@json_option
+def audit_command(
+    path: Path, output: Path | None, job: str, show_all: bool, as_prometheus: bool, as_json: bool
+) -> None:
+    """Hold what a job's calls were promised to take against what they took.
+
+    PATH is a rank's file, or the folder that COMMLAYER_AUDIT named when the job ran, with the files of all machines in it; the
+    job may still run. Prints, for each group, collective, plan and size, the promised and the measured time; how much of the
+    difference was waiting for ranks that came late; which links are slow; and when plans changed.
+
+    \b
+      COMMLAYER_AUDIT=audit torchrun … train.py
+      commlayer audit audit -o audit.html
+      commlayer audit audit --prometheus > /var/lib/node_exporter/commlayer.prom
+    """
+    if as_prometheus and as_json:
+        raise click.UsageError("--prometheus and --json are two ways to print the same: choose one")
+    audits = read_audits(path, job)
+    merged = merge_audits(audits)
+    notes = _notes(merged, is_folder=path.is_dir())
+    if output is not None:
+        from commlayer.drawing.audit_report import write_audit_report
+
+        write_audit_report(output, merged, notes)
+        tell("report", output)
+    for note in notes:
+        echo(f"note: {note}", err=True)
+    if as_prometheus:
+        _print_prometheus(audits)
+    elif as_json:
+        print_json(_as_dict(merged, notes))
+    else:
+        _show(merged, show_all)
+
+
+def _print_prometheus(audits: Sequence[RankAudit]) -> None:
+    from commlayer.auditing.prometheus import prometheus_text
+
+    echo(prometheus_text(audits).removesuffix("\n"))
+
+
+def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
+    """What a reader must know of these files before believing them."""
+    notes = []
+    if audit.missing and is_folder:
+        notes.append(
+            f"no file of {_ranks(audit.missing)} of {audit.world_size}: killed before it wrote one, or not copied from another "
+            "machine"
+        )
+    if audit.unfinished:
+        notes.append(
+            f"{_ranks(audit.unfinished)} did not write at the end: still running, or killed; what came in the last half minute "
+            "is not here"
+        )
+    if not audit.groups:
+        notes.append("no call was audited here: calls are whose plan was chosen by a price, flat ones included")
+    return notes
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _show(audit: JobAudit, show_all: bool) -> None:
+    hosts = len(set(audit.hosts.values()))
+    echo(
+        f"job {audit.job}: {len(audit.hosts)} of {audit.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, "
+        f"{len(audit.groups)} group{'s' * (len(audit.groups) != 1)}\n"
+    )
+    rows = [(group, calls) for group in audit.groups for calls in group.calls]
+    shown = _shown(rows, show_all)
+    if shown:
+        columns = [*AUDIT_COLUMNS, ">lost a rank", ">worst rank"]
+        cells = [[*call_cells(group, calls), _lost(group, calls), _worst(calls)] for group, calls in shown]
+        print_table(columns, cells, title="Promised and measured: mean of a call, over ranks")
+        if len(shown) < len(rows):
+            echo(f"{len(rows) - len(shown)} rows with less difference not shown (--all)")
+        echo()
+    groups = audit.groups if show_all else sorted(audit.groups, key=lambda group: -abs(group.lost_us))[:_MOST_GROUPS]
+    for group in groups:
+        echo(
+            f" {len(group.ranks)} ranks on {len(group.nodes)} nodes, profile {group.profile or '(none)'}",
+            lead=group.name,
+        )
+        for line in group_lines(group):
+            echo(f"  {line}")
+        for line in event_lines(group):
+            echo(f"  {line}")
+    if len(groups) < len(audit.groups):
+        echo(f"{len(audit.groups) - len(groups)} groups with less difference not shown (--all)")
+
+
+def _shown(rows: list[tuple[GroupTotals, CallTotals]], show_all: bool) -> list[tuple[GroupTotals, CallTotals]]:
+    """The rows with the largest differences, in the order in which they were."""
+    if show_all or len(rows) <= _MOST_ROWS:
+        return rows
+    by_difference = sorted(range(len(rows)), key=lambda place: -abs(_difference_us(*rows[place])))
+    return [rows[place] for place in sorted(by_difference[:_MOST_ROWS])]
+
+
+def _difference_us(group: GroupTotals, calls: CallTotals) -> float:
+    """By how much a rank's calls took longer than promised, mean over ranks, µs."""
+    return (calls.measured_us - calls.promised_us) / len(group.told)
+
+
+def _lost(group: GroupTotals, calls: CallTotals) -> str:
+    return signed_us(_difference_us(group, calls))
+
+
+def _worst(calls: CallTotals) -> str:
+    return f"{calls.worst_rank} (×{calls.worst_ratio:.2f})" if calls.worst_rank >= 0 else "–"
+
+
+def _as_dict(audit: JobAudit, notes: Sequence[str]) -> dict[str, Any]:
+    """For ``--json``: times in µs, of all ranks together where it says ``total``, else means over ranks."""
+    return {
+        "job": audit.job,
+        "world_size": audit.world_size,
+        "ranks": sorted(audit.hosts),
+        "missing": audit.missing,
+        "unfinished": audit.unfinished,
+        "hosts": sorted(set(audit.hosts.values())),
+        "written_s": rounded(audit.written_s),
+        "notes": list(notes),
+        "groups": [_group(group) for group in audit.groups],
+    }
+
+
+def _group(group: GroupTotals) -> dict[str, Any]:
+    return {
+        "group": group.group,
+        "description": group.description,
+        "ranks": group.ranks,
+        "nodes": group.nodes,
+        "profile": group.profile,
+        "promised_us": rounded(group.promised_us),
+        "measured_us": rounded(group.measured_us),
+        "lost_us": rounded(group.lost_us),
+        "late_us": None if group.late_us is None else rounded(group.late_us),
+        "plan_us": None if group.plan_us is None else rounded(group.plan_us),
+        "comparable_calls": group.comparable_calls,
+        "compared_calls": group.compared_calls,
+        "fabric_rate": rounded(group.fabric_rate, 6),
+        "slow_nodes": [
+            {"node": node.node, "host": node.host, "ranks": node.ranks, "rate": rounded(node.rate, 6)}
+            for node in group.slow_nodes
+        ],
+        "calls": [_calls(calls) for calls in group.calls],
+        "late": group.late,
+        "events": group.events,
+    }
+
+
+def _calls(calls: CallTotals) -> dict[str, Any]:
+    return {
+        "collective": calls.collective,
+        "plan": calls.plan,
+        "up_to_bytes": calls.up_to_bytes,
+        "calls": calls.num_calls,
+        "promised_each_us": rounded(calls.promised_each_us),
+        "measured_each_us": rounded(calls.measured_each_us),
+        "ratio": rounded(calls.ratio, 6),
+        "worst_rank": calls.worst_rank,
+        "worst_ratio": rounded(calls.worst_ratio, 6),
+        "total_calls": calls.rank_calls,
+        "total_logical_bytes": calls.logical_bytes,
+        "total_wire_bytes": None
+        if calls.inter_bytes is None
+        else {"inter": calls.inter_bytes, "intra": calls.intra_bytes},
+    }

@@ -1,0 +1,65 @@
+"""``commlayer diagnose``: the logs of a job's ranks as one graph, and the circle or the missing rank that holds it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from commlayer.cli.option_types import OUTPUT_FILE, json_option
+from commlayer.cli.output_files import tell
+from commlayer.cli.tables import echo
+from commlayer.diagnosis.files import read_logs
+from commlayer.diagnosis.findings import diagnose
+from commlayer.diagnosis.words import in_words, ranks_words
+from commlayer.profiles.files import write_file
+
+__all__ = ["diagnose_command"]
+
+
+@click.command("diagnose")
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
+@click.option("--output", "-o", type=OUTPUT_FILE, help="Draw what was found on a page (.html).")
+@click.option(
+    "--flight-recorder",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="OUT",
+    help="Write the logs into this folder as dumps of torch's Flight Recorder, too.",
+)
+@json_option
+@click.pass_context
+def diagnose_command(
+    ctx: click.Context, folder: Path, output: Path | None, flight_recorder: Path | None, as_json: bool
+) -> None:
+    """Say who waits for whom, from what a job's ranks remember of their calls.
+
+    DIR has the files calls-00000.json and so on that every rank writes when a call times out, or when one rank gets SIGUSR1;
+    those of all machines. COMMLAYER_DIAGNOSE_DIR says where.
+
+    \b
+      kill -USR1 PID          (any one rank of the job)
+      commlayer diagnose DIR
+      commlayer diagnose DIR -o hang.html --flight-recorder dumps
+
+    Exit status: 0 nothing is wrong, 1 something is, 2 files that cannot be read.
+    """
+    logs = read_logs(folder)
+    found = diagnose(logs)
+    if as_json:
+        import msgspec
+
+        echo(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+    else:
+        echo(f"job {logs[0].job or '?'}: logs of {ranks_words([log.rank for log in logs])} of {len(found.ranks)}\n")
+        echo(in_words(found))
+    if output is not None:
+        from commlayer.drawing.waits_page import waits_page
+
+        write_file(output, waits_page(logs, found))
+        tell("report", output)
+    if flight_recorder is not None:
+        from commlayer.diagnosis.flight_recorder import write_flight_recorder
+
+        write_flight_recorder(flight_recorder, logs)
+        echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
+    ctx.exit(1 if found.has_found else 0)

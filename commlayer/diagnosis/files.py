@@ -1,0 +1,119 @@
+"""The folder of a job's logs: a file of JSON for each rank, which the rank replaces whenever it is asked again."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from commlayer.diagnosis.records import LOG_FORMAT, RankLog
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.files import read_file, write_file
+
+__all__ = ["folder_of", "log_name", "read_logs", "write_log"]
+
+_NAME = re.compile(r"calls-(\d+)\.json")
+
+
+class _Head(msgspec.Struct):
+    format: int
+    job: str
+    rank: int
+
+
+def log_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"calls-{rank:05d}.json"
+
+
+def folder_of(job: str, given: str | None) -> Path:
+    """Make the folder into which the ranks of ``job`` on this machine write: ``given``, or one of the job's own among the
+    temporary files, for this user alone. Raises OSError."""
+    if given:
+        folder = Path(given)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    folder = Path(tempfile.gettempdir()) / f"commlayer-diagnose-{os.getuid()}-{job}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(13, "expected a folder of this user alone, got another's", str(folder))
+    return folder
+
+
+def write_log(folder: Path, log: RankLog) -> Path:
+    """Write the file of a rank, whole or not at all. Raises OSError."""
+    path = folder / log_name(log.rank)
+    write_file(path, msgspec.json.format(msgspec.json.encode(log), indent=1))
+    return path
+
+
+def read_logs(folder: Path) -> list[RankLog]:
+    """Read the logs in ``folder``, by rank.
+
+    Raises UsageError for a folder without logs, damaged files, files of another format or of several jobs, names that do not
+    fit: with all of them named.
+    """
+    paths = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    if not paths:
+        raise UsageError(
+            f"{folder}: expected files such as {log_name(0)}, got none: ranks write them when a call times out, or on SIGUSR1, "
+            "into the folder that COMMLAYER_DIAGNOSE_DIR names; collect those of all machines"
+        )
+    logs: list[RankLog] = []
+    troubles: list[str] = []
+    for path in paths:
+        try:
+            logs.append(_read(path))
+        except UsageError as error:  # noqa: PERF203  all damaged files are to be named
+            troubles.append(str(error))
+    jobs = {log.job: path for log, path in zip(logs, paths, strict=False)}
+    if not troubles and len(jobs) > 1:
+        each = ", ".join(f"{job} ({sum(log.job == job for log in logs)} files)" for job in sorted(jobs))
+        troubles.append(f"{folder}: expected files of one job, got {each}: give every job a folder of its own")
+    if troubles:
+        raise UsageError("\n".join(troubles))
+    return sorted(logs, key=lambda log: log.rank)
+
+
+def _read(path: Path) -> RankLog:
+    """Raises UsageError."""
+    try:
+        data = read_file(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the log of a rank: {error.strerror or error}") from error
+    try:
+        head = msgspec.json.decode(data, type=_Head)
+        if head.format != LOG_FORMAT:
+            raise UsageError(
+                f"{path}: expected a log of format {LOG_FORMAT}, got format {head.format}: read it with the commlayer that "
+                "wrote it"
+            )
+        log = msgspec.json.decode(data, type=RankLog)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path}: expected the log of a rank, got a damaged or a foreign file: {error}. Copy it again, or remove it"
+        ) from error
+    if path.name != log_name(log.rank):
+        raise UsageError(
+            f"{path}: expected a name that fits its content, rank {log.rank}: rename it to {log_name(log.rank)}"
+        )
+    _check(path, log)
+    return log
+
+
+def _check(path: Path, log: RankLog) -> None:
+    """Raises UsageError for what points to nothing, or is longer than its group."""
+    places = {call.group for call in log.calls} | {wait.group for wait in log.waits}
+    if any(not 0 <= place < len(log.groups) for place in places):
+        raise UsageError(
+            f"{path}: expected calls of the {len(log.groups)} groups of the file, got one of another group"
+        )
+    for call in log.calls:
+        size = len(log.groups[call.group].ranks)
+        if any(parts is not None and len(parts) != size for parts in (call.to, call.of)):
+            raise UsageError(f"{path}: expected splits for {size} members, got others in {call.kind} #{call.number}")

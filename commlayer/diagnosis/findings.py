@@ -1,0 +1,411 @@
+"""The diagnosis of a job that hangs, from its ranks' logs: calls that differ, the smallest circle, or the missing rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
+from commlayer.diagnosis.matching import difference, message_difference, shared_signature
+from commlayer.diagnosis.records import CallLog, RankLog, Site
+
+__all__ = ["Cycle", "CycleStep", "Diagnosis", "Mismatch", "Missing", "NamedCall", "Trouble", "Waiter", "diagnose"]
+
+_MOST_STARTS = 64
+"""From how many stuck threads the smallest circle is looked for: in a large job one circle holds up thousands."""
+_MOST_CYCLES = 4
+_MOST_SHIFT = 2
+
+
+class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in a finding. ``number``: of its group's collectives, or of the messages with ``peer`` and ``tag``."""
+
+    rank: int
+    group: str
+    kind: str
+    number: int
+    site: Site | None = None
+    dtype: str = ""
+    num_bytes: int = -1
+    op: str = ""
+    root: int = -1
+    peer: int = -1
+    tag: int = 0
+    thread: str = ""
+
+
+class CycleStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of a circle: blocked in ``call`` at ``site``, which needs ``missing`` of the next one."""
+
+    call: NamedCall
+    site: Site
+    missing: NamedCall
+
+
+class Waiter(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that waits in ``call``, at ``site``."""
+
+    call: NamedCall
+    site: Site
+
+
+class Cycle(msgspec.Struct, frozen=True, kw_only=True, tag="cycle"):
+    """Ranks that wait for each other, each for the next one, the last for the first. ``behind``: others that wait for them."""
+
+    steps: tuple[CycleStep, ...]
+    behind: tuple[int, ...]
+
+
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True, tag="mismatch"):
+    """Calls of one number in one group that differ. ``what``: collective, dtype, operation, root, size or splits."""
+
+    group: str
+    number: int
+    what: str
+    odd: tuple[int, ...]
+    calls: tuple[NamedCall, ...]
+    words: str
+    hint: str = ""
+
+
+class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
+    """A rank that has not made a call for which others wait. ``why``: ``gone`` (it has ended), ``late`` (no call holds it) or
+    ``silent`` (no log of it). ``last``: its last call of that group, or else of any; ``at``: where its program is now."""
+
+    call: NamedCall
+    why: str
+    waiting: tuple[Waiter, ...]
+    how: str = ""
+    last: NamedCall | None = None
+    at: Site | None = None
+    idle_s: float = -1.0
+
+
+Trouble = Mismatch | Cycle | Missing
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """The result. ``findings``: what is wrong; ``waits``: ranks that others wait for, which may still come.
+
+    ``ranks``: those of the job; ``without``: those that no log is of. ``is_timeout``: whether a wait had timed out: then who is
+    waited for is no longer only late.
+    """
+
+    findings: tuple[Trouble, ...]
+    waits: tuple[Missing, ...]
+    ranks: tuple[int, ...]
+    without: tuple[int, ...]
+    is_timeout: bool
+
+    @property
+    def has_found(self) -> bool:
+        """Whether something is wrong."""
+        return bool(self.findings) or (self.is_timeout and bool(self.waits))
+
+
+def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
+    """Merge the logs of ranks, of one job and of about one moment, and find what is wrong.
+
+    Nothing is found where every blocked rank waits for one that is free; :attr:`Diagnosis.waits` says for whom.
+    """
+    graph = Graph(sorted(logs, key=lambda log: log.rank))
+    mismatches = [*_mismatches(graph), *_message_mismatches(graph)]
+    cycles = _cycles(graph)
+    ranks = sorted({rank for log in logs for rank in log.ranks} | set(graph.views))
+    return Diagnosis(
+        findings=(*mismatches, *cycles, *_gone(graph)),
+        waits=tuple(_late(graph)),
+        ranks=tuple(ranks),
+        without=tuple(rank for rank in ranks if rank not in graph.views),
+        is_timeout=any(log.reason == "timeout" for log in logs),
+    )
+
+
+# Calls that differ
+
+
+def _mismatches(graph: Graph) -> Iterable[Mismatch]:
+    """The first of each group: what comes after it need not be meant to match."""
+    numbers: dict[str, dict[int, dict[int, CallLog]]] = {}
+    for rank, view in graph.views.items():
+        for (key, number), call in view.collectives.items():
+            if number <= view.issued(key):
+                numbers.setdefault(key, {}).setdefault(number, {})[rank] = call
+    for key in sorted(numbers):
+        for number in sorted(numbers[key]):
+            calls = numbers[key][number]
+            found = difference(calls, graph.members[key]) if len(calls) > 1 else None
+            if found is not None:
+                yield Mismatch(
+                    group=graph.names[key],
+                    number=number,
+                    what=found.what,
+                    odd=found.odd,
+                    calls=tuple(_call(graph, rank, key, call) for rank, call in sorted(calls.items())),
+                    words=found.words,
+                    hint=_shift(graph, key, number, calls, found.odd),
+                )
+                break
+
+
+def _shift(graph: Graph, key: str, number: int, calls: dict[int, CallLog], odd: Sequence[int]) -> str:
+    """Whether the odd rank's calls are the others' with some left out, or some too many."""
+    others = [rank for rank in calls if rank not in odd]
+    if len(odd) != 1 or not others:
+        return ""
+    theirs, its = graph.views[others[0]].collectives, graph.views[odd[0]].collectives
+
+    def run(one: dict[tuple[str, int], CallLog], other: dict[tuple[str, int], CallLog], shift: int) -> bool:
+        pairs = []
+        at = number
+        while (key, at) in one and (key, at + shift) in other:
+            pairs.append(shared_signature(one[key, at]) == shared_signature(other[key, at + shift]))
+            at += 1
+        return bool(pairs) and all(pairs)
+
+    for shift in range(1, _MOST_SHIFT + 1):
+        calls_are = f"{shift} call{'s' * (shift > 1)}"
+        if run(its, theirs, shift):
+            return f"rank {odd[0]} goes on as if it had left out {calls_are} of this group"
+        if run(theirs, its, shift):
+            return f"rank {odd[0]} goes on as if it had made {calls_are} of this group too many"
+    return ""
+
+
+def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
+    for rank, view in graph.views.items():
+        for (key, kind, peer, tag, number), send in sorted(view.messages.items()):
+            other = graph.views.get(peer)
+            if kind != "send" or other is None or (key, "recv", ANY, tag) in _any_receives(other.messages):
+                continue
+            recv = other.messages.get((key, "recv", rank, tag, number))
+            words = "" if recv is None else message_difference(send, recv)
+            if recv is not None and words:
+                yield Mismatch(
+                    group=graph.names[key],
+                    number=number,
+                    what="size",
+                    odd=(peer,),
+                    calls=(_call(graph, rank, key, send), _call(graph, peer, key, recv)),
+                    words=words,
+                )
+
+
+def _any_receives(messages: Iterable[tuple[str, str, int, int, int]]) -> set[tuple[str, str, int, int]]:
+    return {each[:4] for each in messages if each[2] == ANY}
+
+
+# Circles
+
+
+def _cycles(graph: Graph) -> list[Cycle]:
+    """The smallest circle of each part of the graph that is stuck by itself."""
+    stuck = graph.stuck_threads
+    ahead = {_id(each): _next(graph, each) for each in stuck}
+    behind: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for start, found in ahead.items():
+        for _, other in found:
+            if other is not None:
+                behind.setdefault(_id(other), set()).add(start)
+    cycles: list[Cycle] = []
+    left = dict.fromkeys(_id(each) for each in stuck)
+    while left and len(cycles) < _MOST_CYCLES:
+        path = _smallest(list(left)[:_MOST_STARTS], ahead)
+        if not path:
+            break
+        members = {_id(blocked) for blocked, _ in path}
+        waiting = _reach(members, behind)
+        cycles.append(
+            Cycle(
+                steps=tuple(_step(graph, blocked, node) for blocked, node in path),
+                behind=tuple(sorted({rank for rank, _ in waiting - members} - {rank for rank, _ in members})),
+            )
+        )
+        for each in waiting | members:
+            left.pop(each, None)
+    return cycles
+
+
+def _id(blocked: Blocked) -> tuple[int, int]:
+    return blocked.rank, blocked.thread
+
+
+_Ahead = dict[tuple[int, int], list[tuple[Node, Blocked | None]]]
+
+
+def _next(graph: Graph, blocked: Blocked) -> list[tuple[Node, Blocked | None]]:
+    return graph.reasons(blocked)
+
+
+def _smallest(starts: Sequence[tuple[int, int]], ahead: _Ahead) -> list[tuple[Blocked, Node]]:
+    """The shortest circle through any of ``starts``: each thread with the call that it needs of the next one."""
+    best: list[tuple[Blocked, Node]] = []
+    for start in starts:
+        path = _circle(start, ahead, len(best) or len(ahead) + 1)
+        if path and (not best or len(path) < len(best)):
+            best = path
+        if len(best) == 1:
+            break
+    return best
+
+
+def _circle(start: tuple[int, int], ahead: _Ahead, most: int) -> list[tuple[Blocked, Node]]:
+    """The shortest way from ``start`` back to it, of fewer than ``most`` steps."""
+    came: dict[tuple[int, int], tuple[tuple[int, int], Node, Blocked]] = {}
+    edge, length = [start], 0
+    while edge and length < most:
+        further: list[tuple[int, int]] = []
+        for here in edge:
+            for node, other in ahead.get(here, []):
+                if other is None or _id(other) in came:
+                    continue
+                came[_id(other)] = here, node, other
+                if _id(other) == start:
+                    return _way(start, came)
+                further.append(_id(other))
+        edge, length = further, length + 1
+    return []
+
+
+def _way(
+    start: tuple[int, int], came: dict[tuple[int, int], tuple[tuple[int, int], Node, Blocked]]
+) -> list[tuple[Blocked, Node]]:
+    needed: list[tuple[tuple[int, int], Node]] = []
+    at = start
+    while True:
+        before, node, _ = came[at]
+        needed.append((before, node))
+        at = before
+        if at == start:
+            break
+    return [(came[each][2], node) for each, node in reversed(needed)]
+
+
+def _reach(members: set[tuple[int, int]], behind: dict[tuple[int, int], set[tuple[int, int]]]) -> set[tuple[int, int]]:
+    """All that wait for these, themselves or through others."""
+    found, ahead = set(members), list(members)
+    while ahead:
+        new = behind.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
+
+
+def _step(graph: Graph, blocked: Blocked, needed: Node) -> CycleStep:
+    return CycleStep(call=_blocked_call(graph, blocked), site=blocked.site, missing=_needed(graph, needed))
+
+
+# Ranks that are missing
+
+
+def _gone(graph: Graph) -> list[Missing]:
+    """Ranks that have ended, and for which others are stuck."""
+    found: dict[Node, list[Blocked]] = {}
+    for blocked in graph.stuck_threads:
+        for node, other in graph.reasons(blocked):
+            if other is None:
+                found.setdefault(node, []).append(blocked)
+    first: dict[int, Node] = {}
+    for node in sorted(found, key=lambda node: (-len(found[node]), node)):
+        first.setdefault(node.rank, node)
+    return [
+        Missing(
+            call=_needed(graph, node),
+            why="gone",
+            how=graph.gone.get(rank, ""),
+            waiting=_waiters(graph, found[node]),
+        )
+        for rank, node in sorted(first.items())
+    ]
+
+
+def _late(graph: Graph) -> Iterable[Missing]:
+    """For each rank that others wait for, the call of it that most wait for."""
+    found: dict[Node, list[Blocked]] = {}
+    for blocked, node in graph.late():
+        found.setdefault(node, []).append(blocked)
+    first: dict[int, Node] = {}
+    for node in sorted(found, key=lambda node: (-len(found[node]), node)):
+        first.setdefault(node.rank, node)
+    for rank, node in sorted(first.items()):
+        view = graph.views.get(rank)
+        if view is None:
+            yield Missing(call=_needed(graph, node), why="silent", waiting=_waiters(graph, found[node]))
+            continue
+        calls = [call for call in view.log.calls if view.log.groups[call.group].key == node.group] or view.log.calls
+        last = calls[-1] if calls else None
+        thread = _thread_of(view.log, last)
+        yield Missing(
+            call=_needed(graph, node),
+            why="late",
+            waiting=_waiters(graph, found[node]),
+            last=None if last is None else _call(graph, rank, view.log.groups[last.group].key, last),
+            at=thread,
+            idle_s=-1.0 if last is None else (view.log.now_ns - last.issued_ns) / 1e9,
+        )
+
+
+def _thread_of(log: RankLog, last: CallLog | None) -> Site | None:
+    """Where the thread is now that made that call; without one, the main thread."""
+    for thread in log.threads:
+        if thread.ident == last.thread if last is not None else thread.name == "MainThread":
+            return thread.site
+    return None
+
+
+def _waiters(graph: Graph, blocked: Sequence[Blocked]) -> tuple[Waiter, ...]:
+    return tuple(Waiter(call=_blocked_call(graph, each), site=each.site) for each in blocked)
+
+
+# Calls, as findings show them
+
+
+def _blocked_call(graph: Graph, blocked: Blocked) -> NamedCall:
+    if blocked.call is not None:
+        return _call(graph, blocked.rank, blocked.group, blocked.call)
+    return NamedCall(
+        rank=blocked.rank,
+        group=graph.names.get(blocked.group, blocked.group),
+        kind=blocked.kind,
+        number=blocked.number,
+        peer=blocked.peer,
+        tag=blocked.tag,
+    )
+
+
+def _call(graph: Graph, rank: int, key: str, call: CallLog) -> NamedCall:
+    return NamedCall(
+        rank=rank,
+        group=graph.names.get(key, key),
+        kind=call.kind,
+        number=call.number,
+        site=call.site,
+        dtype=call.dtype,
+        num_bytes=max(call.sent, call.received),
+        op=call.op,
+        root=call.root,
+        peer=call.peer,
+        tag=call.tag,
+    )
+
+
+def _needed(graph: Graph, node: Node) -> NamedCall:
+    """A call that has not been made, or not been started; what it should be another member knows."""
+    if node.kind:
+        kind = node.kind
+        return NamedCall(
+            rank=node.rank,
+            group=graph.names.get(node.group, node.group),
+            kind=kind,
+            number=node.number,
+            peer=node.peer,
+            tag=node.tag,
+        )
+    for view in graph.views.values():
+        call = view.collectives.get((node.group, node.number))
+        if call is not None:
+            return NamedCall(
+                rank=node.rank, group=graph.names[node.group], kind=call.kind, number=node.number, dtype=call.dtype
+            )
+    return NamedCall(rank=node.rank, group=graph.names.get(node.group, node.group), kind="its call", number=node.number)

@@ -1,0 +1,334 @@
+"""The wait-for graph of a job over all its groups, and who is stuck in it for good.
+
+A call of a group ends when every member has made its own call of that number (a send when its receive has been posted, as with
+Gloo, and a receive when its send has), and after the group's calls before it. A member that has not made it yet will, unless it
+is gone, or all threads that could make it are blocked in other calls. So a node of this graph waits for all of its clauses, and a
+clause is met by any of its nodes: an AND-OR graph, as MPI's deadlock detectors have it (Hilbrich et al., "MPI runtime error
+detection with MUST: advances in deadlock detection", SC 2012). Whatever cannot be reached from what is free is stuck.
+
+Collectives are taken to wait for all members, as the MPI standard lets them: a program that needs a broadcast's root to return
+early is wrong, even where it happens to run. Logs of ranks need not be of one moment: a rank that was seen blocked, before
+or after another one, goes on only when the call that it waits for has been made, so a circle of such ranks was one all along.
+
+Rejected: matching group by group, as torch's Flight Recorder does; a circle over two groups has nothing wrong in either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from commlayer.diagnosis.records import CallLog, GroupLog, RankLog, Site
+
+__all__ = ["Blocked", "Graph", "Need", "Node", "View"]
+
+_OTHER = {"send": "recv", "recv": "send"}
+ANY = -1
+
+
+class Node(NamedTuple):
+    """Something that has to happen.
+
+    ``done``: that call of ``rank`` ends; ``made``: ``rank`` makes it (of a message: number ``number`` of ``kind``, with ``peer``
+    and ``tag``); ``free``: thread ``number`` of ``rank`` comes back from what it waits for.
+    """
+
+    what: str
+    rank: int
+    group: str
+    number: int
+    kind: str = ""
+    peer: int = ANY
+    tag: int = 0
+
+
+class Need(NamedTuple):
+    """A clause: any of ``nodes`` has to happen. None of them: it cannot, because ``rank`` is gone."""
+
+    nodes: tuple[Node, ...]
+    rank: int = ANY
+
+
+class Blocked(NamedTuple):
+    """A thread of a rank that waits for one of its calls. ``site``: of the wait; ``call``: where the ring still has it."""
+
+    rank: int
+    thread: int
+    group: str
+    kind: str
+    number: int
+    peer: int
+    tag: int
+    site: Site
+    since_ns: int
+    call: CallLog | None
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in _OTHER
+
+    @property
+    def awaits(self) -> Node:
+        """The node that has to happen for it to go on."""
+        if self.is_message:
+            return Node("done", self.rank, self.group, self.number, self.kind, self.peer, self.tag)
+        return Node("done", self.rank, self.group, self.number)
+
+
+class View:
+    """One rank's log, by group key and number."""
+
+    def __init__(self, log: RankLog) -> None:
+        self.log = log
+        self.groups = {group.key: group for group in log.groups}
+        self.collectives: dict[tuple[str, int], CallLog] = {}
+        self.messages: dict[tuple[str, str, int, int, int], CallLog] = {}
+        self.issuers: dict[str, set[int]] = {}
+        alive = {thread.ident for thread in log.threads} or {call.thread for call in log.calls}
+        for call in log.calls:
+            key = log.groups[call.group].key
+            if call.thread in alive:
+                self.issuers.setdefault(key, set()).add(call.thread)
+            if call.is_message:
+                self.messages[key, call.kind, call.peer, call.tag, call.number] = call
+            else:  # one that was refused, and made again, is there twice: the later one counts
+                self.collectives[key, call.number] = call
+        self.threads = alive
+
+    def group(self, key: str) -> GroupLog | None:
+        return self.groups.get(key)
+
+    def issued(self, key: str) -> int:
+        group = self.groups.get(key)
+        return 0 if group is None else group.issued
+
+    def done(self, key: str) -> int:
+        group = self.groups.get(key)
+        return 0 if group is None else group.done
+
+    def posted(self, key: str, kind: str, peer: int, tag: int) -> int:
+        """How many messages of this kind have been posted."""
+        group = self.groups.get(key)
+        if group is None:
+            return 0
+        return sum(each.count for each in group.messages if (each.kind, each.peer, each.tag) == (kind, peer, tag))
+
+    @cached_property
+    def blocked(self) -> dict[int, Blocked]:
+        """The call that each thread waits for: in an explicit wait, or the last one it made, which returns only at its end."""
+        found: dict[int, Blocked] = {}
+        for call in self.log.calls:
+            key = self.log.groups[call.group].key
+            if call.is_message or call.is_async or call.number <= self.done(key) or call.thread not in self.threads:
+                continue
+            if call.number > self.issued(key):  # refused
+                continue
+            before = found.get(call.thread)
+            if before is None or before.since_ns <= call.issued_ns:
+                found[call.thread] = self._in_call(key, call)
+        for wait in self.log.waits:
+            key = self.log.groups[wait.group].key
+            if wait.kind not in _OTHER and wait.number <= self.done(key):
+                continue
+            before = found.get(wait.thread)
+            if before is None or before.since_ns <= wait.since_ns:
+                call_there = (
+                    self.messages.get((key, wait.kind, wait.peer, wait.tag, wait.number))
+                    if wait.kind in _OTHER
+                    else self.collectives.get((key, wait.number))
+                )
+                found[wait.thread] = Blocked(
+                    self.log.rank,
+                    wait.thread,
+                    key,
+                    wait.kind,
+                    wait.number,
+                    wait.peer,
+                    wait.tag,
+                    wait.site,
+                    wait.since_ns,
+                    call_there,
+                )
+        return {thread: each for thread, each in found.items() if not self._has_gone_on(each)}
+
+    def _in_call(self, key: str, call: CallLog) -> Blocked:
+        return Blocked(self.log.rank, call.thread, key, call.kind, call.number, ANY, 0, call.site, call.issued_ns, call)
+
+    def _has_gone_on(self, blocked: Blocked) -> bool:
+        """Whether the thread has made another call since, so that the one it waited for has failed."""
+        return any(
+            call.thread == blocked.thread and call.issued_ns > blocked.since_ns
+            for call in reversed(self.log.calls[-_LOOK_BACK:])
+        )
+
+
+_LOOK_BACK = 64
+
+
+class Graph:
+    """The graph of these logs. ``gone``: ranks that have ended, and how."""
+
+    def __init__(self, logs: Sequence[RankLog]) -> None:
+        self.views = {log.rank: View(log) for log in logs}
+        self.gone: dict[int, str] = {}
+        for log in logs:
+            self.gone |= log.gone
+        self.members: dict[str, tuple[int, ...]] = {}
+        self.names: dict[str, str] = {}
+        for log in logs:
+            for group in log.groups:
+                self.members.setdefault(group.key, group.ranks)
+                self.names.setdefault(group.key, str(group))
+        self.blocked = [each for view in self.views.values() for each in view.blocked.values()]
+        self.blocked.sort(key=lambda each: (each.rank, each.since_ns))
+
+    # What a node needs
+
+    def needs(self, node: Node) -> list[Need]:
+        """All of them, or ``node`` does not happen."""
+        view = self.views.get(node.rank)
+        if view is None:  # nothing is known of it: taken to be on its way
+            return [Need((), node.rank)] if node.rank in self.gone and node.what == "made" else []
+        if node.what == "free":
+            blocked = view.blocked.get(node.number)
+            return [] if blocked is None else [Need((blocked.awaits,))]
+        if node.kind:
+            return self._needs_of_message(view, node)
+        return self._needs_of_call(view, node)
+
+    def _needs_of_call(self, view: View, node: Node) -> list[Need]:
+        if node.what == "made":
+            if view.issued(node.group) < node.number:
+                return self._needs_of_making(view, node)
+            # It has been called: it starts after those of its group before it.
+            return self._before(view, node)
+        if view.done(node.group) >= node.number:
+            return []
+        others = (rank for rank in self.members.get(node.group, ()) if rank != node.rank)
+        made = [Need((Node("made", rank, node.group, node.number),), rank) for rank in others]
+        return self._before(view, node) + made
+
+    def _before(self, view: View, node: Node) -> list[Need]:
+        if node.number <= view.done(node.group) + 1:
+            return []
+        return [Need((Node("done", node.rank, node.group, node.number - 1),))]
+
+    def _needs_of_message(self, view: View, node: Node) -> list[Need]:
+        if node.what == "made":
+            if view.posted(node.group, node.kind, node.peer, node.tag) >= node.number:
+                return []
+            if node.kind == "recv" and view.posted(node.group, node.kind, ANY, node.tag):
+                return []  # whether it takes this one is not known
+            return self._needs_of_making(view, node)
+        if node.peer == ANY:
+            others = [rank for rank in self.members.get(node.group, ()) if rank != node.rank]
+            number = {rank: self._taken(view, node, rank) + 1 for rank in others}
+            return [
+                Need(
+                    tuple(Node("made", rank, node.group, number[rank], "send", node.rank, node.tag) for rank in others)
+                )
+            ]
+        return [
+            Need((Node("made", node.peer, node.group, node.number, _OTHER[node.kind], node.rank, node.tag),), node.peer)
+        ]
+
+    def _taken(self, view: View, node: Node, sender: int) -> int:
+        """How many messages of a sender have been received by name."""
+        return view.posted(node.group, "recv", sender, node.tag)
+
+    def _needs_of_making(self, view: View, node: Node) -> list[Need]:
+        threads = view.issuers.get(node.group) or view.threads
+        if not threads or any(thread not in view.blocked for thread in threads):
+            return [Need((), node.rank)] if node.rank in self.gone else []
+        return [Need(tuple(Node("free", node.rank, "", thread) for thread in sorted(threads)))]
+
+    # Who is stuck
+
+    @cached_property
+    def stuck(self) -> set[Node]:
+        """All nodes behind blocked threads that cannot happen any more, whatever free threads do."""
+        needs: dict[Node, list[Need]] = {}
+        ahead = [each.awaits for each in self.blocked]
+        while ahead:
+            node = ahead.pop()
+            if node not in needs:
+                needs[node] = self.needs(node)
+                ahead += [other for need in needs[node] for other in need.nodes]
+        users: dict[Node, set[Node]] = {}
+        for node, clauses in needs.items():
+            for need in clauses:
+                for other in need.nodes:
+                    users.setdefault(other, set()).add(node)
+        self.clauses = needs
+        happens: set[Node] = set()
+        ready = [node for node, clauses in needs.items() if not clauses]
+        while ready:
+            node = ready.pop()
+            if node in happens:
+                continue
+            happens.add(node)
+            ready += [
+                user
+                for user in users.get(node, ())
+                if user not in happens and all(any(each in happens for each in need.nodes) for need in needs[user])
+            ]
+        return set(needs) - happens
+
+    @cached_property
+    def stuck_threads(self) -> list[Blocked]:
+        """The blocked threads that never go on."""
+        return [each for each in self.blocked if each.awaits in self.stuck]
+
+    def reasons(self, blocked: Blocked) -> list[tuple[Node, Blocked | None]]:
+        """Why a stuck thread is: calls that are not made (or, of a call made, not ended), and the stuck threads that would
+        have to make them; None: the rank is gone."""
+        found: list[tuple[Node, Blocked | None]] = []
+        seen: set[Node] = set()
+        ahead = [blocked.awaits]
+        while ahead:
+            node = ahead.pop(0)
+            if node in seen:
+                continue
+            seen.add(node)
+            for need in self.clauses.get(node, []):
+                if any(each not in self.stuck for each in need.nodes):
+                    continue
+                if not need.nodes:
+                    found.append((node, None))
+                for each in need.nodes:
+                    if each.what == "free":
+                        found.append((node, self.views[each.rank].blocked[each.number]))
+                    else:
+                        ahead.append(each)
+        return found
+
+    # Who is waited for, but not stuck
+
+    def late(self) -> list[tuple[Blocked, Node]]:
+        """Blocked threads that are not stuck, and the calls that they wait for of ranks that may still make them."""
+        found: list[tuple[Blocked, Node]] = []
+        for blocked in self.blocked:
+            if blocked.awaits in self.stuck:
+                continue
+            ahead, seen = [blocked.awaits], set[Node]()
+            while ahead:
+                node = ahead.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if node.what == "made" and self._may_be_late(node):
+                    found.append((blocked, node))
+                ahead += [each for need in self.needs(node) for each in need.nodes if each.what != "free"]
+        return found
+
+    def _may_be_late(self, node: Node) -> bool:
+        """Whether a rank has not made that call, and is not blocked."""
+        view = self.views.get(node.rank)
+        if view is None:
+            return node.rank not in self.gone
+        if node.kind:
+            is_made = view.posted(node.group, node.kind, node.peer, node.tag) >= node.number
+        else:
+            is_made = view.issued(node.group) >= node.number
+        return not is_made and not self.needs(node)

@@ -1,0 +1,315 @@
+"""Asking all ranks of a running job what they wait for: when a call times out, or on SIGUSR1.
+
+The rank that asks tells the failure detector, which passes it on at once; every rank that hears of it takes a snapshot on the
+detector's thread, whatever its program does, also inside Gloo, and before it hears of anything that the failure breaks. The
+logs meet in the job's store, where the first rank to ask collects them, and finds and prints what is wrong; ranks that ask at
+the same time read there what it has found. Each step has a limit, and where the store is gone, every rank that asked prints its
+own log.
+
+SIGUSR1 is taken only where nothing else takes it when the job starts. Python runs handlers when the main thread comes back to
+it, which one that waits in C++ does not; so :mod:`faulthandler` writes to a pipe, from the signal itself, and the detector's
+thread reads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from commlayer.diagnosis.files import folder_of, write_log
+from commlayer.diagnosis.findings import diagnose
+from commlayer.diagnosis.records import RankLog
+from commlayer.diagnosis.snapshot import rank_log
+from commlayer.diagnosis.words import in_words, log_words
+from commlayer.failures.board import own_client
+from commlayer.failures.detector import Asked, FailureDetector, Record
+from commlayer.failures.waits import within
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Inquiry", "inquiry_of"]
+
+_GATHER_S = 1.2
+"""For how long the logs of the other ranks are waited for."""
+_RESULT_S = 2.5
+"""For how long a rank that asked too waits for what has been found."""
+_AGAIN_S = 20.0
+"""Ranks that time out so soon after one another ask about one thing."""
+_SIGNALS_S = 2.0
+"""The same for signals: somebody sends them to all ranks of a machine, and perhaps again."""
+_ONE_SIGNAL_S = 0.5
+_STORE_S = 1.0
+_LOOK_S = 0.01
+_MOST_CALLS = 128
+"""Of a log that is told; files have the whole ring."""
+_LINGER_S = 2.0
+
+
+class Inquiry:
+    """Asks and answers for this rank, of a job whose ranks are those of ``detector``; ``store`` is its own in the job.
+
+    ``folder``: where files go; None: among temporary files.
+    """
+
+    def __init__(self, detector: FailureDetector, store: Store, folder: str | None) -> None:
+        self._detector, self._store, self._folder = detector, store, folder
+        self.rank, self.ranks = detector.rank, detector.ranks
+        self._round = 0
+        self._answered_s = -_AGAIN_S
+        self._lock = threading.Lock()
+        self._found = threading.Event()
+        self._text = ""
+        self._threads: list[threading.Thread] = []
+        detector.attach(self)
+        _inquiries.append(self)
+        _take_signal(detector)
+
+    # Asking
+
+    def timed_out(self) -> None:
+        """A call of this rank has taken too long: ask everybody, and print what is wrong. Returns at once."""
+        self._ask(is_timeout=True)
+
+    def diagnosed(self) -> str:
+        """The words of what was found when :meth:`timed_out` asked; empty where nothing is known in time."""
+        self._found.wait(_RESULT_S)
+        return self._text
+
+    def signalled(self) -> None:
+        """Print this rank's own log, and ask everybody. Returns at once."""
+        log = self._snapshot("signal")
+        print(f"commlayer: SIGUSR1: {log_words(log)}", file=sys.stderr, flush=True)
+        self._ask(is_timeout=False)
+
+    def _ask(self, *, is_timeout: bool) -> None:
+        began = time.monotonic()
+        with self._lock:
+            is_same = began - self._answered_s < (_AGAIN_S if is_timeout else _SIGNALS_S)
+            asked = self._round - 1 if is_same else self._round
+            self._found.clear()
+        log = None
+        if not is_same:  # else it has been asked already, and this rank has answered
+            log = self._snapshot("timeout" if is_timeout else "signal")
+            self._mark_answered(asked)
+            self._detector.tell(Asked(asked, self.rank, is_timeout))
+        self._start(self._lead_or_follow, asked, log, began)
+
+    def observe(self, record: Record) -> None:
+        """Answer a question; see :class:`commlayer.failures.detector.Observer`."""
+        if not isinstance(record, Asked) or record.rank == self.rank:
+            return
+        with self._lock:
+            if record.round < self._round:
+                return
+        log = self._snapshot("asked")
+        self._mark_answered(record.round)
+        self._start(self._answer, record.round, log)
+
+    def _mark_answered(self, asked: int) -> None:
+        with self._lock:
+            self._round, self._answered_s = asked + 1, time.monotonic()
+
+    def _snapshot(self, reason: str) -> RankLog:
+        gone = {rank: left.why for rank, left in list(self._detector.left.items())}
+        gone |= dict.fromkeys(list(self._detector.gone), "its process has ended")
+        return rank_log("", self.rank, self.ranks, reason, gone)
+
+    # On threads of their own
+
+    def _start(self, task: Callable[..., None], *args: Any) -> None:
+        def run() -> None:
+            try:
+                task(*args)
+            except Exception as error:  # noqa: BLE001  the job's own error must not be hidden by this one
+                print(f"commlayer: rank {self.rank} could not say what it waits for: {error}", file=sys.stderr)
+
+        thread = threading.Thread(target=run, name="commlayer-diagnose", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
+            thread.start()
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+
+    def _lead_or_follow(self, asked: int, log: RankLog | None, began: float) -> None:
+        """Find out what is wrong, or read what the rank has found that asked first. ``log`` None: of this rank it has one."""
+        try:
+            store = self._client()
+            is_first = log is not None and within(_STORE_S, lambda: store.add(f"{asked}/asked", 1)) == 1
+            if is_first and not store.check(["job"]):
+                store.set("job", secrets.token_hex(8))
+            if log is not None:
+                log = self._publish(store, asked, log)
+            self._text = self._lead(store, asked, log, began) if is_first and log else self._result(store, asked)
+        except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
+            if log is not None:
+                self._text = log_words(log)
+                print(f"commlayer: the job's store does not answer; {self._text}", file=sys.stderr, flush=True)
+        finally:
+            self._found.set()
+        if log is not None:
+            self._write(log)
+
+    def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> str:
+        logs = self._gathered(store, asked, began, log)
+        found = diagnose(logs)
+        text = in_words(found)
+        where = self._folder or "the machine's folder of temporary files"
+        print(
+            f"commlayer: rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
+            f"{time.monotonic() - began:.2f} s:\n{text}\nEach rank's last calls are in {where}: see commlayer diagnose",
+            file=sys.stderr,
+            flush=True,
+        )
+        store.set(f"{asked}/found", text)
+        return text
+
+    def _answer(self, asked: int, log: RankLog) -> None:
+        try:
+            log = self._publish(self._client(), asked, log)
+        finally:
+            self._write(log)
+
+    def _client(self) -> Store:
+        """A client of the store that nobody else waits on. Raises what the store does, TimeoutError."""
+        return within(_STORE_S, lambda: own_client(self._store))
+
+    def _publish(self, store: Store, asked: int, log: RankLog) -> RankLog:
+        """Put the log into the store; returns it with the name of the job, which the first one that ever leads gives it."""
+        store.set(f"{asked}/log/{self.rank}", _packed(log))  # type: ignore[arg-type]  # it takes bytes too
+        until = time.monotonic() + _STORE_S
+        while not store.check(["job"]) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        job = store.get("job").decode(errors="replace") if store.check(["job"]) else ""
+        return msgspec.structs.replace(log, job=job)
+
+    def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> list[RankLog]:
+        """The logs of those ranks that answer in time."""
+        logs = {self.rank: own}
+        left = [rank for rank in self.ranks if rank != self.rank]
+        gone = set(own.gone)
+        while left:
+            there = [rank for rank in left if store.check([f"{asked}/log/{rank}"])]
+            for rank in there:
+                logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"))
+            left = [rank for rank in left if rank not in logs]
+            if not set(left) - gone or time.monotonic() - began > _GATHER_S:
+                break
+            time.sleep(_LOOK_S)
+        return list(logs.values())
+
+    def _result(self, store: Store, asked: int) -> str:
+        until = time.monotonic() + _RESULT_S
+        while time.monotonic() < until:
+            if store.check([f"{asked}/found"]):
+                return store.get(f"{asked}/found").decode(errors="replace")
+            time.sleep(_LOOK_S)
+        return ""
+
+    def _write(self, log: RankLog) -> None:
+        try:
+            write_log(folder_of(log.job or str(os.getpid()), self._folder), log)
+        except OSError as error:
+            print(f"commlayer: rank {self.rank}: its calls could not be written: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        """The job is over: answer nobody any more."""
+        self._detector.detach(self)
+        with contextlib.suppress(ValueError):
+            _inquiries.remove(self)
+        if not _inquiries:
+            _leave_signal()
+
+    def linger(self) -> None:
+        """Let what has been asked be answered, for two seconds at most, before the process ends."""
+        until = time.monotonic() + _LINGER_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _packed(log: RankLog) -> bytes:
+    if len(log.calls) > _MOST_CALLS:
+        held = {call.thread: call for call in log.calls[:-_MOST_CALLS]}
+        recent = log.calls[-_MOST_CALLS:]
+        threads = {call.thread for call in recent}
+        older = [call for thread, call in held.items() if thread not in threads]
+        log = msgspec.structs.replace(log, calls=(*older, *recent))
+    return zlib.compress(msgspec.msgpack.encode(log), 1)
+
+
+def _unpacked(data: bytes) -> RankLog:
+    return msgspec.msgpack.decode(zlib.decompress(data), type=RankLog)
+
+
+# Of this process
+
+_inquiries: list[Inquiry] = []
+_pipe: tuple[int, int] | None = None
+
+
+def inquiry_of(detector: FailureDetector) -> Inquiry | None:
+    """The inquiry among the ranks of ``detector``, where there is one."""
+    return next((each for each in list(_inquiries) if each._detector is detector), None)
+
+
+def _take_signal(detector: FailureDetector) -> None:
+    """Answer SIGUSR1, on the detector's thread, where nothing else does."""
+    global _pipe
+    if _pipe is not None or not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return
+    ears, mouth = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    heard_s = -_ONE_SIGNAL_S
+
+    def read() -> None:
+        nonlocal heard_s
+        with contextlib.suppress(BlockingIOError):
+            while os.read(ears, 1 << 16):
+                pass
+        if time.monotonic() - heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
+            heard_s = time.monotonic()
+            for each in list(_inquiries)[:1]:
+                each.signalled()
+
+    if not detector.listen(ears, read):
+        os.close(ears)
+        os.close(mouth)
+        return
+    _pipe = ears, mouth
+    faulthandler.register(signal.SIGUSR1, file=mouth, all_threads=False)
+
+
+def _leave_signal() -> None:
+    """Give SIGUSR1 its default again, and let go of the pipe."""
+    global _pipe
+    if _pipe is not None:
+        faulthandler.unregister(signal.SIGUSR1)
+        for descriptor in _pipe:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        _pipe = None
+
+
+@atexit.register
+def _linger() -> None:
+    for inquiry in _inquiries:
+        inquiry.linger()
+
+
+def _in_child() -> None:
+    """A forked child answers for nobody, and has the signal's default again."""
+    _inquiries.clear()
+    _leave_signal()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,113 @@
+"""Which calls go together, and where they do not: the n-th call of a group must be the same on all its members.
+
+What has to be alike depends on the kind: the dtype always (save of a message, which is bytes), the operation and the root where
+there are any, sizes as far as the kind asks for it. What a rank sends to another must be what that one expects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from commlayer.diagnosis.records import CallLog
+
+__all__ = ["Unlike", "difference", "message_difference", "shared_signature"]
+
+_SENT_ALIKE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+_EXCHANGES = ("all_to_all", "all_gather")
+"""The kinds in which each member may have parts of its own size, which both ends have to know."""
+_FIELDS: tuple[tuple[str, Callable[[CallLog], object]], ...] = (
+    ("collective", lambda call: call.kind),
+    ("dtype", lambda call: call.dtype),
+    ("operation", lambda call: call.op),
+    ("root", lambda call: call.root if call.root >= 0 else ""),
+)
+
+
+class Unlike(msgspec.Struct, frozen=True, kw_only=True):
+    """A difference between calls that should be one. ``what``: collective, dtype, operation, root, size or splits.
+
+    ``odd``: the ranks that differ from most others; where no more agree than differ, those of the higher ranks.
+    """
+
+    what: str
+    odd: tuple[int, ...]
+    words: str
+
+
+def shared_signature(call: CallLog) -> tuple[object, ...]:
+    """The part of a call that all ranks must have alike, as far as one rank can say it."""
+    size = call.sent if call.kind in _SENT_ALIKE and call.of is None else -1
+    return call.kind, call.dtype, size  # operation and root are known of a group's last call only
+
+
+def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
+    """How the calls of these ranks (global) differ; None: they fit. ``members``: all of the group, in its order."""
+    for what, value in _FIELDS:
+        found = _odd(what, {rank: value(call) for rank, call in calls.items()})
+        if found is not None:
+            return found
+    kind = next(iter(calls.values())).kind
+    if kind in _SENT_ALIKE and all(call.of is None and call.sent >= 0 for call in calls.values()):
+        found = _odd("size", {rank: call.sent for rank, call in calls.items()}, unit=" bytes")
+        if found is not None:
+            return found
+    return _parts(calls, members) if kind in _EXCHANGES else None
+
+
+def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | None:
+    known = {rank: value for rank, value in values.items() if value != ""}
+    if len(set(known.values())) < 2:
+        return None
+    ranks = sorted(known)
+    counts = Counter(known.values())
+    most = max(counts, key=lambda value: (counts[value], -min(rank for rank in ranks if known[rank] == value)))
+    odd = tuple(rank for rank in ranks if known[rank] != most)
+    each = "; ".join(
+        f"{_ranks(rank for rank in ranks if known[rank] == value)}: {value}{unit}"
+        for value in sorted(counts, key=lambda value: (value != most, str(value)))
+    )
+    return Unlike(what=what, odd=odd, words=f"{what} differs: {each}")
+
+
+def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
+    """Of each pair of ranks: what one sends to the other against what that one expects."""
+    place = {rank: index for index, rank in enumerate(members)}
+    wrong: list[tuple[int, int, int, int]] = []
+    for sender, sent in calls.items():
+        for receiver, received in calls.items():
+            going, coming = _going(sent, place[receiver]), _coming(received, place[sender])
+            if going is not None and coming is not None and going != coming:
+                wrong.append((sender, receiver, going, coming))
+    if not wrong:
+        return None
+    counts = Counter(rank for sender, receiver, _, _ in wrong for rank in {sender, receiver})
+    worst = max(counts.values())
+    sender, receiver, going, coming = wrong[0]
+    more = f" (and {len(wrong) - 1} more pairs)" if len(wrong) > 1 else ""
+    words = f"splits differ: rank {sender} sends {going} bytes to rank {receiver}, which expects {coming}{more}"
+    return Unlike(what="splits", odd=tuple(sorted(rank for rank in counts if counts[rank] == worst)), words=words)
+
+
+def _going(call: CallLog, place: int) -> int | None:
+    if call.kind == "all_gather":
+        return call.sent if call.sent >= 0 else None
+    return None if call.to is None else call.to[place]
+
+
+def _coming(call: CallLog, place: int) -> int | None:
+    return None if call.of is None else call.of[place]
+
+
+def message_difference(send: CallLog, recv: CallLog) -> str:
+    """How a message differs at its two ends, in words; empty: it does not."""
+    if send.sent == recv.received or min(send.sent, recv.received) < 0:
+        return ""
+    return f"size differs: {send.sent} bytes are sent, {recv.received} are expected"
+
+
+def _ranks(ranks: object) -> str:
+    listed = list(ranks)  # type: ignore[call-overload]  # an iterable of int
+    return f"rank{'s' * (len(listed) > 1)} {', '.join(map(str, listed))}"

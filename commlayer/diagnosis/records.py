@@ -1,0 +1,122 @@
+"""The log of one rank: what it called, what its threads wait for, who is gone; as it is written to files and told to others."""
+
+from __future__ import annotations
+
+import msgspec
+
+from commlayer.profiles.printable import printable
+
+__all__ = ["LOG_FORMAT", "CallLog", "GroupLog", "MessageCount", "RankLog", "Site", "ThreadLog", "WaitLog"]
+
+LOG_FORMAT = 1
+MESSAGES = ("send", "recv")
+"""The kinds of messages between two ranks; all others are collectives."""
+
+
+class Site(msgspec.Struct, frozen=True, array_like=True):
+    """A place in a program. ``line`` 0: not known."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return printable(f"{self.file}:{self.line} in {self.function}")
+
+
+class CallLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call of a rank.
+
+    ``group``: the index of its group; ``number``: among the collectives of the group, or the messages of this kind, peer and tag;
+    ``sent``, ``received``: bytes, −1 where ranks need not have them alike; ``to``, ``of``: bytes for and from each member, where
+    they may differ; ``root``, ``peer``: global ranks, −1: none (of a receive: any). ``issued_ns``: on the rank's own clock.
+    """
+
+    group: int
+    number: int
+    kind: str
+    site: Site
+    state: str = "issued"
+    dtype: str = ""
+    sent: int = -1
+    received: int = -1
+    op: str = ""
+    root: int = -1
+    to: tuple[int, ...] | None = None
+    of: tuple[int, ...] | None = None
+    peer: int = -1
+    tag: int = 0
+    thread: int = 0
+    is_async: bool = False
+    issued_ns: int = 0
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in MESSAGES
+
+
+class WaitLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A thread's wait for a call that it, or another thread, made earlier: a point where the host waits for communication."""
+
+    thread: int
+    group: int
+    kind: str
+    number: int
+    site: Site
+    peer: int = -1
+    tag: int = 0
+    since_ns: int = 0
+
+
+class MessageCount(msgspec.Struct, frozen=True, array_like=True):
+    """How many messages of a kind, with that peer and tag, a rank has posted in a group."""
+
+    kind: str
+    peer: int
+    tag: int
+    count: int
+
+
+class GroupLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group as a rank knows it. ``key``: the same on all its members, and no other group's; ``ranks``: global."""
+
+    key: str
+    name: str
+    ranks: tuple[int, ...]
+    description: str = ""
+    lane: str = ""
+    issued: int = 0
+    done: int = 0
+    messages: tuple[MessageCount, ...] = ()
+
+    def __str__(self) -> str:
+        return printable(self.description or self.name)
+
+
+class ThreadLog(msgspec.Struct, frozen=True, kw_only=True):
+    """A thread of the rank's program, and where it is now."""
+
+    ident: int
+    name: str
+    site: Site
+
+
+class RankLog(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank) or ``signal``.
+
+    ``gone``: ranks of which the failure detector knows that they have ended, and how. ``now_ns``: the rank's own clock.
+    """
+
+    job: str
+    rank: int
+    ranks: tuple[int, ...]
+    reason: str
+    host: str = ""
+    pid: int = 0
+    now_ns: int = 0
+    groups: tuple[GroupLog, ...] = ()
+    calls: tuple[CallLog, ...] = ()
+    waits: tuple[WaitLog, ...] = ()
+    threads: tuple[ThreadLog, ...] = ()
+    gone: dict[int, str] = {}
+    format: int = LOG_FORMAT

@@ -1,0 +1,286 @@
+"""The ring of calls: what this rank called last on every group, from where, and what its threads wait for.
+
+It is on in every job, so a call pays for it: one tuple of what is at hand anyway. Nothing is turned into text, no tensor is kept
+alive, and a call site is a code object and an offset into it, of which :mod:`commlayer.diagnosis.snapshot` makes a line of a file
+once somebody asks. The calls of a group run in the order in which they are made, so that two counters a group say which of them
+are done; a call that is issued and not done has been started if it is the next one.
+
+A wait that fails stays where it is until its thread calls or waits again: who asks a moment later is to see what it waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from sys import _getframe
+from threading import get_ident
+from time import perf_counter_ns as now
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = [
+    "ANY",
+    "Entry",
+    "Silent",
+    "Track",
+    "Waiting",
+    "open_track",
+    "opened_tracks",
+    "outside",
+    "recorded_calls",
+    "waiting_threads",
+]
+
+ANY = -1
+"""The peer of a receive from whoever sends first."""
+
+Entry = tuple["Track", int, str, Any, int, int, Any, Any, CodeType, int, int, int]
+"""A call: its group, number, kind, dtype, bytes sent and received (−1: no two ranks need have them alike), whether it returns
+before its end (of a message its peer and tag), splits, call site (code, offset), thread, and when it was issued, ns."""
+
+
+Waiting = tuple["Track", str, int, int, int, CodeType, int, int]
+"""A thread's wait for a call that was made earlier: its group, kind, number, peer and tag, the place of the wait (code, offset),
+and since when, ns."""
+_MESSAGES = ("send", "recv")
+
+
+class _Inside(dict[str, bool]):
+    """Whether a file, by its name, is part of Python, torch or this package: whose call it is says the first one that is not."""
+
+    def __missing__(self, name: str) -> bool:
+        torch = getattr(sys.modules.get("torch"), "__file__", None)
+        here, library = str(Path(__file__).parent.parent), str(Path(os.__file__).parent)
+        homes = [here + os.sep] + ([str(Path(torch).parent) + os.sep] if torch else [])
+        is_example = name.startswith(os.path.join(here, "integrations", "examples"))
+        is_pythons = name.startswith((library + os.sep, "<frozen")) and "-packages" not in name
+        self[name] = found = is_pythons or (name.startswith(tuple(homes)) and not is_example)
+        return found
+
+
+_is_inside = _Inside()
+_tracks: weakref.WeakSet[Track] = weakref.WeakSet()
+_waiting: dict[int, Waiting] = {}
+_calls: deque[Entry] = deque(maxlen=0)
+_usual: CodeType | None = None
+"""The code whose caller is the program, in most calls."""
+
+
+class Track:
+    """One group's calls as this rank made them. ``key``: the group's alone in the job; ``ranks``: its members (global).
+
+    ``issued``: how many collectives the program has called; ``done``: how many have ended well; ``messages``: how many messages
+    of a kind, with that peer (global) and tag; ``settled``: how many of them somebody has waited for. ``ended`` knows of calls
+    that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives. ``latest``: torch's
+    options of the last call; to keep those of all calls costs as much as all else.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_append",
+        "describe",
+        "done",
+        "ended",
+        "issued",
+        "key",
+        "lane",
+        "latest",
+        "messages",
+        "name",
+        "ranks",
+        "settled",
+    )
+
+    def __init__(
+        self,
+        append: Callable[[Entry], None],
+        key: str,
+        name: str,
+        ranks: Sequence[int],
+        describe: Callable[[], str],
+        lane: Callable[[], str],
+    ) -> None:
+        self._append, self.key, self.name, self.ranks = append, key, name, tuple(ranks)
+        self.describe, self.lane = describe, lane
+        self.issued = self.done = 0
+        self.ended: Callable[[], int] | None = None
+        self.latest: Any = None
+        self.messages: dict[tuple[str, int, int], int] = {}
+        self.settled: dict[tuple[str, int, int], int] = {}
+
+    def note(
+        self,
+        kind: str,
+        dtype: Any,
+        sent: int,
+        received: int,
+        opts: Any,
+        is_async: bool,
+        splits: Any = None,
+        issued_ns: int = 0,
+        depth: int = 3,
+    ) -> int:
+        """A collective is called by the caller of the function that calls this. Returns its number, from 1.
+
+        ``depth``: so many frames away is the outermost of torch's own, as a rule.
+        """
+        global _usual
+        try:
+            inner = _getframe(depth)
+        except ValueError:  # a thread that begins here
+            inner = _getframe(1)
+        code = inner.f_code
+        frame = inner.f_back if code is _usual else None
+        if frame is None or _is_inside[frame.f_code.co_filename]:
+            frame = outside(_getframe(1))
+            if frame is inner.f_back:
+                _usual = code
+        self.issued = number = self.issued + 1
+        self.latest = opts
+        self._append(
+            (
+                self,
+                number,
+                kind,
+                dtype,
+                sent,
+                received,
+                is_async,
+                splits,
+                frame.f_code,
+                frame.f_lasti,
+                get_ident(),
+                issued_ns or now(),
+            )
+        )
+        return number
+
+    def take_back(self, number: int) -> None:
+        """Call ``number`` was refused on this rank, before anything of it was sent: the next one has its number."""
+        if self.issued == number:
+            self.issued = number - 1
+
+    def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:
+        """A message to or from ``member`` of the group, or :data:`ANY`, is posted. Returns what :meth:`wait` takes."""
+        peer = self.ranks[member] if member >= 0 else ANY
+        code, offset = _site(2)
+        key = kind, peer, tag
+        number = self.messages[key] = self.messages.get(key, 0) + 1
+        sent, received = (num_bytes, 0) if kind == "send" else (0, num_bytes)
+        self._append((self, number, kind, dtype, sent, received, (peer, tag), None, code, offset, get_ident(), now()))
+        return kind, number, peer, tag
+
+    def wait(self, kind: str, number: int, peer: int = ANY, tag: int = 0) -> None:
+        """This thread waits from now on for call ``number``, or for that message."""
+        frame = _getframe(2)
+        if _is_inside[frame.f_code.co_filename]:
+            frame = outside(frame)
+        _waiting[get_ident()] = self, kind, number, peer, tag, frame.f_code, frame.f_lasti, now()
+
+    def waited(self) -> None:
+        """The wait has ended well."""
+        found = _waiting.pop(get_ident(), None)
+        if found is not None and found[1] in _MESSAGES:
+            key = found[1], found[3], found[4]
+            self.settled[key] = max(self.settled.get(key, 0), found[2])
+
+
+class Silent(Track):
+    """A track where no ring is kept."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(_calls.append, "", "", (), str, str)
+
+    def note(
+        self,
+        kind: str,
+        dtype: Any,
+        sent: int,
+        received: int,
+        opts: Any,
+        is_async: bool,
+        splits: Any = None,
+        issued_ns: int = 0,
+        depth: int = 3,
+    ) -> int:
+        return 0
+
+    def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:
+        return kind, 0, ANY, tag
+
+    def wait(self, kind: str, number: int, peer: int = ANY, tag: int = 0) -> None:
+        return None
+
+    def waited(self) -> None:
+        return None
+
+
+def outside(first: FrameType) -> FrameType:
+    """The first of a frame and its callers that is the program's; of a thread that is all ours, ``first``."""
+    frame: FrameType | None = first
+    while frame is not None and _is_inside[frame.f_code.co_filename]:
+        frame = frame.f_back
+    return frame or first
+
+
+def _site(depth: int) -> tuple[CodeType, int]:
+    """Whose call it is: the code, and where in it."""
+    frame = outside(_getframe(depth + 1))
+    return frame.f_code, frame.f_lasti
+
+
+def open_track(
+    size: int,
+    key: str,
+    name: str,
+    ranks: Sequence[int],
+    describe: Callable[[], str],
+    lane: Callable[[], str],
+) -> Track:
+    """The track of a new group, in the ring of this process, which keeps the last ``size`` calls of all groups; 0: none."""
+    global _calls
+    if size <= 0:
+        return Silent()
+    if _calls.maxlen != size and not _calls:  # groups that are there go on in the ring that they know
+        _calls = deque(maxlen=size)
+    track = Track(_calls.append, key, name, ranks, describe, lane)
+    _tracks.add(track)
+    return track
+
+
+def recorded_calls() -> list[Entry]:
+    """The calls in the ring, oldest first. From any thread."""
+    while True:
+        try:
+            return list(_calls)
+        except RuntimeError:  # noqa: PERF203  a call was made meanwhile
+            continue
+
+
+def opened_tracks() -> list[Track]:
+    """The tracks of the groups that are there."""
+    return sorted(_tracks, key=lambda track: track.key)
+
+
+def waiting_threads() -> dict[int, Waiting]:
+    """The wait of each thread that waits for a call made earlier; threads that have ended are left out."""
+    alive = {thread.ident for thread in threading.enumerate()}
+    return {ident: waiting for ident, waiting in list(_waiting.items()) if ident in alive}
+
+
+def _in_child() -> None:
+    """A forked child has made no calls."""
+    global _calls
+    _calls = deque(maxlen=_calls.maxlen)
+    _waiting.clear()
+    _tracks.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

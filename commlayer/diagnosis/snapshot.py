@@ -1,0 +1,178 @@
+"""A snapshot of this process: its ring as the log of a rank, with lines of files for offsets, and where its threads are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from time import perf_counter_ns as now
+from types import CodeType, FrameType
+from typing import Any
+
+from commlayer.diagnosis.records import MESSAGES, CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
+from commlayer.diagnosis.ring import (
+    ANY,
+    Entry,
+    Track,
+    opened_tracks,
+    outside,
+    recorded_calls,
+    waiting_threads,
+)
+
+__all__ = ["rank_log"]
+
+OUR_THREADS = "commlayer"
+"""The beginning of the names of our own threads, which no program waits in."""
+
+
+def rank_log(
+    job: str,
+    rank: int,
+    ranks: Sequence[int],
+    reason: str,
+    gone: Mapping[int, str],
+    most_calls: int | None = None,
+) -> RankLog:
+    """The log of this rank, of ``most_calls`` calls at most, the last ones. From any thread."""
+    entries = recorded_calls()
+    waiting = waiting_threads()
+    tracks = list(dict.fromkeys([*opened_tracks(), *(entry[0] for entry in entries)]))
+    index = {track: place for place, track in enumerate(tracks)}
+    done = [_ended(track) for track in tracks]
+    kept = entries if most_calls is None else entries[-most_calls:]
+    names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+    held = {entry[10] for entry in kept}
+    # A thread's last call is what it may wait in: it is kept however old it is.
+    older = {entry[10]: entry for entry in entries[: len(entries) - len(kept)] if entry[10] not in held}
+    return RankLog(
+        job=job,
+        rank=rank,
+        ranks=tuple(ranks),
+        reason=reason,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        now_ns=now(),
+        groups=tuple(_group(track, done[place]) for place, track in enumerate(tracks)),
+        calls=tuple(_call(entry, index[entry[0]], done[index[entry[0]]]) for entry in [*older.values(), *kept]),
+        waits=tuple(
+            WaitLog(
+                thread=ident,
+                group=index[track],
+                kind=kind,
+                number=number,
+                peer=peer,
+                tag=tag,
+                site=_site(code, offset),
+                since_ns=since_ns,
+            )
+            for ident, (track, kind, number, peer, tag, code, offset, since_ns) in waiting.items()
+            if track in index and not names.get(ident, "").startswith(OUR_THREADS)
+        ),
+        threads=tuple(_threads(names)),
+        gone=dict(gone),
+    )
+
+
+def _ended(track: Track) -> int:
+    if track.ended is not None:
+        with contextlib.suppress(Exception):  # a group that is being made, or let go of
+            return max(track.done, track.ended())
+    return track.done
+
+
+def _group(track: Track, done: int) -> GroupLog:
+    described = track.describe()
+    return GroupLog(
+        key=track.key,
+        name=track.name,
+        ranks=track.ranks,
+        description="" if described == "undefined" else described,
+        lane=track.lane(),
+        issued=track.issued,
+        done=done,
+        messages=tuple(MessageCount(*key, count) for key, count in list(track.messages.items())),
+    )
+
+
+def _call(entry: Entry, group: int, done: int) -> CallLog:
+    track, number, kind, dtype, sent, received, how, splits, code, offset, thread, issued_ns = entry
+    common: dict[str, Any] = {
+        "group": group,
+        "number": number,
+        "kind": kind,
+        "site": _site(code, offset),
+        "dtype": "" if dtype is None else str(dtype).removeprefix("torch."),
+        "sent": sent,
+        "received": received,
+        "thread": thread,
+        "issued_ns": issued_ns,
+    }
+    if kind in MESSAGES:
+        peer, tag = how
+        is_done = track.settled.get((kind, peer, tag), 0) >= number
+        return CallLog(peer=peer, tag=tag, is_async=True, state="done" if is_done else "started", **common)
+    to, of = _in_bytes(splits, sent, received, len(track.ranks))
+    state = "done" if number <= done else "started" if number == done + 1 else "issued"
+    opts = track.latest if number == track.issued else None
+    root = getattr(opts, "rootRank", ANY)
+    return CallLog(
+        op=_operation(opts),
+        root=track.ranks[root] if 0 <= root < len(track.ranks) else ANY,
+        to=to,
+        of=of,
+        is_async=how,
+        state=state,
+        **common,
+    )
+
+
+def _operation(opts: Any) -> str:
+    reduce = getattr(opts, "reduceOp", None)
+    return "" if reduce is None else str(getattr(getattr(reduce, "op", reduce), "name", reduce))
+
+
+def _in_bytes(
+    splits: Any, sent: int, received: int, size: int
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The bytes for and from each member; ``splits``: rows of what comes and of what goes, empty: even; None: none."""
+    if splits is None:
+        return None, None
+    coming, going = splits
+    return _shares(going, sent, size), _shares(coming, received, size)
+
+
+def _shares(rows: Sequence[int] | None, num_bytes: int, size: int) -> tuple[int, ...] | None:
+    if rows is None or num_bytes < 0 or (rows and len(rows) != size):
+        return None
+    if not rows:
+        return (num_bytes // size,) * size
+    total = sum(rows)
+    return tuple(count * num_bytes // total if total else 0 for count in rows)
+
+
+def _site(code: CodeType, offset: int) -> Site:
+    line = 0
+    for start, end, number in code.co_lines():
+        if start <= offset < end and number is not None:
+            line = number
+            break
+    return Site(code.co_filename, line or code.co_firstlineno, getattr(code, "co_qualname", code.co_name))
+
+
+def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
+    """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
+    found = []
+    for ident, frame in sys._current_frames().items():
+        name = names.get(ident, "")
+        if ident != threading.get_ident() and not name.startswith(OUR_THREADS):
+            found.append(ThreadLog(ident=ident, name=name, site=_site_of(frame)))
+    return found
+
+
+def _site_of(frame: FrameType) -> Site:
+    frame = outside(frame)
+    return _site(frame.f_code, frame.f_lasti)

@@ -1,0 +1,175 @@
+"""A diagnosis in words: which ranks, in which calls, from where in the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall, Trouble, Waiter
+from commlayer.diagnosis.records import CallLog, RankLog, Site
+from commlayer.profiles.printable import printable
+from commlayer.units import format_bytes
+
+__all__ = ["call_words", "headline", "in_words", "log_words", "ranks_words"]
+
+_MOST_RANKS = 16
+_MOST_CALLS = 8
+_LAST_CALLS = 10
+
+
+def in_words(diagnosis: Diagnosis) -> str:
+    """The whole diagnosis, some lines of text."""
+    lines: list[str] = []
+    for finding in diagnosis.findings:
+        lines += _finding(finding)
+    for missing in diagnosis.waits:
+        lines += _missing(missing)
+    if not lines:
+        lines = ["nothing is wrong: no rank waits for one that cannot come, and all calls that can be compared agree"]
+    if diagnosis.without:
+        lines.append(f"no log of {ranks_words(diagnosis.without)}, of {len(diagnosis.ranks)}")
+    return "\n".join(lines)
+
+
+def headline(finding: Trouble) -> str:
+    """The finding in one sentence."""
+    return _finding(finding)[0].rstrip(":")
+
+
+def _finding(finding: Trouble) -> list[str]:
+    if isinstance(finding, Cycle):
+        return _cycle(finding)
+    return _mismatch(finding) if isinstance(finding, Mismatch) else _missing(finding)
+
+
+def _cycle(cycle: Cycle) -> list[str]:
+    ranks = sorted({step.call.rank for step in cycle.steps})
+    if len(ranks) == 1:
+        lines = [f"{ranks_words(ranks)} waits for itself:"]
+    else:
+        lines = [f"{ranks_words(ranks)} wait for each other, in a circle of {len(cycle.steps)}:"]
+    for step in cycle.steps:
+        missing = step.missing
+        lines.append(f"  rank {step.call.rank} waits in {call_words(step.call)}, {_where(step.call, step.site)},")
+        # One that has been called is queued behind the group's calls before it.
+        lines.append(f"    for rank {missing.rank}, which has not come to {_short(missing)} of group {missing.group}")
+    if cycle.behind:
+        are = "waits" if len(cycle.behind) == 1 else "wait"
+        lines.append(f"  {ranks_words(cycle.behind)} {are} for these")
+    return lines
+
+
+def _where(call: NamedCall, site: Site) -> str:
+    """The place of a wait, and of the call that it is for where that is another one."""
+    if call.site is None or call.site == site:
+        return f"at {site}"
+    return f"called at {call.site} and waited for at {site}"
+
+
+def _mismatch(found: Mismatch) -> list[str]:
+    what = "message" if found.calls[0].kind in ("send", "recv") else "call"
+    verb = "differs" if len(found.odd) == 1 else "differ"
+    lines = [f"{ranks_words(found.odd)} {verb} in {what} #{found.number} of group {found.group}: {found.words}:"]
+    for ranks, call in _alike(found.calls):
+        lines.append(f"  {ranks_words(ranks)}: {call_words(call)}, at {call.site}")
+    if found.hint:
+        lines.append(f"  {found.hint}")
+    return lines
+
+
+def _alike(calls: Sequence[NamedCall]) -> list[tuple[list[int], NamedCall]]:
+    """The calls without those that read the same, and the ranks that made each."""
+    found: dict[tuple[str, str], tuple[list[int], NamedCall]] = {}
+    for call in calls:
+        found.setdefault((call_words(call), str(call.site)), ([], call))[0].append(call.rank)
+    return sorted(found.values(), key=lambda each: len(each[0]))[:_MOST_CALLS]
+
+
+def _missing(missing: Missing) -> list[str]:
+    call = missing.call
+    state = {
+        "gone": f"has ended ({missing.how or 'it is no more'}) before",
+        "late": "has not come to",
+        "silent": "left no log, and may not have come to",
+    }[missing.why]
+    waiting = sorted({waiter.call.rank for waiter in missing.waiting})
+    are = "waits" if len(waiting) == 1 else "wait"
+    lines = [f"rank {call.rank} {state} {_short(call)} of group {call.group}, for which {ranks_words(waiting)} {are}:"]
+    if missing.at is not None:
+        lines.append(f"  rank {call.rank} is at {missing.at}, in no call")
+    if missing.last is not None:
+        since = f", {missing.idle_s:.1f} s ago" if missing.idle_s >= 0 else ""
+        lines.append(f"  its last call was {call_words(missing.last)}, at {missing.last.site}{since}")
+    for ranks, waiter in _waiters(missing.waiting):
+        are = "waits" if len(ranks) == 1 else "wait"
+        lines.append(f"  {ranks_words(ranks)} {are} in {call_words(waiter.call)}, {_where(waiter.call, waiter.site)}")
+    return lines
+
+
+def _waiters(waiters: Sequence[Waiter]) -> list[tuple[list[int], Waiter]]:
+    found: dict[tuple[str, str], tuple[list[int], Waiter]] = {}
+    for waiter in waiters:
+        found.setdefault((call_words(waiter.call), str(waiter.site)), ([], waiter))[0].append(waiter.call.rank)
+    return list(found.values())[:_MOST_CALLS]
+
+
+def _short(call: NamedCall) -> str:
+    if call.kind == "send":
+        return f"send #{call.number} to {_peer(call.peer)}{_tag(call.tag)}"
+    if call.kind == "recv":
+        return f"recv #{call.number} from {_peer(call.peer)}{_tag(call.tag)}"
+    return f"{call.kind} #{call.number}"
+
+
+def _peer(peer: int) -> str:
+    return "any rank" if peer < 0 else f"rank {peer}"
+
+
+def _tag(tag: int) -> str:
+    return f", tag {tag}," if tag else ""
+
+
+def call_words(call: NamedCall) -> str:
+    """A call: its kind and number, what it moves, and its group."""
+    about = [call.dtype, format_bytes(call.num_bytes) if call.num_bytes >= 0 else "", call.op]
+    about.append(f"root {call.root}" if call.root >= 0 else "")
+    inside = ", ".join(word for word in about if word and call.kind != "barrier")
+    return f"{_short(call)}{f' ({inside})' if inside else ''} of group {call.group}"
+
+
+def ranks_words(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 1 and 4``."""
+    listed = [str(rank) for rank in ranks]
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if len(listed) > _MOST_RANKS:
+        return f"ranks {', '.join(listed[:_MOST_RANKS])} and {len(listed) - _MOST_RANKS} more"
+    return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def log_words(log: RankLog) -> str:
+    """One rank's own log: where it is, what it waits for, and its last calls."""
+    lines = [f"rank {log.rank} (process {log.pid} on {printable(log.host)}):"]
+    lines += [f"  thread {printable(thread.name)} is at {thread.site}" for thread in log.threads]
+    for wait in log.waits:
+        lines.append(f"  waits at {wait.site} for {wait.kind} #{wait.number} of group {log.groups[wait.group]}")
+    for group in log.groups:
+        lines.append(f"  group {group}: {group.issued} calls made, {group.done} done")
+    lines += [f"  {_logged(log, call)}" for call in log.calls[-_LAST_CALLS:]]
+    return "\n".join(lines)
+
+
+def _logged(log: RankLog, call: CallLog) -> str:
+    shown = NamedCall(
+        rank=log.rank,
+        group=str(log.groups[call.group]),
+        kind=call.kind,
+        number=call.number,
+        dtype=call.dtype,
+        num_bytes=max(call.sent, call.received),
+        op=call.op,
+        root=call.root,
+        peer=call.peer,
+        tag=call.tag,
+    )
+    age_s = (log.now_ns - call.issued_ns) / 1e9
+    return f"{call.state:7} {call_words(shown)}, at {call.site}, {age_s:.1f} s ago"

@@ -1,0 +1,287 @@
+"""Files of logs, and what is made of them: read back, refused, dumped for torch's analyzer, drawn; and the ring itself."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from simulated import Groups, Job, Op, legal_program, run
+
+from commlayer.cli.main import main
+from commlayer.diagnosis import ring
+from commlayer.diagnosis.files import folder_of, log_name, read_logs, write_log
+from commlayer.diagnosis.findings import diagnose
+from commlayer.diagnosis.flight_recorder import write_flight_recorder
+from commlayer.diagnosis.records import RankLog
+from commlayer.diagnosis.ring import ANY, Silent, Track, open_track
+from commlayer.diagnosis.snapshot import rank_log
+from commlayer.drawing.waits_page import waits_page
+from commlayer.profiles.errors import UsageError
+
+A, B = Op("all_reduce", "dp", 1, 10), Op("all_gather", "tp", 2, 20)
+
+
+def hanging() -> list[RankLog]:
+    """The logs of two ranks that wait for each other, and of a third."""
+    groups = {"world": (0, 1, 2), "dp": (0, 1), "tp": (0, 1)}
+    job = Job(groups, {0: [A, B], 1: [B, A], 2: [Op("barrier", "world", 3, 30)]})
+    run(job, random.Random(1))
+    return [job.log(rank, "timeout") for rank in job.ranks]
+
+
+def written(folder: Path, logs: list[RankLog]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for log in logs:
+        write_log(folder, log)
+    return folder
+
+
+# Files and the command
+
+
+def test_logs_are_read_as_they_were_written(tmp_path: Path) -> None:
+    logs = hanging()
+    assert read_logs(written(tmp_path, logs)) == logs
+
+
+def test_the_command_prints_the_circle_and_draws_it(tmp_path: Path) -> None:
+    folder, page = written(tmp_path / "logs", hanging()), tmp_path / "page.html"
+    done = CliRunner().invoke(main, ["diagnose", str(folder), "-o", str(page)])
+    assert done.exit_code == 1, done.output
+    assert "ranks 0 and 1 wait for each other, in a circle of 2:" in done.output
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "needs all_gather #1" in text
+    assert "train.py:10 in step" in text
+    as_json = CliRunner().invoke(main, ["diagnose", str(folder), "--json"])
+    assert as_json.exit_code == 1
+    found = json.loads(as_json.stdout)
+    assert [step["call"]["rank"] for step in found["findings"][0]["steps"]] == [0, 1]
+    assert found["findings"][0]["type"] == "cycle"
+
+
+def test_the_command_says_when_nothing_is_wrong(tmp_path: Path) -> None:
+    groups, program = legal_program(random.Random(3), 4, 20)
+    job = Job(groups, program)
+    run(job, random.Random(3))
+    done = CliRunner().invoke(main, ["diagnose", str(written(tmp_path / "logs", [job.log(0), job.log(1)]))])
+    assert done.exit_code == 0, done.output
+    assert "nothing is wrong" in done.output
+
+
+def test_damaged_and_foreign_files_are_all_named(tmp_path: Path) -> None:
+    folder = written(tmp_path, hanging())
+    (folder / log_name(1)).write_bytes(b'{"format": 1')
+    (folder / log_name(7)).write_bytes((folder / log_name(2)).read_bytes())
+    (folder / log_name(8)).write_text('{"format": 99, "job": "", "rank": 8}')
+    done = CliRunner().invoke(main, ["diagnose", str(folder)])
+    assert done.exit_code == 2
+    for words in ("calls-00001.json", "damaged", "rename it to calls-00002.json", "got format 99"):
+        assert words in done.output
+
+
+def test_files_of_two_jobs_and_none_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"calls-00000\.json, got none"):
+        read_logs(tmp_path)
+    first, second, _ = hanging()
+    written(tmp_path, [first, msgspec.structs.replace(second, job="another")])
+    with pytest.raises(UsageError, match=r"another \(1 files\), simulated \(1 files\)"):
+        read_logs(tmp_path)
+
+
+def test_calls_of_no_group_and_splits_for_others_are_refused(tmp_path: Path) -> None:
+    log = hanging()[0]
+    for call in (
+        msgspec.structs.replace(log.calls[0], group=9),
+        msgspec.structs.replace(log.calls[0], to=(1, 2, 3)),
+    ):
+        written(tmp_path, [msgspec.structs.replace(log, calls=(call,))])
+        with pytest.raises(UsageError):
+            read_logs(tmp_path)
+
+
+def test_the_temporary_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = folder_of("abc", None)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(PermissionError):
+        folder_of("abc", None)
+
+
+def test_pages_of_all_kinds_of_findings_are_whole(tmp_path: Path) -> None:
+    """Also of a circle of many, and with names that HTML would take for its own."""
+    call = Op("all_reduce", "world", 1, 10)
+    jobs = [Job({"world": (0, 1, 2)}, {0: [call], 1: [replace(call, dtype="<b>")], 2: []})]
+    ring_of: Groups = {f"g{index}": (index, (index + 1) % 8) for index in range(8)}
+    ops = [Op("all_reduce", f"g{index}", index, index) for index in range(8)]
+    jobs.append(Job(ring_of, {rank: [ops[rank], ops[rank - 1]] for rank in range(8)}))
+    for job in jobs:
+        run(job, random.Random(1))
+        logs = [job.log(rank, "timeout") for rank in job.ranks]
+        text = waits_page(logs, diagnose(logs))
+        assert text.count("<svg") == text.count("</svg>") >= 1
+        assert "<b>" not in text.replace('<div class="card"><b>', "")
+
+
+# torch's analyzer
+
+
+def analysed(folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> str:
+    """What torch's own analyzer says of the dumps in ``folder``."""
+    from torch.distributed.flight_recorder.components.builder import build_db
+    from torch.distributed.flight_recorder.components.config_manager import JobConfig
+    from torch.distributed.flight_recorder.components.loader import read_dir
+
+    args = JobConfig().parse_args([str(folder)])
+    details, version = read_dir(args)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        build_db(details, args, version)
+    said = capsys.readouterr()
+    return "\n".join(record.getMessage() for record in caplog.records) + said.out + said.err
+
+
+@pytest.fixture
+def analyzer(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> Any:
+    pytest.importorskip("torch.distributed.flight_recorder.components.builder")
+    return lambda folder: analysed(folder, caplog, capsys)
+
+
+def test_torchs_analyzer_finds_nothing_in_a_program_that_is_right(tmp_path: Path, analyzer: Any) -> None:
+    """With uneven splits among its calls."""
+    calls = [
+        *(Op(kind, "world", mark, mark) for mark, kind in enumerate(("all_reduce", "barrier", "reduce_scatter"), 1)),
+        Op("all_to_all", "world", 8, 8, op=""),
+    ]
+    sizes = {0: (4, 8), 1: (12, 16)}
+    program = {
+        rank: [
+            *calls[:3],
+            replace(calls[3], to=sizes[rank], of=(sizes[0][rank], sizes[1][rank]), sent=sum(sizes[rank])),
+        ]
+        for rank in (0, 1)
+    }
+    job = Job({"world": (0, 1)}, program)
+    run(job, random.Random(1))
+    logs = [_with_received(job.log(rank)) for rank in (0, 1)]
+    assert diagnose(logs).findings == ()
+    write_flight_recorder(tmp_path / "dumps", logs)
+    said = analyzer(tmp_path / "dumps")
+    assert "mismatch" not in said.lower(), said
+    assert "not all ranks" not in said.lower(), said
+
+
+def _with_received(log: RankLog) -> RankLog:
+    """The simulation does not say what comes out of calls."""
+    calls = tuple(
+        msgspec.structs.replace(
+            call, received=sum(call.of) if call.of else call.sent // (1 + (call.kind[:6] == "reduce"))
+        )
+        for call in log.calls
+    )
+    return msgspec.structs.replace(log, calls=calls)
+
+
+def test_torchs_analyzer_names_the_rank_that_is_missing(tmp_path: Path, analyzer: Any) -> None:
+    write_flight_recorder(tmp_path / "dumps", hanging())
+    said = analyzer(tmp_path / "dumps")
+    assert "Not all ranks joining collective" in said
+    dump = pickle.loads((tmp_path / "dumps" / "commlayer_rank_0").read_bytes())
+    assert dump["entries"][0]["frames"] == [{"name": "step", "filename": "train.py", "line": 10}]
+
+
+def test_calls_that_other_rings_have_lost_are_left_out_of_the_dumps(tmp_path: Path) -> None:
+    calls = [Op("all_reduce", "world", mark, mark) for mark in range(1, 6)]
+    job = Job({"world": (0, 1)}, {0: calls, 1: calls})
+    run(job, random.Random(1))
+    full, short = job.log(0), job.log(1)
+    short = msgspec.structs.replace(short, calls=short.calls[2:])
+    write_flight_recorder(tmp_path, [full, short])
+    numbers = [
+        [
+            entry["collective_seq_id"]
+            for entry in pickle.loads((tmp_path / f"commlayer_rank_{rank}").read_bytes())["entries"]
+        ]
+        for rank in (0, 1)
+    ]
+    assert numbers == [[3, 4, 5], [3, 4, 5]]
+
+
+# The ring
+
+
+@pytest.fixture
+def track(monkeypatch: pytest.MonkeyPatch) -> Track:
+    """A group's track in a ring of its own."""
+    from collections import deque
+
+    monkeypatch.setattr(ring, "_calls", deque(maxlen=0))
+    monkeypatch.setattr(ring, "_waiting", {})
+    monkeypatch.setattr(ring, "_tracks", type(ring._tracks)())
+    return open_track(4, "key", "name", [5, 7], lambda: "dp", lambda: "ep")
+
+
+def verb(track: Track, **how: Any) -> int:
+    """Stands for a verb of the backend."""
+    opts = SimpleNamespace(reduceOp=SimpleNamespace(op=SimpleNamespace(name="MAX")), rootRank=1)
+    return track.note("all_reduce", "torch.float32", 16, 16, opts, False, **how)
+
+
+def test_a_call_is_logged_with_its_place(track: Track) -> None:
+    line = sys._getframe().f_lineno + 1
+    verb(track)
+    (call,) = rank_log("job", 5, [5, 7], "signal", {}).calls
+    assert (Path(call.site.file).name, call.site.function.rpartition(".")[2]) == (Path(__file__).name, "verb")
+    assert call.site.line != line, "the verb of this test is no part of the package, and so is the place"
+    assert (call.dtype, call.sent, call.op, call.root, call.state) == ("float32", 16, "MAX", 7, "started")
+
+
+def test_the_ring_keeps_the_last_calls_and_counts_all(track: Track) -> None:
+    for _ in range(10):
+        track.done = verb(track)
+    verb(track)
+    log = rank_log("job", 5, [5, 7], "signal", {})
+    assert [call.number for call in log.calls] == [8, 9, 10, 11]
+    assert [call.state for call in log.calls] == ["done", "done", "done", "started"]
+    assert (log.groups[0].issued, log.groups[0].done, log.groups[0].lane) == (11, 10, "ep")
+    assert [call.number for call in rank_log("job", 5, [5, 7], "signal", {}, most_calls=2).calls] == [10, 11]
+
+
+def test_a_refused_call_gives_its_number_back(track: Track) -> None:
+    track.take_back(verb(track))
+    assert verb(track) == 1
+
+
+def test_a_wait_is_seen_until_it_ends_well(track: Track) -> None:
+    noted = track.note_message("recv", "torch.float32", 16, 1, 3)
+    assert noted == ("recv", 1, 7, 3)
+    track.wait(*noted)
+    log = rank_log("job", 5, [5, 7], "signal", {})
+    assert [(wait.kind, wait.number, wait.peer, wait.tag) for wait in log.waits] == [noted]
+    assert [(each.kind, each.peer, each.tag, each.count) for each in log.groups[0].messages] == [("recv", 7, 3, 1)]
+    track.waited()
+    after = rank_log("job", 5, [5, 7], "signal", {})
+    assert (after.waits, after.calls[0].state) == ((), "done")
+    assert track.note_message("recv", "torch.float32", 16, ANY, 0) == ("recv", 1, ANY, 0)
+
+
+def test_where_no_ring_is_kept_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = open_track(0, "key", "name", [0, 1], str, str)
+    assert isinstance(silent, Silent)
+    before = len(ring.recorded_calls())
+    verb(silent)
+    silent.wait(*silent.note_message("send", "torch.float32", 16, 0, 0))
+    silent.waited()
+    assert len(ring.recorded_calls()) == before
+    assert ring.waiting_threads() == {}

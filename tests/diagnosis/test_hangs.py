@@ -1,0 +1,215 @@
+"""Jobs that really hang, on real processes: the error that a timeout raises names the ranks, the calls and their places."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
+
+import commlayer.backend.create
+import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
+from commlayer.diagnosis.files import log_name, read_logs
+from commlayer.diagnosis.findings import Cycle, Mismatch, Missing, diagnose
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+
+HERE = Path(__file__).name
+TIMEOUT_S = 2.0
+
+
+def start(folder: Path, timeout_s: float = TIMEOUT_S) -> int:
+    torch.set_num_threads(1)
+    os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_DIAGNOSE_DIR=str(folder))
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=timeout_s))
+    return dist.get_rank()
+
+
+def group_of(*ranks: int, name: str) -> Any:
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=TIMEOUT_S), group_desc=name)
+
+
+def texts(
+    emulated_cluster: ClusterFactory, folder: Path, program: Callable[[int], None], ranks: int = 4, **environment: str
+) -> str:
+    """What the ranks raise that time out, of a program that hangs. Ranks that others break raise another error."""
+
+    def job() -> str:
+        os.environ.update(environment)
+        rank = start(folder)
+        try:
+            program(rank)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    outcomes = emulated_cluster(nodes=2, ranks_per_node=ranks // 2).run(job, check=False, grace_s=30.0, timeout_s=60.0)
+    return "\n".join(str(outcome.value) for outcome in outcomes if outcome.failure is None)
+
+
+@pytest.mark.parametrize("plan", ["flat", "hierarchical"])
+def test_wrong_order_over_two_groups(emulated_cluster: ClusterFactory, tmp_path: Path, plan: str) -> None:
+    """Of Gloo's own calls, and of planned ones."""
+    x = torch.ones(1 << 16)
+
+    def program(rank: int) -> None:
+        first, second = group_of(0, 1, 2, 3, name="first"), group_of(0, 1, 2, 3, name="second")
+        dist.all_reduce(x, group=first)
+        dist.all_reduce(x, group=second)
+        order = (second, first) if rank == 2 else (first, second)
+        for group in order:
+            dist.all_reduce(x, group=group)
+
+    text = texts(emulated_cluster, tmp_path, program, COMMLAYER_PLAN=plan)
+    assert "2 wait for each other, in a circle of 2" in text, text
+    assert "rank 2 waits in all_reduce #2 (float32, 256 KiB, SUM) of group second" in text, text
+    assert "which has not come to all_reduce #2 of group first" in text
+    assert f"{HERE}:" in text
+    assert "in test_wrong_order_over_two_groups.<locals>.program" in text
+
+
+def test_wrong_order_over_three_groups(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        groups = [group_of(index, (index + 1) % 3, name=f"pair{index}") for index in range(3)]
+        if rank < 3:
+            for index in (rank, rank - 1):
+                dist.broadcast(torch.ones(2), min(index % 3, (index + 1) % 3), group=groups[index])
+        dist.barrier()
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "ranks 0, 1 and 2 wait for each other, in a circle of 3" in text, text
+    (cycle,) = (each for each in diagnose(read_logs(tmp_path)).findings if isinstance(each, Cycle))
+    assert {step.call.kind for step in cycle.steps} == {"broadcast"}
+    assert all(Path(step.site.file).name == HERE for step in cycle.steps)
+
+
+def test_a_rank_that_never_comes(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        dist.all_reduce(torch.ones(1))
+        if rank == 3:
+            be_absent(3)
+            return
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            tell("done")
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "rank 3 has not come to all_reduce #2 of group default_pg" in text, text
+    assert "in wait_until, in no call" in text, text
+    assert "its last call was all_reduce #1 (float32, 4 B, SUM)" in text
+
+
+def test_splits_that_do_not_match(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """Gloo takes fewer bytes than are expected, and says nothing; it comes out when something else hangs."""
+
+    def program(rank: int) -> None:
+        sent = [3, 3, 3, 3]
+        received = [3, 300_000, 3, 3] if rank == 2 else sent
+        dist.all_to_all_single(torch.empty(sum(received)), torch.ones(12), received, sent)
+        if rank == 3:
+            be_absent(3)
+            return
+        try:
+            dist.barrier()
+        finally:
+            tell("done")
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "splits differ: rank 1 sends 12 bytes to rank 2, which expects 1200000" in text, text
+    found = diagnose(read_logs(tmp_path)).findings
+    (mismatch,) = (each for each in found if isinstance(each, Mismatch))
+    assert mismatch.words == "splits differ: rank 1 sends 12 bytes to rank 2, which expects 1200000"
+    assert {call.rank for call in mismatch.calls} >= {1, 2}
+
+
+def test_a_message_against_a_collective(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        x = torch.ones(4)
+        if rank == 0:
+            dist.recv(x, 1)
+        dist.all_reduce(x)
+        if rank == 1:
+            dist.send(x, 0)
+
+    text = texts(emulated_cluster, tmp_path, program)
+    found = diagnose(read_logs(tmp_path)).findings
+    (cycle,) = (each for each in found if isinstance(each, Cycle))
+    assert {step.call.kind for step in cycle.steps} == {"recv", "all_reduce"}
+    assert {step.call.rank for step in cycle.steps} == {0, 1}
+    assert "which has not come to send #1 to rank 0 of group default_pg" in text, text
+
+
+def test_a_wait_between_asynchronous_calls(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """A host synchronisation: both places are named, of the call and of its wait."""
+
+    def program(rank: int) -> None:
+        groups = [group_of(0, 1, 2, 3, name=name) for name in ("first", "second")]
+        for group in reversed(groups) if rank == 3 else groups:
+            work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+            assert work is not None
+            work.wait()
+
+    text = texts(emulated_cluster, tmp_path, program)
+    assert "in a circle of 2" in text, text
+    assert "and waited for at" in text, text
+
+
+def test_a_signal_finds_a_rank_that_waits_in_gloo(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    """Python's own handlers do not run while a message is waited for. Nothing is wrong then: rank 1 is only late."""
+
+    def job() -> list[str]:
+        rank = start(tmp_path, HALF_AN_HOUR)
+        x = torch.ones(4)
+        if rank == 0:
+            threading.Thread(target=signal_when_told, daemon=True).start()
+            dist.recv(x, 1)
+            return []
+        tell("late")
+        until = time.monotonic() + 60.0
+        wanted = [log_name(0), log_name(1)]
+        while not set(wanted) <= set(os.listdir(tmp_path)) and time.monotonic() < until:
+            time.sleep(0.05)
+        dist.send(x, 0)
+        return sorted(os.listdir(tmp_path))
+
+    def signal_when_told() -> None:
+        wait_until("late")
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    found = emulated_cluster(1, 2).run(job, timeout_s=90.0)
+    assert found[1] == [log_name(0), log_name(1)]
+    logs = read_logs(tmp_path)
+    assert {log.reason for log in logs} == {"signal", "asked"}
+    diagnosis = diagnose(logs)
+    assert not diagnosis.has_found
+    (late,) = diagnosis.waits
+    assert isinstance(late, Missing)
+    assert (late.call.rank, late.call.kind, late.waiting[0].call.rank) == (1, "send", 0)
+
+
+def test_without_a_ring_nothing_is_asked(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:
+    def program(rank: int) -> None:
+        if rank == 3:
+            be_absent(3)
+            return
+        try:
+            dist.all_reduce(torch.ones(1))
+        finally:
+            tell("done")
+
+    text = texts(emulated_cluster, tmp_path, program, COMMLAYER_RING="0")
+    assert "did not answer within 2 s" in text
+    assert "has not come to" not in text
+    assert os.listdir(tmp_path) == []
