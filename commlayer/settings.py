@@ -20,7 +20,9 @@ _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
 _NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING")
+_COUNTS = ("SHADOW",)
 _LARGEST_RING = 1 << 20
+_RAREST = 1_000_000_000
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
 
@@ -56,6 +58,7 @@ class Settings:
             job runs; ``audit`` says so and leaves plans as they are; ``off``: nobody compares (docs/replanning.md).
         audit: the folder into which every rank writes what its calls were promised to take and took, for ``commlayer audit``,
             every half a minute and at exit (docs/audit.md).
+        shadow: of how many planned calls of each group one runs flat too, and is compared (docs/shadow.md); None: none.
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
         ring: how many of its last calls each rank remembers, for who asks what a job that hangs waits for; 0: none
@@ -81,6 +84,7 @@ class Settings:
     trials: str = "auto"
     replan: str = "on"
     audit: str | None = None
+    shadow: int | None = None
     trace: str | None = None
     ring: float = 1024
     diagnose_dir: str | None = None
@@ -92,6 +96,11 @@ class Settings:
             raise SettingsError(f"COMMLAYER_LANE_SHARE must be more than 0 and at most 1, got {self.lane_share}")
         if not (0 <= self.ring <= _LARGEST_RING and self.ring == int(self.ring)):
             raise SettingsError(f"COMMLAYER_RING must be a number of calls, 0 to {_LARGEST_RING}, got {self.ring:g}")
+        if self.shadow is not None and not 1 <= self.shadow <= _RAREST:
+            raise SettingsError(
+                f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "
+                f"{self.shadow}: leave it unset to compare none"
+            )
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -133,7 +142,7 @@ class Settings:
                     f"did you mean {_PREFIX}{close[0]}?" if close else f"known: {', '.join(_PREFIX + k for k in known)}"
                 )
                 raise SettingsError(f"unknown variable {variable}; {hint}")
-            values[known[name]] = _number(variable, value) if name in _NUMBERS else value
+            values[known[name]] = _value(name, variable, value)
         return cls(**values)  # type: ignore[arg-type]  # the names were checked above
 
 
@@ -152,6 +161,18 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 def _variable(name: str) -> str:
     return _PREFIX + _NAMES.get(name, name.upper())
+
+
+def _value(name: str, variable: str, value: str) -> str | float:
+    if name in _COUNTS:
+        return _count(variable, value)
+    return _number(variable, value) if name in _NUMBERS else value
+
+
+def _count(variable: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise SettingsError(f"{variable} must be a whole number in digits, got {value!r}")
+    return int(value)
 
 
 def _number(variable: str, value: str) -> float:

@@ -7,14 +7,16 @@ c10d has no words for them; :mod:`commlayer.compressed` and :mod:`commlayer.coll
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, Work
 
+from commlayer.auditing.saved_calls import CallShape, MovesKind
 from commlayer.backend.running import Calls
+from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.engine.encoded import EncodedGroup
 from commlayer.engine.runner import Sent
@@ -56,9 +58,7 @@ class Encodings:
         """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns; None: as
         the plan deals them out, in an all_reduce."""
         return self._begin(
-            plan,
-            source,
-            target,
+            self._call("encoded", plan, source, target, blocks=blocks, codec=codec),
             lambda: self._encoded.run(plan, source, target, blocks, codec, record=self._order.record),
         )
 
@@ -72,9 +72,7 @@ class Encodings:
     ) -> Work:
         """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
         return self._begin(
-            plan,
-            source,
-            target,
+            self._call("encoded exchange", plan, source, target, splits=splits, codec=codec),
             lambda: self._encoded.run_exchange(plan, source, target, splits, codec, record=self._order.record),
         )
 
@@ -91,30 +89,56 @@ class Encodings:
         planned = self._inner.planned
         plan = exchange_over(span, planned.choices.shape, most)
         return self._begin(
-            plan, source, target, lambda: planned.run_over(plan, source, target, splits, record=self._order.record)
+            self._call("over", plan, source, target, splits=splits),
+            lambda: planned.run_over(plan, source, target, splits, record=self._order.record),
         )
 
     def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
         """A reduce_scatter in the memory of ``source``; see EncodedGroup.reduce_scatter_in_place."""
-        return self._begin(plan, source, target, lambda: self._encoded.reduce_scatter_in_place(plan, source, target))
+        return self._begin(
+            self._call("in place", plan, source, target),
+            lambda: self._encoded.reduce_scatter_in_place(plan, source, target),
+        )
 
-    def _begin(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, run: Callable[[], Sent]) -> Work:
+    def _call(
+        self,
+        kind: MovesKind,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        blocks: Sequence[int] | None = None,
+        splits: tuple[Sequence[int], Sequence[int]] = ((), ()),
+        codec: Codec | None = None,
+    ) -> ShadowedCall:
+        non_finite = "raise" if codec is None else codec.non_finite
+        nodes = self._inner.planned.nodes
+        shape = partial(CallShape.of, kind, plan, nodes, source.dtype, blocks=blocks, non_finite=non_finite)
+        return ShadowedCall(plan, source, target, shape, splits, codec)
+
+    def _begin(self, call: ShadowedCall, run: Callable[[], Sent]) -> Work:
         options: Any = AllreduceOptions()
         options.asyncOp = True
-        collective = plan.traffic.collective
-        return self._order.issue(options, collective, [target], self._run_encoded, plan, source, run)
+        return self._order.issue(options, call.plan.traffic.collective, [call.target], self._run_encoded, call, run)
 
-    def _run_encoded(self, plan: Plan, source: torch.Tensor, run: Callable[[], Sent]) -> None:
+    def _run_encoded(self, call: ShadowedCall, run: Callable[[], Sent]) -> None:
+        plan, source, shadow = call.plan, call.source, self._calls.shadow
         collective, size = plan.traffic.collective, source.nbytes
         order, signatures = self._order, self._inner.signatures
         if signatures is not None:
             # Of an all_to_all ranks have different sizes; of an all_gather each has its own part.
             is_even = collective in ("all_reduce", "reduce_scatter")
-            call = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
-            signatures.compare(order.sequence + 1, call, self._inner.timeout.total_seconds())
+            words = described(collective, source if is_even else None, size if is_even else 0, None, None, None, plan)
+            signatures.compare(order.sequence + 1, words, self._inner.timeout.total_seconds())
         order.sequence += 1
+        if shadow is not None and shadow.is_over:  # the plan was looked up when the call was made
+            shadow.instead(call)
+            return
+        sample = None if shadow is None else shadow.before(call)
         started = now()
         with torch._C._profiler._RecordFunctionFast(f"commlayer:{collective} {plan.name}"):
             sent = run()
         num_bytes = plan.traffic.logical_bytes if collective != "all_to_all_v" else size
         self._calls.count_plan(plan, collective, num_bytes, now() - started, (sent.inter, sent.intra))
+        if sample is not None:
+            sample.check()

@@ -8,16 +8,19 @@ These are bodies of rows of the table (verbs.py), which run in the group's order
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import index
 from time import perf_counter_ns as now
 from typing import Any
 
 import torch
 
+from commlayer.auditing.saved_calls import CallShape
 from commlayer.backend.members import Members, Tensors
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.running import Calls
+from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.tensors import is_plain, join, land, landing, spread
 from commlayer.engine.plain import as_bytes
 from commlayer.profiles.errors import TensorError
@@ -81,18 +84,26 @@ def _by_plan(
     with torch._C._InferenceMode(True):
         source, target = as_bytes(input), landing(output)
         calls.order.sequence += 1
+        given = [count * item for count in _elements(input, sent, size)]
+        wanted = [count * item for count in _elements(output, received, size)]
+        sample = None
+        if calls.shadow is not None:
+            shape = partial(CallShape.of, "split", plan, planned.nodes, input.dtype)
+            sample = calls.shadow.before(ShadowedCall(plan, source, target, shape, (given, wanted)))
         started = now()
         with _record(f"commlayer:all_to_all {plan.name}"):
             going = planned.run_all_to_all(
                 plan,
                 source,
                 target.view(torch.uint8),
-                [count * item for count in _elements(input, sent, size)],
-                [count * item for count in _elements(output, received, size)],
+                given,
+                wanted,
                 timeout_s=timeout_s,
                 record=calls.order.record,
             )
         calls.count_plan(plan, "all_to_all", input.nbytes, now() - started, going)
+        if sample is not None:
+            sample.check()
         land(output, target)
     return True
 

@@ -16,11 +16,13 @@ import torch
 from torch._C._distributed_c10d import ReduceOp, Work
 
 from commlayer.auditing.ledger import Ledger
+from commlayer.auditing.saved_calls import CallShape
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
 from commlayer.backend.options import timeout_of
 from commlayer.backend.order import Order
 from commlayer.backend.recording import fill_flat, fill_plan
+from commlayer.backend.shadow import Shadow, ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.backend.works import IssuedWork
 from commlayer.engine.group_plans import Choices
@@ -60,6 +62,7 @@ class Calls:
         "needs_look",
         "never_plans_exchanges",
         "order",
+        "shadow",
     )
 
     def __init__(self, order: Order, counters: GroupCounters, *, is_planning: bool) -> None:
@@ -69,6 +72,13 @@ class Calls:
         self.needs_look = order.needs_look
         self.ledger: Ledger | None = None
         self.never_plans_exchanges = False  # found out at the first all_to_all
+        every = self.inner.planned.settings.shadow
+        self.shadow = None if every is None else Shadow(order, counters, every, self._stop_planning)
+
+    def _stop_planning(self, number: int, why: str) -> None:
+        self.is_planning = False
+        if self.ledger is not None:
+            self.ledger.happened(number, why)
 
     # Deciding
 
@@ -255,8 +265,12 @@ class Calls:
         root: int = 0,
     ) -> None:
         """Run a plan on contiguous tensors."""
-        run, order = self.inner.planned.run, self.order
+        run, order, sample = self.inner.planned.run, self.order, None
         order.sequence += 1
+        if self.shadow is not None:
+            nodes = self.inner.planned.nodes
+            shape = partial(CallShape.of, "whole", plan, nodes, source.dtype, op=op, root=root)
+            sample = self.shadow.before(ShadowedCall(plan, source, target, shape))
         started, timeout_s = now(), opts.timeout.total_seconds()
         task = partial(run, plan, source, target, op=op, root=root, timeout_s=max(timeout_s, 0.0), record=order.record)
         if _profiling():
@@ -265,6 +279,8 @@ class Calls:
         else:
             sent = task()
         self.count_plan(plan, collective, num_bytes, now() - started, sent)
+        if sample is not None:
+            sample.check()
 
     def count_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Count and record a planned call that has ended. ``sent``: bytes between nodes, and inside this one."""

@@ -12,7 +12,7 @@ from commlayer.backend.members import Members
 from commlayer.failures.waits import wait
 from commlayer.profiles.errors import ClusterError, DisagreementError
 
-__all__ = ["require_same_number"]
+__all__ = ["require_same_number", "settle_own_call"]
 
 _MOST_NAMED = 8
 
@@ -32,7 +32,7 @@ def require_same_number(members: Members, inner: InnerGroups, sequence: int, cal
     extremes = torch.tensor([number, -number], dtype=torch.int64)
     reducing = AllreduceOptions()
     reducing.reduceOp, reducing.timeout = ReduceOp(ReduceOp.MAX), inner.timeout
-    _settle(members, inner, sequence, call, inner.gloo.allreduce([extremes], reducing))
+    settle_own_call(members, inner, sequence, call, inner.gloo.allreduce([extremes], reducing))
     most, least = int(extremes[0]), -int(extremes[1])
     if most == least:
         return
@@ -40,14 +40,15 @@ def require_same_number(members: Members, inner: InnerGroups, sequence: int, cal
     gathering = AllgatherOptions()
     gathering.timeout = inner.timeout
     mine = torch.tensor([number], dtype=torch.int64)
-    _settle(members, inner, sequence, call, inner.gloo._allgather_base(everyones, mine, gathering))
+    settle_own_call(members, inner, sequence, call, inner.gloo._allgather_base(everyones, mine, gathering))
     raise DisagreementError(
         f"{members.who}, {call} #{sequence}: {_said(everyones.tolist(), members.global_ranks)}; expected the "
         "same number on all ranks of the group: call it alike on all of them (nothing was changed)"
     )
 
 
-def _settle(members: Members, inner: InnerGroups, sequence: int, call: str, work: Work) -> None:
+def settle_own_call(members: Members, inner: InnerGroups, sequence: int, call: str, work: Work) -> None:
+    """Wait for a call of Gloo's own that serves ``call``, the group's ``sequence``-th. Raises ClusterError, as calls do."""
     planned, began = inner.planned, time.monotonic()
     try:
         wait(work, planned.board)

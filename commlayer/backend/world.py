@@ -42,6 +42,7 @@ _AGREED = (
     "lane_share",
     "trials",
     "replan",
+    "shadow",
     "trace",
 )
 """Settings of which ranks must not hold different ones: their calls would not meet."""

@@ -26,14 +26,14 @@ from commlayer.wire.codecs import Codec
 if TYPE_CHECKING:
     from commlayer.engine.planned import PlannedGroup
 
-__all__ = ["EncodedGroup"]
+__all__ = ["EncodedGroup", "RowCoder"]
 
 _SUM_ELEMENTS = 16384
 """Elements that an in-place call rounds, or sums, at a time: 64 KiB of FP32, which stay in a core's own cache."""
 
 
-class _RowCoder:
-    """See transport.Coder: a codec on bytes."""
+class RowCoder:
+    """A codec on bytes: see transport.Coder."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec, self.width = codec, codec.wire.row_elements
@@ -98,7 +98,7 @@ class EncodedGroup:
             prepared = runner.prepared(plan, owned, lambda: self._moves(plan, owned))
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
-            call = runner.start(prepared, *data, limit, reducer(source.dtype, "sum"), _RowCoder(codec))
+            call = runner.start(prepared, *data, limit, reducer(source.dtype, "sum"), RowCoder(codec))
             planned.drive(plan, call, limit, record)
             return prepared.sent
 
@@ -125,7 +125,7 @@ class EncodedGroup:
             prepared = runner.prepare(plan, steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
             limit = timeout_s or planned.timeout_s
             data = CallMemory(as_bytes(source)), CallMemory(as_bytes(target))
-            call = runner.start(prepared, *data, limit, None, _RowCoder(codec))
+            call = runner.start(prepared, *data, limit, None, RowCoder(codec))
             planned.drive(plan, call, limit, record)
             return prepared.sent
 

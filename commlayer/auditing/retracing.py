@@ -1,0 +1,315 @@
+"""A plan run again in the memory of one process, over all ranks at once, and its bytes followed back to where they came from.
+
+Steps run one after the other on all ranks: what a step sends is read when it begins, and has arrived when it ends. That is one of
+the orders that a plan allows, and a sound plan gives the same bits in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from commlayer.profiles.errors import InternalError
+from commlayer.scheduler.encoded_moves import encoded_moves, exchange_moves
+from commlayer.scheduler.group_moves import Group, group_moves, owned_blocks
+from commlayer.scheduler.moves import Buffer, Moves, Region
+from commlayer.scheduler.plan import Plan
+from commlayer.scheduler.rails import SplitRows
+from commlayer.scheduler.two_level import TwoLevel
+from commlayer.transport.contract import Coder, Reducer
+
+__all__ = ["Hop", "RankMoves", "everyones_moves", "run_in_memory", "suspects"]
+
+Nodes = tuple[tuple[int, ...], ...]
+Splits = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""The bytes of each rank that go to each member, and that come from each."""
+_CODED = (Buffer.ENCODED, Buffer.ARRIVED)
+
+
+class Hop(NamedTuple):
+    """A move that has brought a byte on, from one member of the group to another or to itself."""
+
+    step: int
+    kind: str
+    source: int
+    target: int
+
+    def describe(self, plan: Plan, ranks: Sequence[int]) -> str:
+        """In words; ``ranks``: of the members, in the job."""
+        step = plan.steps[self.step]
+        chunk = f", chunk {step.chunk}" if plan.is_chunked else ""
+        where = f"on rank {ranks[self.target]}"
+        if self.kind == "message":
+            where = f"from rank {ranks[self.source]} to rank {ranks[self.target]}"
+        return f"step {self.step} ({step.leg.name}{chunk}), a {self.kind} {where}"
+
+
+@dataclass(frozen=True)
+class RankMoves:
+    """The moves of one rank in each step, and the bytes of the buffers that it needs for them beside its tensors."""
+
+    steps: tuple[Moves, ...]
+    sizes: Mapping[Buffer, int]
+
+
+def everyones_moves(
+    kind: str, plan: Plan, nodes: Nodes, *, root: int = 0, blocks: Sequence[int] | None = None, splits: Splits = ()
+) -> list[RankMoves]:
+    """The moves of every member of a group on ``nodes`` in one call.
+
+    ``kind``: as of :class:`commlayer.auditing.saved_calls.CallShape`. ``blocks``: bytes that each owns, where the caller says
+    it; ``splits``: of exchanges.
+    """
+    members = range(sum(map(len, nodes)))
+    if kind == "split":
+        return _of_two_levels(nodes, splits)
+    if kind == "over":
+        return [RankMoves(plan.moves(SplitRows(rank, *splits[rank])), {}) for rank in members]
+    if kind == "encoded exchange":
+        return [_of_exchange(plan, Group(nodes, rank, ()), *splits[rank]) for rank in members]
+    if kind == "encoded":
+        owned = tuple(owned_blocks(plan, nodes, plan.traffic.cut_bytes(plan.wire)) if blocks is None else blocks)
+        return [_of_encoded(plan, Group(nodes, rank, owned)) for rank in members]
+    owned = _owned(plan, nodes)
+    found = [group_moves(plan, Group(nodes, rank, owned), root) for rank in members]
+    return [RankMoves(steps, {Buffer.STAGING: staging}) for steps, staging in found]
+
+
+def _owned(plan: Plan, nodes: Nodes) -> tuple[int, ...]:
+    size = sum(map(len, nodes))
+    if plan.traffic.collective in ("all_gather", "reduce_scatter"):
+        return (plan.traffic.logical_bytes // size,) * size
+    return owned_blocks(plan, nodes)
+
+
+def _of_encoded(plan: Plan, group: Group) -> RankMoves:
+    steps, staging, encoded, arrived = encoded_moves(plan, group)
+    return RankMoves(steps, {Buffer.STAGING: staging, Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
+
+
+def _of_exchange(plan: Plan, group: Group, sent: Sequence[int], received: Sequence[int]) -> RankMoves:
+    steps, encoded, arrived = exchange_moves(plan, group, sent, received)
+    return RankMoves(steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
+
+
+def _of_two_levels(nodes: Nodes, splits: Splits) -> list[RankMoves]:
+    """Without the step in which counts are told: here they are known."""
+    places = [TwoLevel(nodes, rank, *splits[rank]) for rank in range(len(splits))]
+    found = []
+    for place in places:
+        _, _, crossed, placed = place.before()
+        counts = [places[member].counts()[place.i] for member in place.here]
+        sort, passed, transit = place.after(counts)
+        steps = Moves(), sort, Moves(passed.sends, crossed.receives), placed
+        found.append(RankMoves(steps, {Buffer.STAGING: place.staging_bytes, Buffer.TRANSIT: transit}))
+    return found
+
+
+def run_in_memory(
+    plan: Plan,
+    ranks: Sequence[RankMoves],
+    buffers: Sequence[dict[Buffer, torch.Tensor]],
+    reduce: Reducer | None,
+    coder: Coder | None,
+) -> None:
+    """Run the plan on all ranks; ``buffers``: input and output of each, 1-D uint8, which are one where the call is in place."""
+    memory = [_Memory(mine, each.sizes, reduce, coder) for each, mine in zip(ranks, buffers, strict=True)]
+    for index in range(len(plan.steps)):
+        posted = {
+            (me, message.peer, message.tag): memory[me].at(message.region).clone()
+            for me, each in enumerate(ranks)
+            for message in each.steps[index].sends
+        }
+        for me, each in enumerate(ranks):
+            memory[me].move(each.steps[index])
+        for me, each in enumerate(ranks):
+            for message in each.steps[index].receives:
+                data = posted.pop((message.peer, me, message.tag), None)
+                if data is None or data.numel() != message.region.size:
+                    raise InternalError(
+                        f"{plan.name}, step {index}: member {me} waits for what {message.peer} sends not"
+                    )
+                memory[me].at(message.region).copy_(data)
+
+
+class _Memory:
+    def __init__(
+        self,
+        given: dict[Buffer, torch.Tensor],
+        sizes: Mapping[Buffer, int],
+        reduce: Reducer | None,
+        coder: Coder | None,
+    ) -> None:
+        self._buffers = {buffer: torch.zeros(size, dtype=torch.uint8) for buffer, size in sizes.items()} | given
+        self._reduce, self._coder = reduce, coder
+
+    def at(self, region: Region) -> torch.Tensor:
+        data = self._buffers[region.buffer]
+        if not 0 <= region.start <= region.stop <= data.numel():
+            raise InternalError(f"{region} is not in a buffer of {data.numel()} bytes")
+        return data[region.start : region.stop]
+
+    def move(self, moves: Moves) -> None:
+        """What a step does on one rank beside its messages, in the order of :class:`Moves`."""
+        for copy in moves.copies:
+            self.at(copy.target).copy_(self.at(copy.source).clone())
+        for reduction in moves.reductions:
+            self._sum(self.at(reduction.target), reduction.sources)
+        if moves.encodes or moves.decodes:
+            assert self._coder is not None
+            for encode in moves.encodes:
+                self._coder.encode(self.at(encode.source), self.at(encode.target))
+            for decode in moves.decodes:
+                self._coder.decode(self.at(decode.source), self.at(decode.target))
+
+    def _sum(self, target: torch.Tensor, sources: Sequence[Region]) -> None:
+        coded = [source.buffer in _CODED for source in sources]
+        if any(coded):
+            assert self._coder is not None
+            self._coder.add(target, [self.at(source) for source in sources], coded)
+            return
+        assert self._reduce is not None
+        dtype = self._reduce.dtype
+        self._reduce.reduce(target.view(dtype), [self.at(source).view(dtype) for source in sources])
+
+
+# Following bytes back
+
+
+class _Place(NamedTuple):
+    """Bytes of a buffer of a member, as they are before some step."""
+
+    member: int
+    region: Region
+
+
+class _Write(NamedTuple):
+    """``target`` becomes what ``sources`` are. ``is_whole``: each byte comes from all of them, as where it is decoded."""
+
+    target: Region
+    sources: tuple[_Place, ...]
+    hop: Hop
+    is_whole: bool
+    is_sent: bool = False
+
+
+class _Trail:
+    """Follows bytes through the moves of all members. ``is_in_place``: input and output are one memory."""
+
+    def __init__(self, ranks: Sequence[RankMoves], *, is_in_place: bool) -> None:
+        self._ranks, self._is_in_place = ranks, is_in_place
+        self._written: dict[tuple[int, int], list[_Write]] = {}
+
+    def hops(self, member: int, start: int, stop: int) -> set[Hop]:
+        """All that has brought these bytes of a member's output."""
+        found: set[Hop] = set()
+        wanted = {_Place(member, Region(Buffer.OUTPUT, start, stop))}
+        for step in reversed(range(len(self._ranks[member].steps))):
+            earlier: set[_Place] = set()
+            for place in wanted:
+                self._back(place, step, self._writes(place.member, step), found, earlier)
+            wanted = earlier
+        return found
+
+    def _back(self, place: _Place, step: int, writes: Sequence[_Write], found: set[Hop], earlier: set[_Place]) -> None:
+        """Add to ``earlier`` where bytes were before a step; ``writes``: of the step, the last one first."""
+        for nth, write in enumerate(writes):
+            region = self._known(place.region)
+            if not _overlaps(region, write.target):
+                continue
+            found.add(write.hop)
+            start, stop = max(region.start, write.target.start), min(region.stop, write.target.stop)
+            for source in write.sources:
+                before = _Place(
+                    source.member, source.region if write.is_whole else _part(source.region, write, start, stop)
+                )
+                if write.is_sent:
+                    earlier.add(before)
+                else:
+                    self._back(before, step, writes[nth + 1 :], found, earlier)
+            for edge in ((region.start, start), (stop, region.stop)):
+                if edge[0] < edge[1]:
+                    rest = _Place(place.member, Region(region.buffer, *edge))
+                    self._back(rest, step, writes[nth + 1 :], found, earlier)
+            return
+        earlier.add(place)
+
+    def _known(self, region: Region) -> Region:
+        if self._is_in_place and region.buffer is Buffer.INPUT:
+            return Region(Buffer.OUTPUT, region.start, region.stop)
+        return region
+
+    def _writes(self, member: int, step: int) -> list[_Write]:
+        key = member, step
+        if key not in self._written:
+            self._written[key] = self._listed(member, step)
+        return self._written[key]
+
+    def _listed(self, member: int, step: int) -> list[_Write]:
+        moves = self._ranks[member].steps[step]
+        found = []
+
+        def add(kind: str, target: Region, sources: Sequence[Region], is_whole: bool) -> None:
+            places = tuple(_Place(member, source) for source in sources)
+            found.append(_Write(self._known(target), places, Hop(step, kind, member, member), is_whole))
+
+        for copy in moves.copies:
+            add("copy", copy.target, [copy.source], False)
+        for total in moves.reductions:
+            add("sum", total.target, total.sources, any(source.buffer in _CODED for source in total.sources))
+        for encode in moves.encodes:
+            add("encoding", encode.target, [encode.source], True)
+        for decode in moves.decodes:
+            add("decoding", decode.target, [decode.source], True)
+        for message in moves.receives:
+            sent = self._sent(message.peer, step, member, message.tag)
+            place, hop = _Place(message.peer, sent), Hop(step, "message", message.peer, member)
+            found.append(_Write(self._known(message.region), (place,), hop, False, True))
+        return found[::-1]
+
+    def _sent(self, member: int, step: int, to: int, tag: int) -> Region:
+        sends = self._ranks[member].steps[step].sends
+        return next(message.region for message in sends if (message.peer, message.tag) == (to, tag))
+
+
+def _overlaps(a: Region, b: Region) -> bool:
+    return a.buffer is b.buffer and a.start < b.stop and b.start < a.stop
+
+
+def _part(source: Region, write: _Write, start: int, stop: int) -> Region:
+    offset = source.start - write.target.start
+    return Region(source.buffer, start + offset, stop + offset)
+
+
+def suspects(
+    ranks: Sequence[RankMoves], firsts: Sequence[int], width: int, *, is_in_place: bool, is_shared: bool
+) -> list[Hop]:
+    """The moves that alone can have brought the first wrong elements, of ``width`` bytes; in the order of steps, perhaps none.
+
+    ``firsts``: the first wrong element of each rank, −1: none. ``is_shared``: all ranks get the same result, so a rank whose
+    element is right clears what has brought it.
+    """
+    trail = _Trail(ranks, is_in_place=is_in_place)
+
+    def hops(member: int, element: int) -> set[Hop]:
+        return trail.hops(member, element * width, (element + 1) * width)
+
+    wrong = [member for member, first in enumerate(firsts) if first >= 0]
+    if not is_shared:
+        return sorted(_common(lambda member: hops(member, firsts[member]), wrong))
+    lead = min(firsts[member] for member in wrong)
+    found = _common(lambda member: hops(member, lead), [member for member in wrong if firsts[member] == lead])
+    for member, first in enumerate(firsts):
+        if first != lead and found:
+            found -= hops(member, lead)
+    return sorted(found)
+
+
+def _common(hops: Callable[[int], set[Hop]], members: Sequence[int]) -> set[Hop]:
+    found = hops(members[0])
+    for member in members[1:]:
+        found &= hops(member)
+    return found
