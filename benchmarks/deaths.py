@@ -183,7 +183,7 @@ def _die_while_starting(trial: Trial, moment_of_death: mmap.mmap) -> None:
         if trial.moment != "joining":
             die_soon(trial, moment_of_death)
 
-    FailureDetector._join = joining  # type: ignore[method-assign]
+    FailureDetector._join = joining  # type: ignore[method-assign, assignment]
 
 
 def _plan_anew_all_the_time() -> None:
@@ -195,7 +195,7 @@ def _plan_anew_all_the_time() -> None:
             purpose, value = ((watching._MEASURE, 1.0), (watching._TRY, 3e5))[kept._last % 2]
             kept.make(purpose, value, watching._LEAST_AHEAD)
 
-    watching.GroupWatch._lead = lead  # type: ignore[method-assign]
+    watching.GroupWatch._lead = lead  # type: ignore[method-assign, assignment]
 
 
 def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | None, str, str]:

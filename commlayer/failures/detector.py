@@ -40,8 +40,10 @@ import msgspec
 
 from commlayer.failures.descriptors import explained, set_aside
 from commlayer.failures.forks import disown_in_child
+from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
+from commlayer.failures.news import FailureNews
 from commlayer.failures.waits import within
-from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -63,6 +65,7 @@ _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
 _NAP_S = 0.05
+_NEWS_S = 0.5
 _MOST_STRANGERS = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
@@ -185,6 +188,7 @@ class FailureDetector:
         """The ranks that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
         self.reports: dict[tuple[str, int], Report] = {}
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+        self._news = FailureNews(rank)
         self._links: list[_Link] = []
         self._num_linked = 0  # links that there have been
         self._strangers: list[_Link] = []  # who have not said yet who they are
@@ -217,9 +221,11 @@ class FailureDetector:
         self._thread.start()
         try:
             self._join(store, timeout_s)
-        except BaseException:
-            self.close("could not join its job")
+        except BaseException as error:
+            is_consequence = isinstance(error, BLAMING)
+            self.close(f"could not join its job: {error}", is_failure=True, is_consequence=is_consequence)
             raise
+        speak_before_sigterm(self)
 
     @classmethod
     def alone(cls, rank: int = 0) -> FailureDetector:
@@ -268,6 +274,13 @@ class FailureDetector:
         if threading.current_thread() is not self._thread:
             self._thread.join(_FLUSH_S)
         self._release()
+
+    def last_words(self) -> None:
+        """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a rank die sooner than this one."""
+        if self._is_closed:
+            return
+        self._news.await_printed(_NEWS_S)
+        self.close("was ended by SIGTERM", is_failure=True, is_consequence=self._news.has_heard)
 
     def _has_closed(self) -> bool:
         return self._is_closed
@@ -520,6 +533,16 @@ class FailureDetector:
                 observer.observe(record)
             except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
                 traceback.print_exc()
+        self._announce(record)
+
+    def _announce(self, record: Record) -> None:
+        """Say on the terminal who has failed: whoever started the ranks may end this one before a call raises it."""
+        if not self._is_linked or self._is_closed or record.rank == self.rank:
+            return
+        if isinstance(record, Gone):
+            self._news.heard(record.rank, f"died: its process has ended (seen by rank {record.seen_by})")
+        elif isinstance(record, Left) and record.is_failure:
+            self._news.heard(record.rank, record.why, is_consequence=record.is_consequence)
 
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
@@ -560,6 +583,7 @@ class FailureDetector:
             time.sleep(0.005)
 
     def _release(self) -> None:
+        say_nothing_more(self)
         with self.changed:
             links, self._links, self._strangers = [*self._links, *self._strangers], [], []
             for link in links:
