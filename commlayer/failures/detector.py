@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hmac
 import os
 import selectors
 import socket
@@ -65,7 +66,7 @@ _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
 _NAP_S = 0.05
-_NEWS_S = 0.5
+_NEWS_S, _HOST_NEWS_S = 0.5, 1.0
 _MOST_STRANGERS = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
@@ -332,13 +333,20 @@ class FailureDetector:
             ) from error
         except RuntimeError as error:
             if time.monotonic() < until:
-                raise PeerError(f"{me}: its store is gone: look at the process that hosts it ({error})") from error
+                raise PeerError(f"{me}: its store is gone: {self._host_lost()} ({error})") from error
             missing = self._missing(store) or peers
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:_MOST_NAMED]))}"
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             raise CollectiveTimeoutError(
                 f"{me}: {names}{more} did not come within {timeout_s:g} s: look at the log of each"
             ) from error
+
+    def _host_lost(self) -> str:
+        """What to say where the store is gone: others may know which rank has died, and so has perhaps hosted it."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.gone, _HOST_NEWS_S)
+            gone = next(iter(self.gone), None)
+        return "look at the process that hosts it" if gone is None else f"rank {gone} died: its process has ended"
 
     def _missing(self, store: Store) -> tuple[int, ...]:
         """The ranks that have not said in the store where they are, as far as that answers soon."""
@@ -491,7 +499,11 @@ class FailureDetector:
 
     def _take(self, link: _Link, frame: _Frame) -> None:
         if isinstance(frame, _Hello):
-            if link.card is not None or frame.proof != self._secret or frame.rank not in self._members:
+            if (
+                link.card is not None
+                or not hmac.compare_digest(frame.proof, self._secret)
+                or frame.rank not in self._members
+            ):
                 raise ValueError("a stranger")
             link.rank = frame.rank
             address = link.socket.getpeername()[0].removeprefix("::ffff:")  # as IPv6 writes an address of IPv4
