@@ -146,7 +146,7 @@ def test_of_a_visitor_no_more_than_a_message_is_kept(pair: list[FailureDetector]
 def test_who_can_reach_the_store_can_read_the_secrets_and_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     host = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
-    first, second = two_of([host, host.clone()])
+    first, second = two_of([host, host.clone()])  # type: ignore[attr-defined]  # torch's annotations lack it
     stranger = TCPStore("127.0.0.1", host.port, None, False, timedelta(seconds=20), wait_for_workers=False)
     card = detectors._decode_card(stranger.get("detector/0"))
     assert card.secret == first._secret
