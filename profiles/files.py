@@ -49,28 +49,32 @@ def read_file(path: StrPath, most_bytes: int | None = MOST_BYTES) -> bytes:
     return data
 
 
-def write_file(path: StrPath, content: bytes | str, *, new_only: bool = False) -> None:
+def write_file(path: StrPath, content: bytes | str, *, new_only: bool = False, follow_links: bool = True) -> None:
     """Write the file in one step; text as UTF-8. Arguments and errors as :func:`replacing`."""
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with replacing(path, new_only=new_only) as file:
+    with replacing(path, new_only=new_only, follow_links=follow_links) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def replacing(path: StrPath, *, new_only: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: StrPath, *, new_only: bool = False, follow_links: bool = True) -> Iterator[BinaryIO]:
     """A file to write, which takes the name ``path`` when the block ends; where the block raises, nothing has happened.
 
-    A link is followed. A device, such as /dev/stdout, and a FIFO that somebody reads are written as they are.
+    A device, such as /dev/stdout, and a FIFO that somebody reads are written as they are.
 
     Args:
         new_only: the first one wins: refuse where there is a file of that name by the end of the block. (On a file system
             without hard links the last one wins.)
+        follow_links: where ``path`` is a symbolic link, write what it points to; else the link itself is replaced, so that nobody
+            who may write in the folder can have another file written.
 
     Raises:
         OSError: the file system refuses. FileExistsError: ``new_only``, and there is one.
     """
-    name = os.path.realpath(_checked(path))
-    if _is_stream(path):
+    checked = _checked(path)
+    folder, last = os.path.split(checked)
+    name = os.path.realpath(checked) if follow_links else os.path.join(os.path.realpath(folder), last)
+    if follow_links and _is_stream(path):
         with _opened_stream(os.fspath(path)) as stream:
             yield stream
         return

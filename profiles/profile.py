@@ -256,18 +256,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The file's text: one line per value, arrays in one line, a newline at the end."""
         return pretty(_content(self)) + "\n"
 
-    def save(self, path: str | os.PathLike[str], *, new_only: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, new_only: bool = False, follow_links: bool = True) -> None:
         """Write the file in one step: a reader sees the old file or the new one, never a half, whoever else writes it.
 
         Args:
             new_only: refuse where there is a file of that name already: of several who write, the first one wins.
+            follow_links: where ``path`` is a symbolic link, write what it points to; else the link is replaced.
 
         Raises:
             ProfileError: a fingerprint that does not belong to the content (made by other means than ``create``).
             OSError: the file system refuses. FileExistsError: ``new_only``, and there is a file.
         """
         _check_fingerprint(self, str(path))
-        write_file(path, self.to_json(), new_only=new_only)
+        write_file(path, self.to_json(), new_only=new_only, follow_links=follow_links)
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:

@@ -35,6 +35,7 @@ from commlayer.failures.waits import Watched, bounded, within
 from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
+from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.nccl import is_usable, make_nccl
 
 __all__ = ["create_group", "make_group"]
@@ -190,7 +191,9 @@ class _Connector:
         def make() -> Any:
             where = self.store if beside is None else self._over(beside, f"to connect for {tag}")
             store = PrefixStore(f"{tag}/", where)
-            gloo: Any = dist.ProcessGroupGloo(store, self.rank, size, self.timeout)
+            # What C++ calls may have several calls under way, the others have one at a time.
+            in_order = tag != "direct"
+            gloo: Any = (gloo_in_order if in_order else dist.ProcessGroupGloo)(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
             gloo._set_sequence_number_for_group()
             return gloo

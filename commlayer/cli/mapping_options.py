@@ -194,7 +194,7 @@ def _is_profile(name: str) -> bool:
 
     try:
         content = json.loads(read_file(name))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # whoever reads it as a cluster says what is wrong
     return isinstance(content, dict) and content.get("format") == "commlayer-profile"
 

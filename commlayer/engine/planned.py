@@ -46,6 +46,7 @@ from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport
+from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.marks import mark_of
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
@@ -397,7 +398,7 @@ class PlannedGroup:
         def make() -> dist.ProcessGroup:
             require(of_gloo(size) + CLIENT, where)
             store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
-            gloo = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
+            gloo = gloo_in_order(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
             never_free_in_child(gloo)
             group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
             return (

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hmac
 import os
 import selectors
 import socket
@@ -40,8 +41,10 @@ import msgspec
 
 from commlayer.failures.descriptors import explained, set_aside
 from commlayer.failures.forks import disown_in_child
+from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
+from commlayer.failures.news import FailureNews
 from commlayer.failures.waits import within
-from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
+from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
@@ -64,6 +67,7 @@ _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
 _NAP_S = 0.05
+_NEWS_S, _HOST_NEWS_S = 0.5, 1.0
 _MOST_STRANGERS = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
@@ -198,6 +202,7 @@ class FailureDetector:
         self.asked: dict[int, Asked] = {}
         """The first question of each round."""
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+        self._news = FailureNews(rank)
         self._links: list[_Link] = []
         self._num_linked = 0  # links that there have been
         self._strangers: list[_Link] = []  # who have not said yet who they are
@@ -230,9 +235,11 @@ class FailureDetector:
         self._thread.start()
         try:
             self._join(store, timeout_s)
-        except BaseException:
-            self.close("could not join its job")
+        except BaseException as error:
+            is_consequence = isinstance(error, BLAMING)
+            self.close(f"could not join its job: {error}", is_failure=True, is_consequence=is_consequence)
             raise
+        speak_before_sigterm(self)
 
     @classmethod
     def alone(cls, rank: int = 0) -> FailureDetector:
@@ -291,6 +298,13 @@ class FailureDetector:
             self._thread.join(_FLUSH_S)
         self._release()
 
+    def last_words(self) -> None:
+        """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a rank die sooner than this one."""
+        if self._is_closed:
+            return
+        self._news.await_printed(_NEWS_S)
+        self.close("was ended by SIGTERM", is_failure=True, is_consequence=self._news.has_heard)
+
     def _has_closed(self) -> bool:
         return self._is_closed
 
@@ -341,13 +355,20 @@ class FailureDetector:
             ) from error
         except RuntimeError as error:
             if time.monotonic() < until:
-                raise PeerError(f"{me}: its store is gone: look at the process that hosts it ({error})") from error
+                raise PeerError(f"{me}: its store is gone: {self._host_lost()} ({error})") from error
             missing = self._missing(store) or peers
             names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:_MOST_NAMED]))}"
             more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
             raise CollectiveTimeoutError(
                 f"{me}: {names}{more} did not come within {timeout_s:g} s: look at the log of each"
             ) from error
+
+    def _host_lost(self) -> str:
+        """What to say where the store is gone: others may know which rank has died, and so has perhaps hosted it."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.gone, _HOST_NEWS_S)
+            gone = next(iter(self.gone), None)
+        return "look at the process that hosts it" if gone is None else f"rank {gone} died: its process has ended"
 
     def _missing(self, store: Store) -> tuple[int, ...]:
         """The ranks that have not said in the store where they are, as far as that answers soon."""
@@ -502,7 +523,11 @@ class FailureDetector:
 
     def _take(self, link: _Link, frame: _Frame) -> None:
         if isinstance(frame, _Hello):
-            if link.card is not None or frame.proof != self._secret or frame.rank not in self._members:
+            if (
+                link.card is not None
+                or not hmac.compare_digest(frame.proof, self._secret)
+                or frame.rank not in self._members
+            ):
                 raise ValueError("a stranger")
             link.rank = frame.rank
             address = link.socket.getpeername()[0].removeprefix("::ffff:")  # as IPv6 writes an address of IPv4
@@ -544,6 +569,16 @@ class FailureDetector:
                 observer.observe(record)
             except Exception:  # noqa: BLE001, PERF203  the next ones are to hear of it as well, and of the next death
                 traceback.print_exc()
+        self._announce(record)
+
+    def _announce(self, record: Record) -> None:
+        """Say on the terminal who has failed: whoever started the ranks may end this one before a call raises it."""
+        if not self._is_linked or self._is_closed or record.rank == self.rank:
+            return
+        if isinstance(record, Gone):
+            self._news.heard(record.rank, f"died: its process has ended (seen by rank {record.seen_by})")
+        elif isinstance(record, Left) and record.is_failure:
+            self._news.heard(record.rank, record.why, is_consequence=record.is_consequence)
 
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
@@ -586,6 +621,7 @@ class FailureDetector:
             time.sleep(0.005)
 
     def _release(self) -> None:
+        say_nothing_more(self)
         with self.changed:
             links, self._links, self._strangers = [*self._links, *self._strangers], [], []
             for link in links:

@@ -256,7 +256,7 @@ def _keep(profile: Profile, entry: _Entry) -> str:
         return "not kept"
     try:
         if entry.text is not None:
-            profile.save(path)
+            profile.save(path, follow_links=False)
             return f"kept in {path}"
         path.parent.mkdir(parents=True, exist_ok=True)
         return _first_kept(profile, path)
@@ -266,12 +266,12 @@ def _keep(profile: Profile, entry: _Entry) -> str:
 
 def _first_kept(profile: Profile, path: Path) -> str:
     try:
-        profile.save(path, new_only=True)
+        profile.save(path, new_only=True, follow_links=False)
     except FileExistsError:
         try:
             parse_profile(read_file(path), str(path))
         except ProfileError:
-            profile.save(path)  # the damaged one, of which we have said so
+            profile.save(path, follow_links=False)  # the damaged one, of which we have said so
         else:
             return f"and left {path} as another job has kept it meanwhile"
     return f"kept in {path}"

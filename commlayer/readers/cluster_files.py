@@ -55,6 +55,8 @@ def parse(text: str, where: str) -> Cluster:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: line {error.lineno}, column {error.colno}: expected JSON ({error.msg})") from error
+    except (RecursionError, ValueError) as error:  # nested too deep; a number of thousands of digits
+        raise UsageError(f"{where}: expected a cluster, got JSON that no cluster needs ({error})") from error
     if not isinstance(content, dict):
         raise UsageError(f"{where}: expected a JSON object with a cluster, got {type(content).__name__}")
     if content.get("format") == "commlayer-profile":

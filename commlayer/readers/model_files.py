@@ -140,6 +140,8 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         ) from error
     except RecursionError as error:
         raise UsageError(f"{where}: expected a model's configuration, got JSON nested too deep") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: expected a model's configuration, got a number that is none ({error})") from error
     if not isinstance(content, dict):
         raise UsageError(f"{where}: expected a JSON object, got {type(content).__name__}")
     return content

@@ -22,6 +22,7 @@ from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
+from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
@@ -66,7 +67,7 @@ def _gloo_channel(
 
     def make() -> dist.ProcessGroup:
         own = PrefixStore(f"{board.key}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
-        group = dist.ProcessGroupGloo(own, place, len(ranks), timeout)
+        group = gloo_in_order(own, place, len(ranks), timeout)
         never_free_in_child(group)
         verbs = cast("dist.ProcessGroup", group)  # a backend has those of a group that we call
         return sharing_memory(verbs, place, [range(len(ranks))], timeout_s, settings, board) if is_inside else verbs

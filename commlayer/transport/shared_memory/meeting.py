@@ -12,6 +12,7 @@ have reported success, there is something to accept and to read.
 from __future__ import annotations
 
 import array
+import hmac
 import os
 import socket
 import struct
@@ -212,7 +213,7 @@ def _accept(
         except OSError:
             hello = b""
         k, known = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, b"")
-        if known == secret and k in expected:
+        if hmac.compare_digest(known, secret) and k in expected:
             expected.remove(k)
             sockets[k] = stack.enter_context(visitor)
         else:

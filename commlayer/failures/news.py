@@ -1,0 +1,52 @@
+"""The word on the terminal that a rank has failed, printed when it is heard of.
+
+The error that names the rank is raised by a call, some tens of milliseconds later, and printed when the program ends. Launchers
+are often quicker: torchrun looks ten times a second whether a rank has ended, and then sends SIGTERM to the others, which ends
+them with what they knew (:mod:`commlayer.failures.last_words`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+
+from commlayer.profiles.printable import printable
+
+__all__ = ["FailureNews"]
+
+
+class FailureNews:
+    """The failures that the rank ``rank`` says it has heard of: the first one, and before that a first consequence of another."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._has_told_consequence = False
+        self.has_heard = False
+        """Whether it is known who has failed first."""
+        self._printed = threading.Event()
+
+    def heard(self, rank: int, what: str, *, is_consequence: bool = False) -> None:
+        """Print that ``rank`` has failed, "died: …" or "left with …", if that is news. Never waits: who reads may be slow.
+
+        ``is_consequence``: of another rank's failure, which may be heard of later.
+        """
+        if self.has_heard or (is_consequence and self._has_told_consequence):
+            return
+        self._has_told_consequence = True
+        self.has_heard = not is_consequence
+        text = printable(f"commlayer: rank {self._rank}: rank {rank} {what}. Look at the log of rank {rank}", keep="\n")
+        thread = threading.Thread(target=self._print, args=(text,), name="commlayer-news", daemon=True)
+        with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
+            thread.start()
+
+    def await_printed(self, seconds: float) -> None:
+        """Return when it has been printed who has failed first, or after ``seconds``."""
+        self._printed.wait(seconds)
+
+    def _print(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed, or there is none
+            sys.stderr.write(f"{text}\n")  # in one piece: ranks share a terminal
+            sys.stderr.flush()
+        if self.has_heard:
+            self._printed.set()
