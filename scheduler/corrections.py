@@ -50,8 +50,8 @@ _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 class Trial:
     """Plans of one call that contend, to be run in turn, each :attr:`runs` times.
 
-    ``asked``: the size class of the call that it is for. ``longest_us``: after so long it ends with the round that is under way. ``holds_at``: a larger size, bytes, for which they are
-    taken to say as much; 0: for sizes like their own only.
+    ``asked``: the size class of the call that it is for. ``longest_us``: after so long it ends with the round that is under way.
+    ``holds_at``: a larger size, bytes, for which they are taken to say as much; 0: for sizes like their own only.
     """
 
     contenders: tuple[Timeline, ...]
@@ -202,9 +202,9 @@ def _unchunked(strategy: Strategy) -> Strategy:
 
 def _fastest_of(kind: Strategy, candidates: Iterable[Timeline]) -> list[Timeline]:
     """The fastest plan with the legs of a strategy, as predicted; none where there is none."""
-    return sorted((each for each in candidates if _unchunked(each.plan.strategy) is kind), key=lambda each: each.total_us)[
-        :1
-    ]
+    return sorted(
+        (each for each in candidates if _unchunked(each.plan.strategy) is kind), key=lambda each: each.total_us
+    )[:1]
 
 
 def _near(timelines: Iterable[Timeline], most: float) -> list[Timeline]:

@@ -1,7 +1,7 @@
 """The legs of plans by leaders: one rank of each node does all of the traffic between nodes (strategy ``leaders``).
 
 A leader gets what its node has, exchanges with the other leaders, and hands out what came of it. Where the other plans over nodes
-let every rank send its share, this takes the fewest messages, and so the least time where latency rules: of small calls, and
+let every rank send its share, this takes few messages, and so the least time where latency rules: of small calls, and
 all the more where nodes hold different numbers of ranks. The leader's memory and its card's one connection carry all bytes,
 so shares win where those count; which it is, prices say.
 
@@ -30,8 +30,8 @@ from commlayer.scheduler.traffic import Traffic
 __all__ = ["BY_LEADERS", "MOST_STAGED", "LeaderPlace", "staging_of_leaders"]
 
 MOST_STAGED = 64 << 20
-"""Bytes that a leader may have beside the tensor. Leaders win where latency rules, of calls far smaller than those that need so much;
-and a rank whose memory is all planned for can spare this, but not some times a gradient bucket."""
+"""Bytes that a leader may have beside the tensor. Leaders win where latency rules, of calls far smaller than those that need so
+much; and a rank whose memory is all planned for can spare this, but not some times a gradient bucket."""
 
 
 def staging_of_leaders(traffic: Traffic) -> int:

@@ -11,12 +11,14 @@ import pytest
 
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler import Plan, Strategy, Traffic, build, price
+from commlayer.scheduler import Plan, Policy, Strategy, Traffic, build, choose, price
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_moves import Group, group_moves, owned_blocks
 from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.leaders import LeaderPlace, staging_of_leaders
 from commlayer.scheduler.moves import Message
 from commlayer.scheduler.price import curve_of
 
