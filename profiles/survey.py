@@ -3,8 +3,8 @@
 The calls go in rounds, each call once a round. Ranks have to agree on times once a round then, not after every call; and if the
 machine hiccups, that spoils one time of a curve, not all of them. The largest size of a link's first curve tells the link's rate,
 and by that the others' largest size is chosen, so that none of these takes more than some four times as long as was asked for;
-where the size below took that long already, none larger is measured, but for a link's first curve. Where a curve's largest size is
-not the largest that was asked for, the curve goes on there at the link's rate, or its own if that is much lower.
+where the size below took that long already, none larger is measured, but for a link's first curve. Where a curve's largest size
+is not the largest that was asked for, the curve goes on there at the link's rate, or its own if that is much lower.
 
 What comes first, and so what is left out where time is short: each curve's sizes but the largest once, and the largest once,
 whatever that costs; the former again; those whose two times differ a third time; the largest again, the fastest first. All ranks
