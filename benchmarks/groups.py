@@ -96,7 +96,7 @@ def main() -> None:
         nargs="+",
         default=[],
         metavar="PLAN",
-        help="with --versus also these on all ranks, such as pipelined:4",
+        help="each of these too, such as pipelined:4, and then all ranks only, not the gradient groups",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON there, too")
     add_output(parser)

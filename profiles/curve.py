@@ -265,7 +265,8 @@ def _monotone(times: Sequence[float]) -> tuple[float, ...]:
             mean, count = (before * num + mean * count) / (num + count), num + count
         pools.append((mean, count))
     fitted = (math.exp(mean) for mean, count in pools for _ in range(count))
-    return tuple(times) if len(pools) == len(times) else tuple(accumulate(fitted, max))
+    # Times that differ by a rounding have one logarithm, so those that were not pooled may fall by that much too.
+    return tuple(accumulate(times if len(pools) == len(times) else fitted, max))
 
 
 def median(values: Sequence[float]) -> float:

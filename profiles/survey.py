@@ -2,8 +2,9 @@
 
 The calls go in rounds, each call once a round. Ranks have to agree on times once a round then, not after every call; and if the
 machine hiccups, that spoils one time of a curve, not all of them. The largest size of a link's first curve tells the link's rate,
-and by that the others' largest size is chosen, so that no call takes long however slow the link is. Where that is not the largest
-size that was asked for, the curve goes on there at the link's rate, or its own if that is much lower.
+and by that the others' largest size is chosen, so that none of these takes more than some four times as long as was asked for;
+where the size below took that long already, none larger is measured, but for a link's first curve. Where a curve's largest size
+is not the largest that was asked for, the curve goes on there at the link's rate, or its own if that is much lower.
 
 What comes first, and so what is left out where time is short: each curve's sizes but the largest once, and the largest once,
 whatever that costs; the former again; those whose two times differ a third time; the largest again, the fastest first. All ranks
@@ -132,9 +133,10 @@ def survey(
     firsts = {ladders[place].link: place for place in reversed(tall)}
     go([(place, _first_top(found, place, limits)) for place in firsts.values()])
     found.us_per_byte = {link: found.slope_us(place) / ladders[place].load for link, place in firsts.items()}
-    go([(place, _top(found, place, limits)) for place in tall if place not in firsts.values()])
+    others = [place for place in tall if place not in firsts.values() and not _is_slow(found, place, limits)]
+    go([(place, _top(found, place, limits)) for place in others])
     go(_affordable(found, [call for call in small if _differs(found.times_us[call])], limits.budget_us))
-    largest = [(place, found.sizes(place)[-1]) for place in tall]
+    largest = [(place, found.sizes(place)[-1]) for place in (*firsts.values(), *others)]
     go(_affordable(found, sorted(largest, key=found.time_us), limits.budget_us))
     return found
 
@@ -154,6 +156,11 @@ def _first_top(found: Survey, place: int, limits: SurveyLimits) -> int:
     """The largest size of a link's first curve: as if the time of the size below were all bandwidth."""
     below = found.ladders[place].sizes[-2]
     return _grown(found.ladders[place], _FIRST_LONGEST * limits.longest_us / found.time_us((place, below)) * below)
+
+
+def _is_slow(found: Survey, place: int, limits: SurveyLimits) -> bool:
+    """Whether a curve's size below the largest takes as long already as the largest should."""
+    return found.time_us((place, found.ladders[place].sizes[-2])) >= limits.longest_us
 
 
 def _top(found: Survey, place: int, limits: SurveyLimits) -> int:

@@ -48,10 +48,10 @@ _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
 @dataclass(frozen=True)
 class Trial:
-    """Plans of one call that contend, to be run once each. ``asked``: the size class of the call that it is for.
+    """Plans of one call that contend, to be run in turn, each :attr:`runs` times.
 
-    ``longest_us``: after so long it ends with the round that is under way. ``holds_at``: a larger size, bytes, for which they are
-    taken to say as much; 0: for sizes like their own only.
+    ``asked``: the size class of the call that it is for. ``longest_us``: after so long it ends with the round that is under way.
+    ``holds_at``: a larger size, bytes, for which they are taken to say as much; 0: for sizes like their own only.
     """
 
     contenders: tuple[Timeline, ...]
@@ -122,8 +122,11 @@ class Corrections:
         is_wanted = is_wanted or self._is_doubted or _is_beyond(planner.profile)
         for size in (traffic.logical_bytes // part for part in _SMALLER):
             decision = planner.decide(_of_size(traffic, size))
+            limit_us = self._limit_us(decision, is_wanted)
             contenders = _contenders(decision, math.inf if self._is_doubted else _CONTENDS)
-            if sum(timeline.total_us for timeline in contenders) <= self._limit_us(decision, is_wanted):
+            if self._is_doubted:
+                contenders = _fitting(contenders, limit_us)
+            if sum(timeline.total_us for timeline in contenders) <= limit_us:
                 return Trial(contenders, asked, self._longest_us) if len(contenders) > 1 else None
         return self._smaller_trial(planner, traffic, is_wanted)
 
@@ -136,7 +139,7 @@ class Corrections:
         """The trial of the plan that is kept because it is simpler, and of the one that is predicted faster."""
         decision, asked = planner.decide(traffic), _size_class(traffic.logical_bytes)
         large = decision.timeline, min(decision.candidates, key=lambda timeline: timeline.total_us)
-        kinds = [_legs(timeline.plan.strategy) for timeline in large]
+        kinds = [_unchunked(timeline.plan.strategy) for timeline in large]
         if kinds[0] is kinds[1]:
             return None
         for part in _SMALLER_YET:
@@ -160,7 +163,7 @@ class Corrections:
             self._tried.add((plan.traffic.collective, _size_class(size)))
             self._factors.setdefault((plan.traffic.collective, plan.strategy), {})[size] = time_us / timeline.total_us
             if trial.holds_at:  # in one chunk or several: they err alike
-                for strategy in (each for each in Strategy if _legs(each) is _legs(plan.strategy)):
+                for strategy in (each for each in Strategy if _unchunked(each) is _unchunked(plan.strategy)):
                     known = self._factors.setdefault((plan.traffic.collective, strategy), {})
                     known[trial.holds_at] = time_us / timeline.total_us
 
@@ -184,16 +187,24 @@ def _contenders(decision: Decision, errors: float) -> tuple[Timeline, ...]:
     return tuple(_near(fastest.values(), 1.0 + errors * max(decision.tolerance, _LEAST_ERROR)))
 
 
-def _legs(strategy: Strategy) -> Strategy:
+def _fitting(contenders: tuple[Timeline, ...], limit_us: float) -> tuple[Timeline, ...]:
+    """The contenders without the slowest of them, as predicted, so many that one run of each fits; two at least. One plan that is
+    far off must not keep the others from being tried."""
+    while len(contenders) > 2 and sum(timeline.total_us for timeline in contenders) > limit_us:
+        contenders = tuple(sorted(contenders, key=lambda timeline: timeline.total_us)[:-1])
+    return contenders
+
+
+def _unchunked(strategy: Strategy) -> Strategy:
     """The strategy that has the same legs in one chunk."""
     return Strategy.HIERARCHICAL if strategy is Strategy.PIPELINED else strategy
 
 
 def _fastest_of(kind: Strategy, candidates: Iterable[Timeline]) -> list[Timeline]:
     """The fastest plan with the legs of a strategy, as predicted; none where there is none."""
-    return sorted((each for each in candidates if _legs(each.plan.strategy) is kind), key=lambda each: each.total_us)[
-        :1
-    ]
+    return sorted(
+        (each for each in candidates if _unchunked(each.plan.strategy) is kind), key=lambda each: each.total_us
+    )[:1]
 
 
 def _near(timelines: Iterable[Timeline], most: float) -> list[Timeline]:

@@ -125,13 +125,14 @@ class Decision:
         """One sentence: why this plan."""
         slow = [f"node {node} of the group has {rate:.0%}" for node, rate in enumerate(self.traffic.rates) if rate < 1]
         links = f"; of the usual rate {', '.join(slow)}" if slow else ""
-        links += "".join(f"; {self._way(a, b, rate)}" for a, b, rate in self.traffic.slow_pairs)
+        if self.traffic.logical_bytes >= max(1, self.min_bytes):  # else it did not matter what goes which way
+            links += "".join(f"; {self._way(a, b, rate)}" for a, b, rate in self.traffic.slow_pairs)
         basis = "" if self.basis == "measured" else f"; by {self.basis} curves"
         return f"{self.plan.name}: {self._because()}{links}{basis}"
 
     def _way(self, a: int, b: int, rate: float) -> str:
         """What this plan does about a slow way between two nodes."""
-        pair = f"the slow pair {a}-{b} ({rate:.0%} of the usual rate)"
+        pair = f"the slow pair {a}-{b} of the group ({rate:.0%} of the usual rate)"
         is_avoidable = is_avoided(self.traffic, (a, b))
         order = "-".join(map(str, ring_order(self.traffic)))
         if self.plan.strategy is Strategy.RING:
@@ -191,9 +192,7 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     if not priced:
         if unpriced:
             raise PlanError(unpriced)
-        names = ", ".join(strategy.value for strategy in allowed)
-        which = "and it does not apply" if len(allowed) == 1 else "and none of them applies"
-        raise PlanError(f"no plan: the policy allows only {names}, {which} to {traffic}: allow flat too")
+        raise PlanError(_none_applies(allowed, traffic))
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     chosen = _simplest(priced, best_us, tolerance)
@@ -209,6 +208,14 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     )
 
 
+def _none_applies(allowed: Sequence[Strategy], traffic: Traffic) -> str:
+    names = ", ".join(strategy.value for strategy in allowed)
+    which = "and it does not apply" if len(allowed) == 1 else "and none of them applies"
+    is_ring = Strategy.RING in allowed and not traffic.slow_pairs
+    why = " (ring goes round slow pairs of nodes, and no pair is slow)" if is_ring else ""
+    return f"no plan: the policy allows only {names}, {which} to {traffic}{why}: allow flat too"
+
+
 def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> Timeline:
     """The plan of the simplest strategy that is slower than the best one by no more than ``tolerance``; of those with its
     legs the one of the fewest chunks, within a part of the tolerance only: they err by the same curves, and so alike."""
@@ -220,18 +227,26 @@ def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> T
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:
-    """The timelines, and why a wire format was left out: the profile may be older than it."""
-    found, unpriced = [], ""
+    """The timelines, and why a wire format was left out: the profile may be older than it.
+
+    Plans by leaders are left out too where it has no curve to price them by, but where there is nothing else.
+    """
+    found, unpriced, refused = [], "", None
     for plan in plans:
         try:
             found.append(price(plan, profile, interference=policy.interference))
-        except PlanError:  # noqa: PERF203
+        except PlanError as error:  # noqa: PERF203
+            if plan.strategy is Strategy.LEADERS:
+                refused = error
+                continue
             if plan.wire.is_native:
                 raise
             unpriced = (
                 f"{plan.wire} is left out: profile {profile.name!r} does not know what it costs; measure the cluster again "
                 "with this version's commlayer profile"
             )
+    if refused is not None and not found:
+        raise refused
     return tuple(found), unpriced
 
 

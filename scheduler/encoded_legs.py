@@ -162,7 +162,7 @@ class DecodeAll(CodedLeg):
         return cut.size / cut.chunks * (n - 1) / n
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        pieces = [piece for i in place.ring() for piece in _blocks(place, i, chunk)]
+        pieces = [piece for i in place.others_here() for piece in _blocks(place, i, chunk)]
         return Moves(decodes=tuple(Decode(place.coming(p), place.output(p)) for p in pieces))
 
 

@@ -197,7 +197,7 @@ class GroupPlace:
         """Messages to, and from, each other rank i of this node: the regions of ``sent(i)``, of ``received(i)``."""
         sends: list[Message] = []
         receives: list[Message] = []
-        for i in self.ring():
+        for i in self.others_here():
             sends += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(sent(i)))
             receives += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(received(i)))
         return Moves(tuple(sends), tuple(receives))
@@ -211,7 +211,7 @@ class GroupPlace:
             receives += (Message(peer, tag, region) for peer, region in received(b))
         return Moves(tuple(sends), tuple(receives))
 
-    def ring(self) -> list[int]:
+    def others_here(self) -> list[int]:
         """The places of the other ranks of this node, each rank beginning with another one."""
         return [(self.i + d) % len(self.here) for d in range(1, len(self.here))]
 

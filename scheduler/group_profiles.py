@@ -30,9 +30,9 @@ from commlayer.scheduler.legs import OwnCallLeg
 from commlayer.scheduler.plan import CurveKey, Leg, Op, Span, owned_parts
 from commlayer.scheduler.probes import Probe, probes_of_group, spanning_groups
 from commlayer.scheduler.slow_pairs import direct_hindrance, ring_hindrance
-from commlayer.scheduler.traffic import Traffic, link_over
+from commlayer.scheduler.traffic import SlowPair, Traffic, link_over
 
-__all__ = ["fits", "group_profile", "link_load", "most_siblings"]
+__all__ = ["fits", "group_profile", "is_on_every_node", "link_load", "most_siblings", "pairs_on"]
 
 _LEAST_OF_REFERENCE = 0.5
 """The least that a group of fewer ranks than any measured one takes, of the time of the smallest measured one."""
@@ -59,9 +59,10 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
     count = siblings or most
     spanning = spanning_groups(sorted(sizes, reverse=True))
     slowest = min(profile.node_rates, default=1.0)
-    references = [_Shape(*each, slowest, *_hindrances(profile, where)) for where, each in spanning.items()]
+    measured = {where: _Shape(*each, slowest, *_hindrances(profile, where)) for where, each in spanning.items()}
+    references = list(measured.values())
     wanted = _Shape(nodes, count, rate or slowest)
-    if wanted in references and (nodes != (2,) or _has_pairs(profile)):
+    if wanted in references and (nodes != (2,) or _has_node_pairs(profile)):
         return profile
     curves = {curve.key: curve for curve in profile.curves if curve.link is Resource.DEVICE}
     for probe in probes_of_group("group", nodes):
@@ -70,7 +71,8 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
             curves |= {} if derived is None else {derived.key: derived}
     # Of a card's rate a rank of the emptiest node has most (Peaks), of the memory's one of the fullest least.
     inter, intra = max(1.0, min(sizes) / (min(nodes) * count)), max(1.0, max(sizes) / (max(nodes) * count))
-    slowed = references[0].direct if len(sizes) > 1 else 1.0
+    # On uneven nodes the peak is that of the rails' curves; on even ones a pair slows rails down as much as all ranks.
+    slowed = measured.get("rail", measured["world"]).direct
     peaks = Peaks(
         profile.peaks.inter_gbps * inter * wanted.rate / slowest * slowed,
         profile.peaks.intra_gbps * intra,
@@ -104,7 +106,7 @@ def link_load(probe: Probe, cluster: Sequence[int]) -> float:
     return _Shape(shape, siblings, 1.0).load(probe.leg, probe.key)
 
 
-def _has_pairs(profile: Profile) -> bool:
+def _has_node_pairs(profile: Profile) -> bool:
     """Whether two ranks of a node were measured: profiles of an earlier version, such as those that are shipped, have no such
     curves."""
     return any(curve.link is Resource.INTRA and curve.group_size == 2 for curve in profile.curves)
@@ -114,6 +116,20 @@ def fits(cluster: Sequence[int], nodes: Sequence[int]) -> bool:
     """Whether a group with so many ranks on each of ``nodes`` has room on a cluster with so many on each of its own."""
     ours, theirs = sorted(nodes, reverse=True), sorted(cluster, reverse=True)
     return len(ours) <= len(theirs) and all(mine <= there for mine, there in zip(ours, theirs, strict=False))
+
+
+def is_on_every_node(cluster: Sequence[int], nodes: Sequence[int]) -> bool:
+    """Whether a group with so many ranks on each of ``nodes`` has some on every node of the cluster, in the cluster's order.
+
+    Of any other group nobody can say by its shape on which nodes it is.
+    """
+    return len(nodes) == len(cluster) and all(mine <= there for mine, there in zip(nodes, cluster, strict=True))
+
+
+def pairs_on(profile: Profile, nodes: tuple[int, ...]) -> tuple[SlowPair, ...]:
+    """The profile's slow pairs that a group of that shape has for certain: all of them where it is on every node, else none."""
+    cluster = tuple(len(members) for members in Topology.parse(profile.topology).nodes)
+    return profile.slow_pairs if is_on_every_node(cluster, nodes) else ()
 
 
 def most_siblings(cluster: Sequence[int], nodes: Sequence[int]) -> int:

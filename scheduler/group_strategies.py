@@ -12,12 +12,11 @@ Over nodes of l ranks each, m nodes, n = m·l ranks, S logical bytes:
 - all_to_all_v: inside the node to the rank that relays for the destination, the one at its place, then one message from there: l
   times fewer messages between nodes, of the same bytes. It pays where latency rules.
 
-``leaders`` is another way over nodes: one rank of each node collects, exchanges with those of the other nodes, and hands out
-(:mod:`commlayer.scheduler.leaders`).
-
 ``flat_direct`` is the same with the whole group as one node: every rank to every rank, sums on the spot and in rank order.
-- ring: all_gather, reduce_scatter and all_reduce round the nodes, where the way between two of them is slow and an order of nodes
-  goes round it (:mod:`commlayer.scheduler.ring_legs`).
+
+Two more ways over nodes are ``leaders``, where one rank of each node collects, exchanges with those of the other nodes, and hands
+out (:mod:`commlayer.scheduler.leaders`), and ``ring``, an all_gather, a reduce_scatter or an all_reduce round the nodes where the
+way between two of them is slow and an order of nodes goes round it (:mod:`commlayer.scheduler.ring_legs`).
 
 Rejected: rings of ranks, and of nodes where no pair is slow. They need n−1 or m−1 steps one after the other, each with the
 latency of a message, and sum in an order that depends on the block.
@@ -32,7 +31,7 @@ from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import encoded_legs, group_legs
 from commlayer.scheduler.broadcast import BROADCAST
 from commlayer.scheduler.lanes import level_of, paced
-from commlayer.scheduler.leaders import BY_LEADERS
+from commlayer.scheduler.leaders import BY_LEADERS, MOST_STAGED, staging_of_leaders
 from commlayer.scheduler.legs import LegOrder, OwnCallLeg
 from commlayer.scheduler.moves import MAX_TAGS, Buffer
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy, is_duplex
@@ -224,6 +223,8 @@ def _objection_over_nodes(traffic: Traffic, strategy: Strategy, chunks: int) -> 
         return "" if is_round else f"it is {what} over three to {_MOST_IN_RING} nodes"
     if len(traffic.nodes) == 1 or max(traffic.nodes) == 1:
         return "it needs several nodes, and several ranks on one of them"
+    if strategy is Strategy.LEADERS and (staged := staging_of_leaders(traffic)) > MOST_STAGED:
+        return f"a leader would need {staged >> 20} MiB beside the tensor, more than {MOST_STAGED >> 20}"
     return _exchange_objection(strategy, chunks) if traffic.collective == "all_to_all_v" else ""
 
 

@@ -1,12 +1,17 @@
 """The legs of plans by leaders: one rank of each node does all of the traffic between nodes (strategy ``leaders``).
 
 A leader gets what its node has, exchanges with the other leaders, and hands out what came of it. Where the other plans over nodes
-let every rank send its share, this takes the fewest messages, and so the least time where latency rules: of small calls, and
+let every rank send its share, this takes few messages, and so the least time where latency rules: of small calls, and
 all the more where nodes hold different numbers of ranks. The leader's memory and its card's one connection carry all bytes,
 so shares win where those count; which it is, prices say.
 
 An all_reduce's leaders send each other the sums of their nodes whole, and each adds up all of them in the order of nodes: so all
 ranks hold the same bits. Rejected: parts of them, as shares go. That is a round more, for fewer bytes where there are few.
+
+Fewest are the messages where the ranks of a node follow each other in the group's order, so that a node's blocks are one run of
+bytes; else an all_gather and a reduce_scatter send one message for each run. A leader that sums has its peers' inputs beside
+its own, and the other nodes' sums: of l ranks on each of m nodes, (l + m - 2) times the tensor in an all_reduce. Where that is
+much (:data:`MOST_STAGED`), there is no such plan.
 """
 
 from __future__ import annotations
@@ -22,7 +27,20 @@ from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Reduction, R
 from commlayer.scheduler.plan import CurveKey, Cut, Op, Plan, Span
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["BY_LEADERS", "LeaderPlace"]
+__all__ = ["BY_LEADERS", "MOST_STAGED", "LeaderPlace", "staging_of_leaders"]
+
+MOST_STAGED = 64 << 20
+"""Bytes that a leader may have beside the tensor. Leaders win where latency rules, of calls far smaller than those that need so
+much; and a rank whose memory is all planned for can spare this, but not some times a gradient bucket."""
+
+
+def staging_of_leaders(traffic: Traffic) -> int:
+    """The bytes that the busiest leader has beside the tensor, for what arrives to be summed."""
+    if traffic.collective not in ("all_reduce", "reduce_scatter"):
+        return 0
+    is_whole, most = traffic.collective == "all_reduce", max(traffic.nodes)
+    sums = traffic.logical_bytes if is_whole else traffic.logical_bytes * most // traffic.group_size
+    return traffic.logical_bytes * max(most - 1, int(is_whole)) + (len(traffic.nodes) - 1) * sums
 
 
 class LeaderPlace:

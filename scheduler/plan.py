@@ -50,7 +50,7 @@ class Strategy(str, Enum):
     FLAT = "flat"  # one call of the backend's own
     DIRECT = "flat_direct"  # also one level, by messages from every rank to every rank, with sums on the spot
     HIERARCHICAL = "hierarchical"  # O1: drop, all_to_all between nodes, all_gather inside
-    LEADERS = "leaders"  # one rank of each node does all between nodes: fewest messages
+    LEADERS = "leaders"  # one rank of each node does all between nodes: few messages
     PIPELINED = "pipelined"  # O2: the same in chunks, inter ∥ intra
     RING = "ring"  # round the nodes, in an order that goes past slow ways between two of them; in chunks too
     PIPELINED_COPY = "pipelined_copy"  # O3: the placing copy is a pipeline stage of its own

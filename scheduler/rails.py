@@ -15,7 +15,7 @@ from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.scheduler.legs import ExchangeLeg
 from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, filled
 from commlayer.scheduler.plan import Cut, Gather, Op, Plan, Span, Strategy
-from commlayer.scheduler.traffic import Traffic
+from commlayer.scheduler.traffic import SlowPair, Traffic
 
 __all__ = ["LEAST_GAIN", "SplitRows", "distinct_nodes", "exchange_over"]
 
@@ -75,16 +75,19 @@ _LEGS = {
 
 
 @lru_cache(maxsize=_MOST_KEPT)
-def exchange_over(span: Span, nodes: tuple[int, ...], logical_bytes: int) -> Plan:
+def exchange_over(
+    span: Span, nodes: tuple[int, ...], logical_bytes: int, slow_pairs: tuple[SlowPair, ...] = ()
+) -> Plan:
     """The plan of an all_to_all over the rails, or the nodes, of a group with so many ranks on each of ``nodes``.
 
     ``logical_bytes``: the buffer of one rank, its own rows included, as of an even all_to_all among the ranks of the span.
+    ``slow_pairs``: as of a :class:`~commlayer.scheduler.traffic.Traffic`; they change what it costs, not what it moves.
     The same object for the same numbers: who runs plans keeps what it finds out about one by its identity.
     Raises PlanError for another span, and for nodes of different sizes.
     """
     if span not in _LEGS:
         raise PlanError(f"an all_to_all over rails or nodes, got {span.value}")
-    traffic = Traffic.on_nodes("all_to_all_v", logical_bytes, nodes)
+    traffic = Traffic.on_nodes("all_to_all_v", logical_bytes, nodes, slow_pairs=slow_pairs)
     if not traffic.is_uniform:
         raise PlanError(f"{traffic}: rails need as many ranks of the group on every node")
     return Plan(traffic, Strategy.HIERARCHICAL, 1, Gather.WHOLE, (_LEGS[span].step(Cut(traffic)),))

@@ -156,7 +156,9 @@ def check_strategies(decision: Decision, strategies: Iterable[str]) -> None:
     there = {timeline.plan.strategy.value for timeline in decision.candidates}
     for name in strategies:
         if name not in there:
+            is_round = name == Strategy.RING.value and not decision.traffic.slow_pairs
+            why = "it goes round slow pairs of nodes, and no pair is slow" if is_round else decision.reason()
             raise UsageError(
                 f"--strategy {name}: expected a strategy with a plan for this traffic, got one that has none ("
-                f"{decision.unpriced or decision.reason()}): leave it out"
+                f"{decision.unpriced or why}): leave it out"
             )

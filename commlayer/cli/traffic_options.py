@@ -8,7 +8,7 @@ from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
-from commlayer.scheduler.group_profiles import fits
+from commlayer.scheduler.group_profiles import fits, is_on_every_node
 from commlayer.scheduler.traffic import Traffic, dtype_bytes, moe_bytes
 from commlayer.scheduler.wire import NATIVE, Wire, parse_wire
 from commlayer.units import format_bytes
@@ -112,7 +112,7 @@ def group_traffic(
     if collective == "broadcast" and wires[0] != (NATIVE,):
         raise UsageError("--wire: a broadcast goes in its tensor's own format: leave it out")
     topology = Topology.parse(profile.topology)
-    sizes = tuple(len(node) for node in topology.nodes)
+    cluster = sizes = tuple(len(node) for node in topology.nodes)
     if group is not None and group not in GROUPS:
         sizes = _shape_within(profile, sizes, group)
     elif group == "node":
@@ -122,7 +122,7 @@ def group_traffic(
             raise UsageError(f"--group rail: {profile.name} has one node ({profile.topology}): use --group node")
         sizes = (1,) * len(sizes)
     link = Resource.INTER if len(sizes) > 1 else Resource.INTRA
-    is_everywhere = len(sizes) == len(topology.nodes)  # else nobody knows which of the nodes it is on
+    is_everywhere = is_on_every_node(cluster, sizes)
     return Traffic(
         nbytes,
         sum(sizes),

@@ -12,6 +12,7 @@ from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.group_profiles import pairs_on
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.plan import Plan, Span, Strategy
 from commlayer.scheduler.price import price
@@ -207,7 +208,9 @@ class Choices:
                 return 0.0
             other = self._others.get((shape, siblings))
             if other is None:  # for its own shape too: other groups of that shape know other nodes
-                other = self._others[shape, siblings] = Choices(shape, self.job_planner, self._settings, self.lane)
+                pairs = () if self.job_planner is None else pairs_on(self.job_planner.profile, shape)
+                other = Choices(shape, self.job_planner, self._settings, self.lane, slow_pairs=pairs)
+                self._others[shape, siblings] = other
                 if siblings:
                     other.use_siblings(siblings)
             return other.predicted_us(collective, num_bytes, wires=wires, element_bytes=element_bytes)
@@ -225,10 +228,12 @@ class Choices:
         return decision.predicted_us
 
     def _over_us(self, span: Span, num_bytes: int) -> float | None:
-        if self.planner is None or num_bytes == 0:
+        if self.planner is None or self.job_planner is None or num_bytes == 0:
             return None if self.planner is None else 0.0
-        try:
-            return price(exchange_over(span, self.shape, num_bytes), self.planner.profile).total_us
+        try:  # by the shape's pairs, as with ``shape``: ranks of several groups compare the two
+            pairs = pairs_on(self.job_planner.profile, self.shape)
+            plan = exchange_over(span, self.shape, num_bytes, pairs)
+            return price(plan, self.planner.profile).total_us
         except PlanError:
             return None
 

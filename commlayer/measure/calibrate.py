@@ -52,7 +52,7 @@ PROBE = SweepOptions(
 )
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 _PROBE_ERROR = 0.25
-"""The error of curves from one or two samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
+"""The error of curves from one to three samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
 say how much a curve bends, not how wrong it is."""
 
 _PROBE_FROM_BYTES = PROBE.min_bytes
@@ -93,10 +93,7 @@ def planner_for(
         return None  # a plan that is forced on every call needs no prices
     if wanted != "auto":
         named = _named(wanted, topology if is_whole_job else None, ranks)
-        if is_whole_job and (why := _moved(named, topology, ranks)):
-            _say(ranks, f"the slow links of profile {shortened(wanted)} are left out of account: {why}")
-            named = named.replace(slow_links=())
-        return Planner(named)
+        return Planner(_without_others_links(named, wanted, topology, ranks, is_whole_job=is_whole_job))
     profile = _calibrated(settings, topology, ranks, timeout_s)
     return None if profile is None else Planner(profile)
 
@@ -198,6 +195,19 @@ def _moved(profile: Profile, topology: Topology, ranks: AllRanks) -> str:
     if not profile.slow_links or profile.environment.get(HOSTS) == node_hosts(topology, ranks):
         return ""
     return "it knows which nodes' links are slow, and this job is on others"
+
+
+def _without_others_links(
+    named: Profile, wanted: str, topology: Topology, ranks: AllRanks, *, is_whole_job: bool
+) -> Profile:
+    """A named profile, without its slow links where they are not known to be those of this job's nodes. Collective."""
+    if not named.slow_links:
+        return named
+    why = _moved(named, topology, ranks) if is_whole_job else "which of its nodes a part of a job is on is not known"
+    if not why:
+        return named
+    _say(ranks, f"the slow links of profile {shortened(wanted)} are left out of account: {why}")
+    return named.replace(slow_links=())
 
 
 def _doubted(probe: Profile) -> str:

@@ -14,10 +14,12 @@ What is hidden, and behind what:
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from commlayer.profiles.errors import InternalError
+from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
@@ -97,7 +99,9 @@ class LayerBuilder:
         degrees = (setup.tp, setup.cp, setup.ep, setup.micro_batch)
         key = (*degrees, setup.precision, setup.attention, setup.folded, nodes)
         if key not in self._levels:
-            flat_us, levels_us = self._dispatch_us(setup, None), self._dispatch_us(setup, levels)
+            flat_us, levels_us = self._dispatch_us(setup, None), math.inf
+            with contextlib.suppress(PlanError):  # a cluster without curves of rails, or of its nodes: then flat
+                levels_us = self._dispatch_us(setup, levels)
             why = (
                 f"tokens go to their experts in two levels, on {levels.nodes:.2g} of {levels.num_nodes} nodes where flat sends "
                 f"{self.job.model.top_k} rows: a layer's dispatch, experts and combine are predicted {levels_us:.0f} µs, "

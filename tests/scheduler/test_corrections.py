@@ -141,6 +141,17 @@ def test_trials_of_a_group_end_when_their_time_is_spent() -> None:
     assert corrections.trial(planner, traffic(1 << 19, "all_gather"), is_wanted=True) is None
 
 
+def test_a_plan_far_off_does_not_keep_the_others_from_a_doubted_trial() -> None:
+    planner, call = Planner(coarse()), traffic(1 << 19)
+    everything = Corrections(1e9).trial(planner, call, is_wanted=False)
+    assert everything is not None
+    times = sorted(timeline.total_us for timeline in everything.contenders)
+    assert len(times) > 3
+    two = Corrections(sum(times[:2]) * corrections_module.RUNS * 1.001).trial(planner, call, is_wanted=False)
+    assert two is not None
+    assert [timeline.total_us for timeline in two.contenders] == times[:2]
+
+
 def test_what_others_go_before_and_what_is_ordered_is_not_tried() -> None:
     planner = Planner(coarse())
     for others in (

@@ -11,12 +11,14 @@ import pytest
 
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.curve import Curve
+from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Peaks, Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler import Plan, Strategy, Traffic, build, price
+from commlayer.scheduler import Plan, Policy, Strategy, Traffic, build, choose, price
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_moves import Group, group_moves, owned_blocks
 from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.leaders import LeaderPlace, staging_of_leaders
 from commlayer.scheduler.moves import Message
 from commlayer.scheduler.price import curve_of
 
@@ -122,6 +124,34 @@ def test_the_price_alone_chooses_between_leaders_and_shares(collective: str) -> 
     traffic = Traffic.on_nodes(collective, 1 << 12, (4, 4))
     assert Planner(profile_of(100.0)).decide(traffic).plan.strategy is Strategy.LEADERS
     assert Planner(profile_of(9000.0)).decide(traffic).plan.strategy is not Strategy.LEADERS
+
+
+def test_leaders_are_left_out_where_the_profile_has_no_curve_for_them() -> None:
+    """One that names the rails of uneven groups' exchanges, but was never inside a node."""
+    profile = profile_of(100.0)
+    lacking = {("gather", 4), ("scatter", 4), ("all_to_all", 4)}
+    kept = [each for each in profile.curves if (each.collective, each.group_size) not in lacking]
+    profile, traffic = profile.replace(curves=kept), Traffic.on_nodes("all_gather", 1 << 12, (4, 4))
+    found = {timeline.plan.strategy for timeline in choose(traffic, profile).candidates}
+    assert Strategy.HIERARCHICAL in found
+    assert Strategy.LEADERS not in found
+    with pytest.raises(PlanError, match="all_to_all"):
+        choose(traffic, profile, Policy(strategies=(Strategy.LEADERS,)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_leaders_that_would_need_much_memory_are_refused(shape: tuple[int, ...]) -> None:
+    for collective in ("all_reduce", "reduce_scatter"):
+        n = sum(shape)
+        small = Traffic.on_nodes(collective, n << 12, shape)
+        plan, needed = build(small, Strategy.LEADERS), staging_of_leaders(small)
+        nodes = in_order(shape)
+        blocks = [1 << 12] * n
+        places = [LeaderPlace(plan, nodes, rank, blocks, 0) for rank in range(n)]
+        assert max(place.staging_bytes for place in places) == needed
+        with pytest.raises(PlanError, match="MiB beside the tensor"):
+            build(Traffic.on_nodes(collective, 64 << 20, shape), Strategy.LEADERS)
+    build(Traffic.on_nodes("all_gather", 64 << 20, shape), Strategy.LEADERS)
 
 
 def test_siblings_leaders_share_the_card() -> None:

@@ -6,17 +6,20 @@ from dataclasses import replace
 
 import pytest
 
+from commlayer.engine.group_plans import Choices
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Policy, Strategy, Traffic, build, choose, price
-from commlayer.scheduler.group_profiles import group_profile
+from commlayer.scheduler.decision import Planner
+from commlayer.scheduler.group_profiles import group_profile, pairs_on
 from commlayer.scheduler.legs import OwnCallLeg
-from commlayer.scheduler.plan import Op, Plan, owned_parts
+from commlayer.scheduler.plan import Op, Plan, Span, owned_parts
 from commlayer.scheduler.probes import probes
 from commlayer.scheduler.slow_pairs import direct_hindrance, ring_hindrance, ring_order
+from commlayer.settings import Settings
 
 RATES = {Resource.INTER: 6.25, Resource.INTRA: 500.0, Resource.DEVICE: 2000.0}  # bytes a microsecond and rank
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
@@ -95,6 +98,29 @@ def test_a_part_of_the_cluster_without_the_pair_is_priced_without_it() -> None:
             assert inter_us(plan, found) == pytest.approx(inter_us(plan, expected), rel=1e-3)
 
 
+def test_the_peak_of_an_uneven_cluster_is_that_of_its_rails() -> None:
+    slow = (SlowLink((1, 2), 0.1),)
+    measured = profile_of("5+1+1+1", direct=10 / 3, ring=10.0, slow=slow)
+    clean = group_profile(measured, (4, 1, 1, 1))
+    assert clean.peaks.inter_gbps == pytest.approx(profile_of("5+1+1+1").peaks.inter_gbps)
+
+
+def test_a_shape_on_every_node_is_predicted_with_the_profiles_slow_pairs() -> None:
+    slow = (SlowLink((0, 1), 0.1),)
+    measured = profile_of("4x2", direct=10 / 3, ring=10.0, slow=slow)
+    with_pair = Choices((2,) * 4, Planner(measured), Settings(), slow_pairs=measured.slow_pairs)
+    plain = Choices((2,) * 4, Planner(profile_of("4x2")), Settings())
+    own, by_shape = (with_pair.predicted_us("all_to_all_v", 1 << 24, shape) for shape in (None, (2,) * 4))
+    assert own is not None
+    assert by_shape == pytest.approx(own)
+    rails = [choices.predicted_us("all_to_all_v", 1 << 24, over=Span.RAIL) for choices in (with_pair, plain)]
+    assert rails[0] is not None
+    assert rails[1] is not None
+    assert rails[0] == pytest.approx(rails[1] * 10 / 3, rel=0.01)
+    assert pairs_on(measured, (1, 1, 1)) == ()  # on which three nodes, nobody knows
+    assert pairs_on(profile_of("1+3+3", slow=slow), (3, 1, 1)) == ()  # not in the cluster's order
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("nodes", [(2,) * 4, (1,) * 4, (3, 1, 2, 2)])
 def test_the_ring_is_chosen_where_an_order_of_nodes_goes_round_the_slow_pair(
@@ -104,7 +130,7 @@ def test_the_ring_is_chosen_where_an_order_of_nodes_goes_round_the_slow_pair(
     policy = Policy(tolerance=0.1)
     slow = choose(traffic_of(collective, nodes, (0, 1, 0.1)), profile, policy)
     assert slow.plan.strategy is Strategy.RING
-    assert "; node order 0-2-1-3 avoids the slow pair 0-1 (10% of the usual rate)" in slow.reason()
+    assert "; node order 0-2-1-3 avoids the slow pair 0-1 of the group (10% of the usual rate)" in slow.reason()
     plain = choose(traffic_of(collective, nodes), profile, policy)
     assert all(timeline.plan.strategy is not Strategy.RING for timeline in plain.candidates)
     assert "pair" not in plain.reason()
@@ -114,14 +140,21 @@ def test_the_ring_is_chosen_where_an_order_of_nodes_goes_round_the_slow_pair(
 
 def test_a_slow_pair_that_is_used_all_the_same_is_named_with_the_reason() -> None:
     three = choose(traffic_of("all_gather", (2, 2, 2), PAIR), profile_of("3x2"))
-    assert "; no order of its 3 nodes avoids the slow pair 0-1 (25% of the usual rate)" in three.reason()
+    assert "; no order of its 3 nodes avoids the slow pair 0-1 of the group (25% of the usual rate)" in three.reason()
     wide = choose(
         Traffic.on_nodes("all_gather", 16 << 20, (2,) * 8, slow_pairs=(PAIR,)), profile_of("8x2"), Policy(tolerance=0.1)
     )
     assert wide.plan.strategy is not Strategy.RING
     assert "is used, for going round it in the node order 0-2-1-3-4-5-6-7 is not predicted faster" in wide.reason()
+    small = choose(traffic_of("all_gather", (2, 2, 2, 2), PAIR), profile_of("4x2"), Policy(min_bytes=1 << 30))
+    assert "pair" not in small.reason()
     exchange = choose(traffic_of("all_to_all_v", (2, 2, 2, 2), PAIR), profile_of("4x2"))
     assert "is used, for no plan of this traffic goes round the nodes" in exchange.reason()
+
+
+def test_a_ring_alone_is_refused_where_no_pair_is_slow() -> None:
+    with pytest.raises(PlanError, match=r"allows only ring, .* and no pair is slow"):
+        choose(traffic_of("all_reduce"), profile_of("4x2"), Policy(strategies=(Strategy.RING,)))
 
 
 def test_an_all_to_all_takes_as_long_as_the_slow_pair() -> None:

@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from commlayer.profiles.errors import PlanError
 from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.step_collectives import layer_backward, layer_forward
-from commlayer.scheduler.plan import Span
+from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import distinct_nodes
 
 EOS = clusters.load("h100-eos")
@@ -60,6 +62,16 @@ def test_two_levels_where_the_network_is_what_a_step_waits_for() -> None:
 )
 def test_flat_where_a_dispatcher_knows_no_levels(setup: Setup, software: Software) -> None:
     found = estimate(slower(0.25), software, setup)
+    assert not [traffic for traffic in found.traffics if "rails" in traffic.name]
+    assert not [note for note in found.notes if "two levels" in note]
+
+
+def test_flat_where_two_levels_have_no_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unpriced(_: Pricer, span: Span, __: int, ___: tuple[int, ...]) -> tuple[Plan, float]:
+        raise PlanError(f"no curve over {span.value}")
+
+    monkeypatch.setattr(Pricer, "over", unpriced)
+    found = estimate(slower(0.25))
     assert not [traffic for traffic in found.traffics if "rails" in traffic.name]
     assert not [note for note in found.notes if "two levels" in note]
 
