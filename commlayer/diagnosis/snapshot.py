@@ -17,6 +17,7 @@ from commlayer.diagnosis.ring import (
     ANY,
     Entry,
     Track,
+    copied,
     opened_tracks,
     outside,
     recorded_calls,
@@ -94,7 +95,7 @@ def _group(track: Track, done: int) -> GroupLog:
         lane=track.lane(),
         issued=track.issued,
         done=done,
-        messages=tuple(MessageCount(*key, count) for key, count in list(track.messages.items())),
+        messages=tuple(MessageCount(*key, count) for key, count in copied(track.messages.items())),
     )
 
 
