@@ -254,7 +254,7 @@ class Inquiry:
 
 
 def _packed(log: RankLog) -> bytes:
-    if len(log.calls) > _MOST_CALLS:
+    if len(log.calls) > _MOST_CALLS:  # a thread's last call is what it may wait in: it is kept however old it is
         held = {call.thread: call for call in log.calls[:-_MOST_CALLS]}
         recent = log.calls[-_MOST_CALLS:]
         threads = {call.thread for call in recent}

@@ -24,6 +24,8 @@ from time import perf_counter_ns as now
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from commlayer.diagnosis.records import MESSAGES
+
 __all__ = [
     "ANY",
     "Entry",
@@ -49,7 +51,6 @@ before its end (of a message its peer and tag), splits, call site (code, offset)
 Waiting = tuple["Track", str, int, int, int, CodeType, int, int]
 """A thread's wait for a call that was made earlier: its group, kind, number, peer and tag, the place of the wait (code, offset),
 and since when, ns."""
-_MESSAGES = ("send", "recv")
 _Each = TypeVar("_Each")
 _MOST_COUNTED = 8192
 """Peers and tags of messages that a group counts; a ring of more than half as many calls counts more."""
@@ -205,7 +206,7 @@ class Track:
     def waited(self) -> None:
         """The wait has ended well."""
         found = _waiting.pop(get_ident(), None)
-        if found is not None and found[1] in _MESSAGES:
+        if found is not None and found[1] in MESSAGES:
             key = found[1], found[3], found[4]
             self.settled[key] = max(self.settled.get(key, 0), found[2])
 

@@ -262,7 +262,6 @@ def test_the_ring_keeps_the_last_calls_and_counts_all(track: Track) -> None:
     assert [call.number for call in log.calls] == [8, 9, 10, 11]
     assert [call.state for call in log.calls] == ["done", "done", "done", "started"]
     assert (log.groups[0].issued, log.groups[0].done, log.groups[0].lane) == (11, 10, "ep")
-    assert [call.number for call in rank_log("job", 5, [5, 7], "signal", {}, most_calls=2).calls] == [10, 11]
 
 
 def test_a_refused_call_gives_its_number_back(track: Track) -> None:

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it too
 
 from commlayer.diagnosis import inquiry
 from commlayer.diagnosis.inquiry import Inquiry
+from commlayer.diagnosis.records import CallLog, RankLog, Site
 from commlayer.failures.detector import Asked, FailureDetector
 
 
@@ -177,3 +178,11 @@ def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypa
     assert made.diagnosed() == ""
     made._lead_or_follow(0, made._snapshot("timeout"), 0.0)  # the first question's thread has been slow
     assert made.diagnosed() == ""
+
+
+def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
+    calls = [CallLog(group=0, number=number, kind="barrier", site=Site("a.py", 1, "f"), thread=7) for number in (1, 2)]
+    calls += [CallLog(group=0, number=3 + at, kind="barrier", site=Site("a.py", 2, "f"), thread=8) for at in range(200)]
+    log = RankLog(job="", rank=0, ranks=(0, 1), reason="timeout", calls=tuple(calls))
+    told = inquiry._unpacked(inquiry._packed(log)).calls
+    assert [call.number for call in told] == [2, *range(75, 203)]
