@@ -40,19 +40,24 @@ class Listening(FailureDetector):
 
 @pytest.fixture(autouse=True)
 def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No inquiries at first, and the signal's default afterwards."""
+    """No inquiries at first, none that still answers afterwards, and the signal's default again."""
     monkeypatch.setattr(inquiry, "_inquiries", [])
     yield
-    for each in list(inquiry._inquiries):
-        each.close()
+    while made:
+        made[-1].close()
+        made.pop().linger()
     faulthandler.unregister(signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+made: list[Inquiry] = []
 
 
 def asking(folder: Path, detector: FailureDetector | None = None) -> tuple[Inquiry, Listening]:
     detector = detector or Listening()
     assert isinstance(detector, Listening)
-    return Inquiry(detector, HashStore(), str(folder)), detector
+    made.append(Inquiry(detector, HashStore(), str(folder)))
+    return made[-1], detector
 
 
 def is_handled() -> bool:
@@ -60,13 +65,13 @@ def is_handled() -> bool:
 
 
 def test_the_signal_is_taken_and_given_back(tmp_path: Path) -> None:
-    made, detector = asking(tmp_path)
+    first, detector = asking(tmp_path)
     assert is_handled()
     os.kill(os.getpid(), signal.SIGUSR1)
     (read,) = detector.reading.values()
     read()
     assert [each.is_timeout for each in detector.questions] == [False]
-    made.close()
+    first.close()
     assert not is_handled()
     assert not detector.reading
 
@@ -75,9 +80,9 @@ def test_the_programs_own_faulthandler_keeps_the_signal(tmp_path: Path) -> None:
     """Python's own getsignal does not know of it."""
     with (tmp_path / "dump").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
-        made, detector = asking(tmp_path)
+        first, detector = asking(tmp_path)
         os.kill(os.getpid(), signal.SIGUSR1)
-        made.close()
+        first.close()
         assert is_handled()
         assert not detector.reading
     assert "test_inquiry.py" in (tmp_path / "dump").read_text()
@@ -90,18 +95,18 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
 
 
 def test_a_handler_that_came_later_stays(tmp_path: Path) -> None:
-    made, _ = asking(tmp_path)
+    first, _ = asking(tmp_path)
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    made.close()
+    first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
 
 
 def test_the_signal_can_be_taken_again_after_a_handler_that_came_later(tmp_path: Path) -> None:
-    made, _ = asking(tmp_path)
+    first, _ = asking(tmp_path)
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    made.close()
+    first.close()
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     _, detector = asking(tmp_path)
     assert detector.reading
@@ -109,20 +114,20 @@ def test_the_signal_can_be_taken_again_after_a_handler_that_came_later(tmp_path:
 
 
 def test_a_handler_in_c_that_came_later_stays(tmp_path: Path) -> None:
-    made, _ = asking(tmp_path)
+    first, _ = asking(tmp_path)
     heard: list[int] = []
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(heard.append)
     ctypes.CDLL(None).signal(int(signal.SIGUSR1), handler)
-    made.close()
+    first.close()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
 
 
 def test_a_faulthandler_of_the_program_that_came_later_stays(tmp_path: Path) -> None:
-    made, _ = asking(tmp_path)
+    first, _ = asking(tmp_path)
     with (tmp_path / "dump").open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
-        made.close()
+        first.close()
         os.kill(os.getpid(), signal.SIGUSR1)
     assert "test_inquiry.py" in (tmp_path / "dump").read_text()
 
@@ -152,32 +157,31 @@ def test_without_descriptors_the_job_starts_all_the_same(
 
 
 def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp_path: Path) -> None:
-    made, detector = asking(tmp_path)
-    made.signalled()
-    made.timed_out()
-    made.timed_out()
+    first, detector = asking(tmp_path)
+    first.signalled()
+    first.timed_out()
+    first.timed_out()
     assert [(each.round, each.is_timeout) for each in detector.questions] == [(0, False), (1, True)]
-    made.observe(Asked(2, 1, is_timeout=False))
-    made.timed_out()
+    first.observe(Asked(2, 1, is_timeout=False))
+    first.timed_out()
     assert [each.round for each in detector.questions] == [0, 1, 3]
-    made.observe(Asked(4, 1, is_timeout=True))
-    made.timed_out()
+    first.observe(Asked(4, 1, is_timeout=True))
+    first.timed_out()
     assert [each.round for each in detector.questions] == [0, 1, 3]
-    made.linger()
 
 
 def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = asking(tmp_path)
-    monkeypatch.setattr(made, "_lead", lambda store, asked, log, began: f"found in {asked}")
+    first, _ = asking(tmp_path)
+    monkeypatch.setattr(first, "_lead", lambda store, asked, log, began: f"found in {asked}")
     monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
-    made.timed_out()
-    assert made.diagnosed() == "found in 0"
+    first.timed_out()
+    assert first.diagnosed() == "found in 0"
     monkeypatch.setattr(inquiry, "_RESULT_S", 0.01)
-    monkeypatch.setattr(made, "_start", lambda *what: None)
-    made.timed_out()
-    assert made.diagnosed() == ""
-    made._lead_or_follow(0, made._snapshot("timeout"), 0.0)  # the first question's thread has been slow
-    assert made.diagnosed() == ""
+    monkeypatch.setattr(first, "_start", lambda *what: None)
+    first.timed_out()
+    assert first.diagnosed() == ""
+    first._lead_or_follow(0, first._snapshot("timeout"), 0.0)  # the first question's thread has been slow
+    assert first.diagnosed() == ""
 
 
 def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
