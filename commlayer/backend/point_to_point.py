@@ -162,7 +162,7 @@ class Messages:
         who, text = self._members.who, str(error)
         if is_timeout(error) or "timeout" in text.lower():
             board = self._inner.planned.board
-            board.on_timeout()
+            board.inquire()
             found = board.diagnosed()
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "

@@ -265,6 +265,10 @@ def _choice() -> list[Finding]:
             "set COMMLAYER_PROFILE=cluster.json or pass profile=. Without one a Communicator refuses to guess"
         )
         return [Finding(section, "warn", "profile", "none set", advice)]
+    if name in _NOT_PROFILES:
+        return [
+            Finding(section, "ok", "profile", name, f"{_NOT_PROFILES[name]}; a Communicator wants a profile's name")
+        ]
     try:
         profile = catalog.load_profile(name)
     except CommlayerError as error:
@@ -289,6 +293,11 @@ def _cache() -> list[Finding]:
     return [Finding("Cached profiles", *line) for line in cache_lines(settings)]
 
 
+_NOT_PROFILES = {
+    "auto": "the backend takes the profile that it has kept of this cluster, or measures one when a job first starts",
+    "none": "the backend plans nothing, and every call is the flat one",
+}
+"""What COMMLAYER_PROFILE can say besides a profile's name or path."""
 _CARD = "look at its card, cable and driver, or leave it out; all_reduces over three nodes or more spare it meanwhile"
 _WAY = (
     "look at the cables and switches between them; on four nodes or more all_reduce, all_gather and reduce_scatter go round the "

@@ -71,7 +71,7 @@ def read_logs(folder: Path) -> list[RankLog]:
             logs.append(_read(path))
         except UsageError as error:  # noqa: PERF203  all damaged files are to be named
             troubles.append(str(error))
-    jobs = {log.job: path for log, path in zip(logs, paths, strict=False)}
+    jobs = {log.job for log in logs if log.job}  # whose store was gone, a rank could not read its job's name
     if not troubles and len(jobs) > 1:
         each = ", ".join(f"{job} ({sum(log.job == job for log in logs)} files)" for job in sorted(jobs))
         troubles.append(f"{folder}: expected files of one job, got {each}: give every job a folder of its own")

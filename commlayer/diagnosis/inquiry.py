@@ -6,7 +6,8 @@ logs meet in the job's store, where the first rank to ask collects them, and fin
 the same time read there what it has found. Each step has a limit, and where the store is gone, every rank that asked prints its
 own log.
 
-SIGUSR1 is taken only where nothing else takes it when the job starts. Python runs handlers when the main thread comes back to
+SIGUSR1 is taken only where nothing else takes it when the job starts, and given back only where nothing else has taken it since.
+Python runs handlers when the main thread comes back to
 it, which one that waits in C++ does not; so :mod:`faulthandler` writes to a pipe, from the signal itself, and the detector's
 thread reads.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
 import secrets
@@ -22,8 +24,10 @@ import signal
 import sys
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -47,7 +51,7 @@ _GATHER_S = 1.2
 _RESULT_S = 2.5
 """For how long a rank that asked too waits for what has been found."""
 _AGAIN_S = 20.0
-"""Ranks that time out so soon after one another ask about one thing."""
+"""Ranks that time out so soon after one another ask about one thing. What a signal has found out before is too old for them."""
 _SIGNALS_S = 2.0
 """The same for signals: somebody sends them to all ranks of a machine, and perhaps again."""
 _ONE_SIGNAL_S = 0.5
@@ -56,6 +60,8 @@ _LOOK_S = 0.01
 _MOST_CALLS = 128
 """Of a log that is told; files have the whole ring."""
 _LINGER_S = 2.0
+_ACTION_BYTES = 512
+"""More than the system's struct sigaction has."""
 
 
 class Inquiry:
@@ -69,9 +75,12 @@ class Inquiry:
         self.rank, self.ranks = detector.rank, detector.ranks
         self._round = 0
         self._answered_s = -_AGAIN_S
+        self._was_timeout = False
         self._lock = threading.Lock()
+        self._asking = -1
         self._found = threading.Event()
         self._text = ""
+        """What was found in the round ``_asking``."""
         self._threads: list[threading.Thread] = []
         detector.attach(self)
         _inquiries.append(self)
@@ -97,13 +106,16 @@ class Inquiry:
     def _ask(self, *, is_timeout: bool) -> None:
         began = time.monotonic()
         with self._lock:
-            is_same = began - self._answered_s < (_AGAIN_S if is_timeout else _SIGNALS_S)
+            age_s = began - self._answered_s
+            is_same = (age_s < _AGAIN_S and self._was_timeout) if is_timeout else age_s < _SIGNALS_S
             asked = self._round - 1 if is_same else self._round
-            self._found.clear()
+            if asked != self._asking or not self._text:
+                self._asking, self._text = asked, ""
+                self._found.clear()
         log = None
         if not is_same:  # else it has been asked already, and this rank has answered
             log = self._snapshot("timeout" if is_timeout else "signal")
-            self._mark_answered(asked)
+            self._mark_answered(asked, is_timeout=is_timeout)
             self._detector.tell(Asked(asked, self.rank, is_timeout))
         self._start(self._lead_or_follow, asked, log, began)
 
@@ -115,12 +127,12 @@ class Inquiry:
             if record.round < self._round:
                 return
         log = self._snapshot("asked")
-        self._mark_answered(record.round)
+        self._mark_answered(record.round, is_timeout=record.is_timeout)
         self._start(self._answer, record.round, log)
 
-    def _mark_answered(self, asked: int) -> None:
+    def _mark_answered(self, asked: int, *, is_timeout: bool) -> None:
         with self._lock:
-            self._round, self._answered_s = asked + 1, time.monotonic()
+            self._round, self._answered_s, self._was_timeout = asked + 1, time.monotonic(), is_timeout
 
     def _snapshot(self, reason: str) -> RankLog:
         gone = {rank: left.why for rank, left in list(self._detector.left.items())}
@@ -143,6 +155,7 @@ class Inquiry:
 
     def _lead_or_follow(self, asked: int, log: RankLog | None, began: float) -> None:
         """Find out what is wrong, or read what the rank has found that asked first. ``log`` None: of this rank it has one."""
+        text = ""
         try:
             store = self._client()
             is_first = log is not None and within(_STORE_S, lambda: store.add(f"{asked}/asked", 1)) == 1
@@ -150,13 +163,16 @@ class Inquiry:
                 store.set("job", secrets.token_hex(8))
             if log is not None:
                 log = self._publish(store, asked, log)
-            self._text = self._lead(store, asked, log, began) if is_first and log else self._result(store, asked)
+            text = self._lead(store, asked, log, began) if is_first and log else self._result(store, asked)
         except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
-                self._text = log_words(log)
-                print(f"commlayer: the job's store does not answer; {self._text}", file=sys.stderr, flush=True)
+                text = log_words(log)
+                print(f"commlayer: the job's store does not answer; {text}", file=sys.stderr, flush=True)
         finally:
-            self._found.set()
+            with self._lock:
+                if asked == self._asking:  # else another question is newer, whose error this answer does not explain
+                    self._text = text or self._text
+                    self._found.set()
         if log is not None:
             self._write(log)
 
@@ -227,8 +243,8 @@ class Inquiry:
         self._detector.detach(self)
         with contextlib.suppress(ValueError):
             _inquiries.remove(self)
-        if not _inquiries:
-            _leave_signal()
+        if _hearing is not None and _hearing.detector is self._detector:
+            _hearing.move(_inquiries)
 
     def linger(self) -> None:
         """Let what has been asked be answered, for two seconds at most, before the process ends."""
@@ -238,7 +254,7 @@ class Inquiry:
 
 
 def _packed(log: RankLog) -> bytes:
-    if len(log.calls) > _MOST_CALLS:
+    if len(log.calls) > _MOST_CALLS:  # a thread's last call is what it may wait in: it is kept however old it is
         held = {call.thread: call for call in log.calls[:-_MOST_CALLS]}
         recent = log.calls[-_MOST_CALLS:]
         threads = {call.thread for call in recent}
@@ -254,7 +270,7 @@ def _unpacked(data: bytes) -> RankLog:
 # Of this process
 
 _inquiries: list[Inquiry] = []
-_pipe: tuple[int, int] | None = None
+_hearing: _Hearing | None = None
 
 
 def inquiry_of(detector: FailureDetector) -> Inquiry | None:
@@ -262,42 +278,113 @@ def inquiry_of(detector: FailureDetector) -> Inquiry | None:
     return next((each for each in list(_inquiries) if each._detector is detector), None)
 
 
-def _take_signal(detector: FailureDetector) -> None:
-    """Answer SIGUSR1, on the detector's thread, where nothing else does."""
-    global _pipe
-    if _pipe is not None or not hasattr(signal, "SIGUSR1") or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        return
-    ears, mouth = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+class _Mouth:
+    """The end of a pipe into which faulthandler writes. It alone keeps this: another file in its place frees it."""
 
-    heard_s = -_ONE_SIGNAL_S
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
-    def read() -> None:
-        nonlocal heard_s
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def flush(self) -> None:
+        return None
+
+
+class _Hearing:
+    """SIGUSR1 as a pipe that the thread of ``detector`` reads. Raises OSError where no descriptors are left."""
+
+    def __init__(self, detector: FailureDetector) -> None:
+        self.detector = detector
+        self._heard_s = -_ONE_SIGNAL_S
+        self._ears, self._writes_to = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        mouth = _Mouth(self._writes_to)
+        faulthandler.unregister(
+            signal.SIGUSR1
+        )  # it may think that it is still registered from before another's handler
+        self._mouth = weakref.ref(mouth)
+        faulthandler.register(signal.SIGUSR1, file=mouth, all_threads=False)
+        self._action = _action()
+
+    def read(self) -> None:
+        """Somebody has sent the signal."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(ears, 1 << 16):
+            while os.read(self._ears, 1 << 16):
                 pass
-        if time.monotonic() - heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
-            heard_s = time.monotonic()
+        if time.monotonic() - self._heard_s > _ONE_SIGNAL_S:  # what one signal writes comes in pieces
+            self._heard_s = time.monotonic()
             for each in list(_inquiries)[:1]:
                 each.signalled()
 
-    if not detector.listen(ears, read):
-        os.close(ears)
-        os.close(mouth)
+    def listen(self) -> bool:
+        """Have the detector read. False: it has no thread."""
+        with contextlib.suppress(OSError):  # the system watches no more descriptors
+            return self.detector.listen(self._ears, self.read)
+        return False
+
+    def move(self, inquiries: list[Inquiry]) -> None:
+        """The detector ends: have that of another inquiry read; where none is left, let go of the signal."""
+        self.detector.forget(self._ears)
+        for each in list(inquiries):
+            self.detector = each._detector
+            if self.listen():
+                return
+        _leave_signal()
+
+    def end(self) -> None:
+        """Give SIGUSR1 its default again, and let go of the pipe; what somebody else has put in its place stays."""
+        is_written = self._mouth() is not None
+        if is_written and _action() != self._action:
+            return  # whoever has taken the signal since may pass it on, into a pipe that must be no other file then
+        if is_written:
+            faulthandler.unregister(signal.SIGUSR1)
+        for descriptor in (self._ears, self._writes_to):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _action() -> bytes:
+    """The address of the signal's handler, as the system says it: Python does not know of those in C."""
+    found = ctypes.create_string_buffer(_ACTION_BYTES)
+    ctypes.CDLL(None).sigaction(int(signal.SIGUSR1), None, found)
+    return found.raw[: ctypes.sizeof(ctypes.c_void_p)]  # the first field; of others parts are left as they were
+
+
+def _is_taken() -> bool:
+    """Whether something takes SIGUSR1, or ignores it: handlers in C, as faulthandler's, too."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigCgt:", "SigIgn:"))]
+    except (OSError, ValueError, IndexError):
+        masks = []
+    if len(masks) < 2:  # a system without these lines
+        return signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+    return any(mask >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
+
+
+def _take_signal(detector: FailureDetector) -> None:
+    """Answer SIGUSR1, on the detector's thread, where nothing else does."""
+    global _hearing
+    if _hearing is not None or not hasattr(signal, "SIGUSR1"):
         return
-    _pipe = ears, mouth
-    faulthandler.register(signal.SIGUSR1, file=mouth, all_threads=False)
+    try:
+        if _is_taken():
+            return
+        hearing = _Hearing(detector)
+    except OSError as error:  # the job runs without it as well
+        print(f"commlayer: rank {detector.rank} does not answer SIGUSR1: {error}", file=sys.stderr, flush=True)
+        return
+    if hearing.listen():
+        _hearing = hearing
+    else:
+        hearing.end()
 
 
 def _leave_signal() -> None:
-    """Give SIGUSR1 its default again, and let go of the pipe."""
-    global _pipe
-    if _pipe is not None:
-        faulthandler.unregister(signal.SIGUSR1)
-        for descriptor in _pipe:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        _pipe = None
+    global _hearing
+    hearing, _hearing = _hearing, None
+    if hearing is not None:
+        hearing.end()
 
 
 @atexit.register

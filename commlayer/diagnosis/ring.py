@@ -14,14 +14,17 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from sys import _getframe
 from threading import get_ident
 from time import perf_counter_ns as now
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+from commlayer.diagnosis.records import MESSAGES
 
 __all__ = [
     "ANY",
@@ -29,6 +32,7 @@ __all__ = [
     "Silent",
     "Track",
     "Waiting",
+    "copied",
     "open_track",
     "opened_tracks",
     "outside",
@@ -47,7 +51,9 @@ before its end (of a message its peer and tag), splits, call site (code, offset)
 Waiting = tuple["Track", str, int, int, int, CodeType, int, int]
 """A thread's wait for a call that was made earlier: its group, kind, number, peer and tag, the place of the wait (code, offset),
 and since when, ns."""
-_MESSAGES = ("send", "recv")
+_Each = TypeVar("_Each")
+_MOST_COUNTED = 8192
+"""Peers and tags of messages that a group counts; a ring of more than half as many calls counts more."""
 
 
 class _Inside(dict[str, bool]):
@@ -75,14 +81,16 @@ class Track:
     """One group's calls as this rank made them. ``key``: the group's alone in the job; ``ranks``: its members (global).
 
     ``issued``: how many collectives the program has called; ``done``: how many have ended well; ``messages``: how many messages
-    of a kind, with that peer (global) and tag; ``settled``: how many of them somebody has waited for. ``ended`` knows of calls
-    that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives. ``latest``: torch's
-    options of the last call; to keep those of all calls costs as much as all else.
+    of a kind, with that peer (global) and tag, those that were used last at the end; ``settled``: how many of them somebody has
+    waited for. Where a program takes ever new tags, the oldest are forgotten, once all of theirs are settled. ``ended``
+    knows of calls that have ended and that nobody has waited for; it must not keep the group alive, which the ring outlives.
+    ``latest``: torch's options of the last call; to keep those of all calls costs as much as all else.
     """
 
     __slots__ = (
         "__weakref__",
         "_append",
+        "_room",
         "describe",
         "done",
         "ended",
@@ -110,8 +118,9 @@ class Track:
         self.issued = self.done = 0
         self.ended: Callable[[], int] | None = None
         self.latest: Any = None
-        self.messages: dict[tuple[str, int, int], int] = {}
+        self.messages: OrderedDict[tuple[str, int, int], int] = OrderedDict()
         self.settled: dict[tuple[str, int, int], int] = {}
+        self._room = _MOST_COUNTED
 
     def note(
         self,
@@ -164,6 +173,7 @@ class Track:
         """Call ``number`` was refused on this rank, before anything of it was sent: the next one has its number."""
         if self.issued == number:
             self.issued = number - 1
+            self.latest = None  # they are not those of the call before
 
     def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:
         """A message to or from ``member`` of the group, or :data:`ANY`, is posted. Returns what :meth:`wait` takes."""
@@ -171,9 +181,20 @@ class Track:
         code, offset = _site(2)
         key = kind, peer, tag
         number = self.messages[key] = self.messages.get(key, 0) + 1
+        self.messages.move_to_end(key)
+        if len(self.messages) > self._room:
+            self._forget()
         sent, received = (num_bytes, 0) if kind == "send" else (0, num_bytes)
         self._append((self, number, kind, dtype, sent, received, (peer, tag), None, code, offset, get_ident(), now()))
         return kind, number, peer, tag
+
+    def _forget(self) -> None:
+        """Forget the older half of what is counted, but for messages that nobody has waited for."""
+        most = max(_MOST_COUNTED, 2 * (_calls.maxlen or 0))  # those of the calls in the ring stay
+        for key in list(islice(self.messages, len(self.messages) - most // 2)):
+            if self.settled.get(key, 0) >= self.messages[key]:
+                del self.messages[key], self.settled[key]
+        self._room = max(most, len(self.messages) + most // 2)
 
     def wait(self, kind: str, number: int, peer: int = ANY, tag: int = 0) -> None:
         """This thread waits from now on for call ``number``, or for that message."""
@@ -185,7 +206,7 @@ class Track:
     def waited(self) -> None:
         """The wait has ended well."""
         found = _waiting.pop(get_ident(), None)
-        if found is not None and found[1] in _MESSAGES:
+        if found is not None and found[1] in MESSAGES:
             key = found[1], found[3], found[4]
             self.settled[key] = max(self.settled.get(key, 0), found[2])
 
@@ -257,22 +278,27 @@ def open_track(
 
 def recorded_calls() -> list[Entry]:
     """The calls in the ring, oldest first. From any thread."""
+    return copied(_calls)
+
+
+def copied(items: Iterable[_Each]) -> list[_Each]:
+    """What is in ``items``, to which other threads add."""
     while True:
         try:
-            return list(_calls)
-        except RuntimeError:  # noqa: PERF203  a call was made meanwhile
+            return list(items)
+        except RuntimeError:  # noqa: PERF203  something came meanwhile
             continue
 
 
 def opened_tracks() -> list[Track]:
     """The tracks of the groups that are there."""
-    return sorted(_tracks, key=lambda track: track.key)
+    return sorted(copied(_tracks), key=lambda track: track.key)
 
 
 def waiting_threads() -> dict[int, Waiting]:
     """The wait of each thread that waits for a call made earlier; threads that have ended are left out."""
     alive = {thread.ident for thread in threading.enumerate()}
-    return {ident: waiting for ident, waiting in list(_waiting.items()) if ident in alive}
+    return {ident: waiting for ident, waiting in copied(_waiting.items()) if ident in alive}
 
 
 def _in_child() -> None:

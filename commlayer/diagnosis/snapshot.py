@@ -17,6 +17,7 @@ from commlayer.diagnosis.ring import (
     ANY,
     Entry,
     Track,
+    copied,
     opened_tracks,
     outside,
     recorded_calls,
@@ -35,19 +36,14 @@ def rank_log(
     ranks: Sequence[int],
     reason: str,
     gone: Mapping[int, str],
-    most_calls: int | None = None,
 ) -> RankLog:
-    """The log of this rank, of ``most_calls`` calls at most, the last ones. From any thread."""
+    """The log of this rank. From any thread."""
     entries = recorded_calls()
     waiting = waiting_threads()
     tracks = list(dict.fromkeys([*opened_tracks(), *(entry[0] for entry in entries)]))
     index = {track: place for place, track in enumerate(tracks)}
     done = [_ended(track) for track in tracks]
-    kept = entries if most_calls is None else entries[-most_calls:]
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
-    held = {entry[10] for entry in kept}
-    # A thread's last call is what it may wait in: it is kept however old it is.
-    older = {entry[10]: entry for entry in entries[: len(entries) - len(kept)] if entry[10] not in held}
     return RankLog(
         job=job,
         rank=rank,
@@ -57,7 +53,7 @@ def rank_log(
         pid=os.getpid(),
         now_ns=now(),
         groups=tuple(_group(track, done[place]) for place, track in enumerate(tracks)),
-        calls=tuple(_call(entry, index[entry[0]], done[index[entry[0]]]) for entry in [*older.values(), *kept]),
+        calls=tuple(_call(entry, index[entry[0]], done[index[entry[0]]]) for entry in entries),
         waits=tuple(
             WaitLog(
                 thread=ident,
@@ -94,7 +90,7 @@ def _group(track: Track, done: int) -> GroupLog:
         lane=track.lane(),
         issued=track.issued,
         done=done,
-        messages=tuple(MessageCount(*key, count) for key, count in list(track.messages.items())),
+        messages=tuple(MessageCount(*key, count) for key, count in copied(track.messages.items())),
     )
 
 

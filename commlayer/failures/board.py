@@ -11,6 +11,7 @@ innocent rank.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
@@ -249,7 +250,7 @@ class FailureBoard:
     def report(self, wait: FailedWait, failure: Failure) -> None:
         """Tell for whom this rank waited. Before it closes its connections: others must find it when they wake up."""
         if failure.is_timeout:
-            self.on_timeout()
+            self.inquire()
         first = self._first
         is_woken = self.is_broken and not failure.is_timeout
         what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
@@ -260,13 +261,22 @@ class FailureBoard:
             self.detector.tell(Report(self.key, self.rank, () if is_all else wait.peers, told(what), is_all))
         self._break()
 
+    def inquire(self) -> None:
+        """Call :attr:`on_timeout`. Raises nothing: the wait's own error is to be told, whatever becomes of the inquiry."""
+        try:
+            self.on_timeout()
+        except Exception as error:  # noqa: BLE001
+            why = f"{type(error).__name__}: {error}"
+            print(f"commlayer: rank {self.rank} could not ask who waits for whom: {why}", file=sys.stderr, flush=True)
+
     def leave(self, why: str) -> None:
         """Tell that this rank leaves the group on its own account, and why."""
         self.detector.tell(Report(self.key, self.rank, (), told(why)))
         self._break()
 
     def explain(self, wait: FailedWait, failure: Failure) -> ClusterError:
-        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most."""
+        """The error to raise for a broken wait. Never raises itself, and takes five seconds at most, after a timeout 7.5:
+        what was found out about it (:attr:`diagnosed`) is waited for, too."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
         verdict = self._verdict(wait, failure, settle_s)
         culprit = _named(verdict.ranks)

@@ -81,6 +81,7 @@ _STORE_GRACE_S = 2.0
 _MOST_NAMED = 8
 _Answer = TypeVar("_Answer")
 _MOST_ROUNDS = 64
+"""So many of the last questions are remembered; older ones are no news."""
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -200,7 +201,7 @@ class FailureDetector:
         """The ranks that died or left by an exception, in the order of cause and effect: a rank tells before it acts on it."""
         self.reports: dict[tuple[str, int], Report] = {}
         self.asked: dict[int, Asked] = {}
-        """The first question of each round."""
+        """The first question of each of the last rounds."""
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
         self._news = FailureNews(rank)
         self._links: list[_Link] = []
@@ -278,6 +279,11 @@ class FailureDetector:
             self._selector.register(descriptor, selectors.EVENT_READ, read)
             os.eventfd_write(self._bell, 1)
         return True
+
+    def forget(self, descriptor: int) -> None:
+        """The opposite of :meth:`listen`."""
+        with self.changed, contextlib.suppress(KeyError, ValueError, RuntimeError, AttributeError):  # it may be closed
+            self._selector.unregister(descriptor)
 
     def tell(self, record: Record) -> None:
         """Have every rank know ``record``; of several about one rank (and group) the first one counts. Raises nothing."""
@@ -583,7 +589,7 @@ class FailureDetector:
     def _remember(self, record: Record) -> bool:
         """Whether ``record`` is news."""
         if isinstance(record, Asked):
-            return len(self.asked) < _MOST_ROUNDS and self.asked.setdefault(record.round, record) is record
+            return self._is_asked_first(record)
         if isinstance(record, Report):
             return self.reports.setdefault((record.key, record.rank), record) is record
         if record.rank not in self._members or (isinstance(record, Gone) and record.rank == self.rank):
@@ -593,6 +599,14 @@ class FailureDetector:
         if is_news and (isinstance(record, Gone) or record.is_failure):
             self.ended.append(record)
         return is_news
+
+    def _is_asked_first(self, asked: Asked) -> bool:
+        if asked.round <= max(self.asked, default=-1) - _MOST_ROUNDS or asked.round in self.asked:
+            return False
+        self.asked[asked.round] = asked
+        for old in [each for each in self.asked if each <= asked.round - _MOST_ROUNDS]:
+            del self.asked[old]
+        return True
 
     # What is on its way
 

@@ -414,6 +414,14 @@ def test_doctor_without_a_profile_says_how_to_get_one() -> None:
     assert "✓" in output
 
 
+@pytest.mark.parametrize(("name", "words"), [("auto", "has kept of this cluster"), ("none", "plans nothing")])
+def test_doctor_knows_what_is_no_profile(name: str, words: str) -> None:
+    _, found = findings(COMMLAYER_PROFILE=name)
+    chosen = found["What would be chosen", "profile"]
+    assert (chosen["mark"], chosen["value"]) == ("ok", name)
+    assert words in chosen["advice"]
+
+
 def test_doctor_asks_for_the_versions_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["click>=999.1", "msgspec>=0.1", 'numpy>=999; extra == "dev"']
     monkeypatch.setattr("importlib.metadata.requires", lambda _: wanted)

@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,12 @@ def test_files_of_two_jobs_and_none_at_all_are_refused(tmp_path: Path) -> None:
     written(tmp_path, [first, msgspec.structs.replace(second, job="another")])
     with pytest.raises(UsageError, match=r"another \(1 files\), simulated \(1 files\)"):
         read_logs(tmp_path)
+
+
+def test_a_rank_that_could_not_read_the_name_of_its_job_is_read(tmp_path: Path) -> None:
+    first, second, third = hanging()
+    nameless = msgspec.structs.replace(first, job="")
+    assert read_logs(written(tmp_path, [nameless, second, third])) == [nameless, second, third]
 
 
 def test_calls_of_no_group_and_splits_for_others_are_refused(tmp_path: Path) -> None:
@@ -255,12 +262,50 @@ def test_the_ring_keeps_the_last_calls_and_counts_all(track: Track) -> None:
     assert [call.number for call in log.calls] == [8, 9, 10, 11]
     assert [call.state for call in log.calls] == ["done", "done", "done", "started"]
     assert (log.groups[0].issued, log.groups[0].done, log.groups[0].lane) == (11, 10, "ep")
-    assert [call.number for call in rank_log("job", 5, [5, 7], "signal", {}, most_calls=2).calls] == [10, 11]
 
 
 def test_a_refused_call_gives_its_number_back(track: Track) -> None:
     track.take_back(verb(track))
     assert verb(track) == 1
+
+
+def test_the_options_of_a_refused_call_are_not_those_of_the_one_before(track: Track) -> None:
+    verb(track)
+    track.take_back(track.note("broadcast", "torch.float32", 16, 16, SimpleNamespace(rootRank=0), False))
+    (first, _) = rank_log("job", 5, [5, 7], "signal", {}).calls
+    assert (first.op, first.root) == ("", ANY)
+
+
+def test_ever_new_tags_are_forgotten_but_for_what_nobody_has_waited_for(
+    track: Track, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring, "_MOST_COUNTED", 32)
+    track._room = 32
+    unsettled = track.note_message("recv", "torch.float32", 16, 1, 10_000)
+    for tag in range(1000):
+        for each in (tag, 5000):  # one tag is used all the time
+            noted = track.note_message("send", "torch.float32", 16, 1, each)
+            track.wait(*noted)
+            track.waited()
+    assert len(track.messages) < 100
+    assert len(track.settled) < 100
+    assert track.messages["send", 7, 5000] == 1000
+    assert track.messages[unsettled[0], 7, 10_000] == 1
+    calls = rank_log("job", 5, [5, 7], "signal", {}).calls
+    assert {call.state for call in calls} == {"done"}
+
+
+def test_what_other_threads_add_to_meanwhile_is_copied_again() -> None:
+    class Changing:
+        left = 3
+
+        def __iter__(self) -> Iterator[int]:
+            self.left -= 1
+            if self.left:
+                raise RuntimeError("Set changed size during iteration")
+            return iter((1, 2))
+
+    assert ring.copied(Changing()) == [1, 2]
 
 
 def test_a_wait_is_seen_until_it_ends_well(track: Track) -> None:

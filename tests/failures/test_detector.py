@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from commlayer.failures import waits
 from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
-from commlayer.failures.detector import FailureDetector, Gone, Left, Report, _framed, _frames
+from commlayer.failures.detector import Asked, FailureDetector, Gone, Left, Report, _framed, _frames
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -213,6 +213,37 @@ def test_an_observer_that_raises_keeps_nobody_else_from_hearing(capsys: pytest.C
     detector.tell(Gone(3, 1))
     assert mine.is_broken
     assert capsys.readouterr().err.count("KeyError: Gone") == 2
+
+
+def test_a_timeout_is_told_where_nobody_can_be_asked_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise KeyError("group")
+
+    mine = board(FailureDetector(None, 0, RANKS, 0.0))
+    mine.on_timeout = fails
+    assert "rank 2 did not answer" in str(mine.blame(wait(0, 2), LATE))
+    assert mine.is_broken
+    assert "rank 0 could not ask who waits for whom: KeyError: 'group'" in capsys.readouterr().err
+
+
+def test_questions_are_news_however_many_there_have_been() -> None:
+    detector = FailureDetector(None, 0, RANKS, 0.0)
+    heard: list[object] = []
+
+    class Hears:
+        def observe(self, record: object) -> None:
+            heard.append(record)
+
+    hears = Hears()
+    detector.attach(hears)
+    questions = [Asked(number, 1, is_timeout=True) for number in range(300)]
+    for each in questions:
+        detector.tell(each)
+        detector.tell(Asked(each.round, 2, is_timeout=True))
+    for each in questions:  # what comes round once more, late
+        detector.tell(each)
+    assert heard == questions
+    assert len(detector.asked) <= 64
 
 
 def test_a_closed_connection_is_told_once_its_cause_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

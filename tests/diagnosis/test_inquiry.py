@@ -1,0 +1,192 @@
+"""Who answers SIGUSR1 and for how long, and which answer belongs to which question; without ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
+
+from commlayer.diagnosis import inquiry
+from commlayer.diagnosis.inquiry import Inquiry
+from commlayer.diagnosis.records import CallLog, RankLog, Site
+from commlayer.failures.detector import Asked, FailureDetector
+
+
+class Listening(FailureDetector):
+    """A detector without a thread, which keeps what is to be read and what is told."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, (0, 1), 0.0)
+        self.reading: dict[int, Callable[[], None]] = {}
+        self.questions: list[Asked] = []
+
+    def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
+        self.reading[descriptor] = read
+        return True
+
+    def forget(self, descriptor: int) -> None:
+        self.reading.pop(descriptor)
+
+    def tell(self, record: Any) -> None:
+        self.questions.append(record)
+
+
+@pytest.fixture(autouse=True)
+def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No inquiries at first, none that still answers afterwards, and the signal's default again."""
+    monkeypatch.setattr(inquiry, "_inquiries", [])
+    yield
+    while made:
+        made[-1].close()
+        made.pop().linger()
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+made: list[Inquiry] = []
+
+
+def asking(folder: Path, detector: FailureDetector | None = None) -> tuple[Inquiry, Listening]:
+    detector = detector or Listening()
+    assert isinstance(detector, Listening)
+    made.append(Inquiry(detector, HashStore(), str(folder)))
+    return made[-1], detector
+
+
+def is_handled() -> bool:
+    return inquiry._is_taken()
+
+
+def test_the_signal_is_taken_and_given_back(tmp_path: Path) -> None:
+    first, detector = asking(tmp_path)
+    assert is_handled()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (read,) = detector.reading.values()
+    read()
+    assert [each.is_timeout for each in detector.questions] == [False]
+    first.close()
+    assert not is_handled()
+    assert not detector.reading
+
+
+def test_the_programs_own_faulthandler_keeps_the_signal(tmp_path: Path) -> None:
+    """Python's own getsignal does not know of it."""
+    with (tmp_path / "dump").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        first, detector = asking(tmp_path)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        first.close()
+        assert is_handled()
+        assert not detector.reading
+    assert "test_inquiry.py" in (tmp_path / "dump").read_text()
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    _, detector = asking(tmp_path)
+    assert not detector.reading
+
+
+def test_a_handler_that_came_later_stays(tmp_path: Path) -> None:
+    first, _ = asking(tmp_path)
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+
+
+def test_the_signal_can_be_taken_again_after_a_handler_that_came_later(tmp_path: Path) -> None:
+    first, _ = asking(tmp_path)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    first.close()
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    _, detector = asking(tmp_path)
+    assert detector.reading
+    assert is_handled()
+
+
+def test_a_handler_in_c_that_came_later_stays(tmp_path: Path) -> None:
+    first, _ = asking(tmp_path)
+    heard: list[int] = []
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(heard.append)
+    ctypes.CDLL(None).signal(int(signal.SIGUSR1), handler)
+    first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == [signal.SIGUSR1]
+
+
+def test_a_faulthandler_of_the_program_that_came_later_stays(tmp_path: Path) -> None:
+    first, _ = asking(tmp_path)
+    with (tmp_path / "dump").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        first.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert "test_inquiry.py" in (tmp_path / "dump").read_text()
+
+
+def test_another_group_hears_the_signal_when_the_first_is_gone(tmp_path: Path) -> None:
+    (first, gone), (_, other) = asking(tmp_path), asking(tmp_path)
+    assert gone.reading
+    assert not other.reading
+    first.close()
+    assert not gone.reading
+    os.kill(os.getpid(), signal.SIGUSR1)
+    (read,) = other.reading.values()
+    read()
+    assert len(other.questions) == 1
+
+
+def test_without_descriptors_the_job_starts_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(flags: int) -> tuple[int, int]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe2", full)
+    asking(tmp_path)
+    assert "rank 0 does not answer SIGUSR1: [Errno 24] Too many open files" in capsys.readouterr().err
+    assert not is_handled()
+
+
+def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp_path: Path) -> None:
+    first, detector = asking(tmp_path)
+    first.signalled()
+    first.timed_out()
+    first.timed_out()
+    assert [(each.round, each.is_timeout) for each in detector.questions] == [(0, False), (1, True)]
+    first.observe(Asked(2, 1, is_timeout=False))
+    first.timed_out()
+    assert [each.round for each in detector.questions] == [0, 1, 3]
+    first.observe(Asked(4, 1, is_timeout=True))
+    first.timed_out()
+    assert [each.round for each in detector.questions] == [0, 1, 3]
+
+
+def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = asking(tmp_path)
+    monkeypatch.setattr(first, "_lead", lambda store, asked, log, began: f"found in {asked}")
+    monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
+    first.timed_out()
+    assert first.diagnosed() == "found in 0"
+    monkeypatch.setattr(inquiry, "_RESULT_S", 0.01)
+    monkeypatch.setattr(first, "_start", lambda *what: None)
+    first.timed_out()
+    assert first.diagnosed() == ""
+    first._lead_or_follow(0, first._snapshot("timeout"), 0.0)  # the first question's thread has been slow
+    assert first.diagnosed() == ""
+
+
+def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
+    calls = [CallLog(group=0, number=number, kind="barrier", site=Site("a.py", 1, "f"), thread=7) for number in (1, 2)]
+    calls += [CallLog(group=0, number=3 + at, kind="barrier", site=Site("a.py", 2, "f"), thread=8) for at in range(200)]
+    log = RankLog(job="", rank=0, ranks=(0, 1), reason="timeout", calls=tuple(calls))
+    told = inquiry._unpacked(inquiry._packed(log)).calls
+    assert [call.number for call in told] == [2, *range(75, 203)]
