@@ -282,7 +282,7 @@ def recorded_calls() -> list[Entry]:
 
 
 def copied(items: Iterable[_Each]) -> list[_Each]:
-    """What is in ``items``, to which other threads add."""
+    """Copy what is in ``items``, to which other threads add."""
     while True:
         try:
             return list(items)
