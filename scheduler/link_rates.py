@@ -19,8 +19,9 @@ from commlayer.profiles.topology import Topology
 
 __all__ = ["LinkRates", "card_gbps", "profile_at", "rates_from"]
 
-_UNCHANGED = 4 / 3
-"""A rate within this factor of the profile's is the profile's: a probe is a quarter wrong, and no decision is finer."""
+_UNCHANGED = 1.6
+"""A rate within this factor of the profile's is the profile's: the peak that a busy job's probe found was seen a third below
+the link's own, and a decision is no finer."""
 _LEAST, _MOST = 1e-3, 1e3
 _HELD_OUT = 0.5
 """The least hold-out error of a curve that was scaled, as of one that was probed: trials are to decide between near plans."""

@@ -168,8 +168,10 @@ class GroupWatch:
 
     def turn(self, now_s: float) -> bool:
         """Do what there is to do now. Whether the group is to be looked at again soon though nobody wakes the thread."""
-        if self._is_closed:
-            return False
+        detector = self._planned.board.detector
+        is_ending = bool(detector.left or detector.gone) and not self._appointments.is_open
+        if self._is_closed or is_ending:
+            return False  # a job that ends, or has lost a rank, changes no plans; and its store may be gone
         if now_s - self._turned_s < self._turn_s / 2:
             return True
         self._turned_s = now_s
@@ -249,7 +251,8 @@ class GroupWatch:
             budget_us = _TRIED * self._call_us * self._appointments.calls
             self._appoint(_TRY, min(max(budget_us, _LEAST_TRIED_US), _MOST_TRIED_US))
             self._happened(
-                "links are as the profile says, but calls do not take what it says: plans are tried", is_said=True
+                "links between nodes have not changed, but calls do not take what was promised: plans are tried",
+                is_said=True,
             )
         else:
             self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")

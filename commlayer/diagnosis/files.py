@@ -14,7 +14,7 @@ from commlayer.diagnosis.records import LOG_FORMAT, RankLog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file, write_file
 
-__all__ = ["folder_of", "log_name", "read_logs", "write_log"]
+__all__ = ["folder_of", "folder_path", "log_name", "read_logs", "write_log"]
 
 _NAME = re.compile(r"calls-(\d+)\.json")
 
@@ -30,14 +30,18 @@ def log_name(rank: int) -> str:
     return f"calls-{rank:05d}.json"
 
 
+def folder_path(job: str, given: str | None) -> Path:
+    """Return the folder of :func:`folder_of`, which may not be there yet."""
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"commlayer-diagnose-{os.getuid()}-{job}"
+
+
 def folder_of(job: str, given: str | None) -> Path:
     """Make the folder into which the ranks of ``job`` on this machine write: ``given``, or one of the job's own among the
     temporary files, for this user alone. Raises OSError."""
+    folder = folder_path(job, given)
     if given:
-        folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    folder = Path(tempfile.gettempdir()) / f"commlayer-diagnose-{os.getuid()}-{job}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:

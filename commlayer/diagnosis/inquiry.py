@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from commlayer.diagnosis.files import folder_of, write_log
+from commlayer.diagnosis.files import folder_of, folder_path, write_log
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.records import RankLog
 from commlayer.diagnosis.snapshot import rank_log
@@ -180,10 +180,10 @@ class Inquiry:
         logs = self._gathered(store, asked, began, log)
         found = diagnose(logs)
         text = in_words(found)
-        where = self._folder or "the machine's folder of temporary files"
+        where = folder_path(log.job, self._folder)
         print(
             f"commlayer: rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-            f"{time.monotonic() - began:.2f} s:\n{text}\nEach rank's last calls are in {where}: see commlayer diagnose",
+            f"{time.monotonic() - began:.2f} s:\n{text}\nEach rank's last calls are in {where} of its machine: see commlayer diagnose",
             file=sys.stderr,
             flush=True,
         )
