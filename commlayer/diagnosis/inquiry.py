@@ -183,7 +183,8 @@ class Inquiry:
         where = folder_path(log.job, self._folder)
         print(
             f"commlayer: rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-            f"{time.monotonic() - began:.2f} s:\n{text}\nEach rank's last calls are in {where} of its machine: see commlayer diagnose",
+            f"{time.monotonic() - began:.2f} s:\n{text}\nEach rank's last calls are in {where} of its machine: see `commlayer "
+            "diagnose`",
             file=sys.stderr,
             flush=True,
         )
