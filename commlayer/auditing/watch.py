@@ -54,6 +54,8 @@ _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 2e4, 64 << 10, 8 << 20
 """How long a message between two nodes takes that is measured, if the profile is right."""
 _MOST_LOOKS = 6
 """How often such a message goes between two nodes, before anything changes."""
+_MOST_TRIED = 2
+"""How often plans are tried anew for the same links: prices that are wrong then are taken for what they are."""
 _LEAST_CALLS = 32
 """A group is expected to make as many more calls as it has made, and at least so many."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -89,6 +91,7 @@ class GroupWatch:
         self._pause_s = _FIRST_PAUSE_S
         self._pace: tuple[int, float] = 0, time.monotonic()
         self._calls_per_s = 0.0
+        self._num_tried = 0
         self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
         self._found: tuple[LinkRates, bool] | None = None
         self._is_closed = False
@@ -237,17 +240,21 @@ class GroupWatch:
         self._asked_for, self._found = "", None
         if purpose == _TRY or outcome is None:  # or it was called off
             self._quiet_until_s = now_s + self._pause_s
+            if purpose == _TRY:
+                self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
             return
         found, has_changed = outcome
         if has_changed:
             self._drift.begin_anew()
-            self._quiet_until_s, self._pause_s = now_s, _FIRST_PAUSE_S
+            self._quiet_until_s, self._pause_s, self._num_tried = now_s, _FIRST_PAUSE_S, 0
             self._compared = self._ledger.numbered
             self._happened(f"{found}: plans are made anew", is_said=True)
             return
-        is_of_prices = self._drift.is_of_prices and self._planned.settings.trials != "off"
+        may_try = self._planned.settings.trials != "off" and self._num_tried < _MOST_TRIED
+        is_of_prices = self._drift.is_of_prices and may_try
         self._pause(now_s)
         if is_of_prices:
+            self._num_tried += 1
             budget_us = _TRIED * self._call_us * self._appointments.calls
             self._appoint(_TRY, min(max(budget_us, _LEAST_TRIED_US), _MOST_TRIED_US))
             self._happened(
