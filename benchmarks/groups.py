@@ -59,7 +59,7 @@ from commlayer.testing.nodes import run_on_nodes
 CLUSTERS = {"2x4": (4, 4), "2x8": (8, 8), "4x4": (4, 4, 4, 4)}
 VERSUS = {"2x4": (4, 4), "3+1": (3, 1), "5+3": (5, 3), "2+1+3": (2, 1, 3), "5+1": (5, 1)}
 _ALWAYS = ("2x4", "3+1", "5+3", "2+1+3")
-"""Those that are run where none is asked for."""
+"""The ones that are run where none is asked for."""
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 INTER = "400mbit"
 _REPEATS = Repeats(warmup=1, min_repeats=2, max_repeats=6, half_width=0.1, budget_us=1e5)

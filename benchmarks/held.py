@@ -54,7 +54,7 @@ def descriptors() -> Counter[str]:
 
 
 def stages(rank: int, size: int) -> dict[str, Callable[[Any], None]]:
-    """What is called in each group, one after the other."""
+    """The calls that are made in each group, one after the other."""
     peer = rank ^ 1
     x, whole = torch.ones(_ELEMENTS), torch.ones(_ELEMENTS * size)
 

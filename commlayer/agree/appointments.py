@@ -161,7 +161,7 @@ class Appointments:
         self._stored().add(f"{'yes' if is_early else 'no'}/{found.number}", 1)
 
     def _decision(self, appointment: Appointment) -> bytes | None:
-        """As member 0: decide, where that is possible already, and write it down."""
+        """Decide, as member 0, where that is possible already, and write it down."""
         number = appointment.number
         if self._stored().add(f"yes/{number}", 0) == self._size - 1:
             decision = _KEPT

@@ -147,7 +147,7 @@ def _add_bandwidth(totals: dict[_Labels, list[float]], labels: _Labels, calls: A
 
 
 def _add_first(samples: _Samples, labels: _Labels, group: AuditedGroup) -> None:
-    """What the group's first rank alone knows."""
+    """The part that the group's first rank alone knows."""
     samples.add("commlayer_compared_calls_total", labels, sum(late.calls for late in group.late))
     samples.add("commlayer_plan_events_total", labels, len(group.events))
     samples.put("commlayer_fabric_rate_ratio", labels, group.fabric_rate)

@@ -153,7 +153,7 @@ class _Memory:
         return data[region.start : region.stop]
 
     def move(self, moves: Moves) -> None:
-        """What a step does on one rank beside its messages, in the order of :class:`Moves`."""
+        """The work of a step on one rank beside its messages, in the order of :class:`Moves`."""
         for copy in moves.copies:
             self.at(copy.target).copy_(self.at(copy.source).clone())
         for reduction in moves.reductions:

@@ -277,7 +277,7 @@ class GroupWatch:
 
     @property
     def _call_us(self) -> float:
-        """What a call takes at present, µs."""
+        """The time that a call takes at present, µs."""
         recent = list(self._ledger.samples)[-_PUBLISHED:]
         return sum(sample.measured_us for sample in recent) / len(recent)
 
