@@ -39,7 +39,7 @@ from rich.table import Table
 import commlayer.auditing.watch as watching  # before the fork, as the next ones: ranks then start in milliseconds
 import commlayer.backend.create
 import commlayer.measure.calibrate
-import commlayer.measure.links
+import commlayer.measure.link_times
 import commlayer.measure.trials  # noqa: F401  likewise
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome

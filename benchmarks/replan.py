@@ -25,7 +25,7 @@ from common import facts
 import commlayer
 import commlayer.auditing.watch  # before the fork, as the next ones: ranks then start in milliseconds
 import commlayer.measure.calibrate
-import commlayer.measure.links
+import commlayer.measure.link_times
 from commlayer.emulation import EmulatedCluster, request_shape
 
 FAST, SLOW = "400mbit", "100mbit"

@@ -131,7 +131,7 @@ class Decision:
         return f"{self.plan.name}: {self._because()}{links}{basis}"
 
     def _way(self, a: int, b: int, rate: float) -> str:
-        """What this plan does about a slow way between two nodes."""
+        """The part of the reason that says what this plan does about a slow way between two nodes."""
         pair = f"the slow pair {a}-{b} of the group ({rate:.0%} of the usual rate)"
         is_avoidable = is_avoided(self.traffic, (a, b))
         order = "-".join(map(str, ring_order(self.traffic)))

@@ -26,7 +26,7 @@ _SUSTAINED = 6
 _LEAST = math.log(1.1)
 """The smallest departure that counts, of the logarithm of time."""
 _STALE = math.log(1.6)
-"""By how much more the usual time of a kind may differ from the predicted one: a probe is a quarter wrong, and a busy machine
+"""The factor by which the usual time of a kind may differ from the predicted one: a probe is a quarter wrong, and a busy machine
 more."""
 _SCATTER_FROM, _LEAST_SCATTER = 64, 0.03
 _OF_SCATTER = 1.0

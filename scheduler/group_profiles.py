@@ -89,7 +89,7 @@ def group_profile(profile: Profile, nodes: tuple[int, ...], siblings: int = 0, r
 
 
 def _hindrances(profile: Profile, where: str) -> tuple[float, float]:
-    """By how much the profile's slow pairs slowed down what was measured of such a group: its direct exchanges, its rings."""
+    """The factors by which slow pairs slowed down what was measured of such a group: its direct exchanges, its rings."""
     nodes = tuple(len(members) for members in Topology.parse(profile.topology).nodes)
     if not profile.slow_pairs or where not in ("world", "rail"):
         return 1.0, 1.0

@@ -128,7 +128,7 @@ class _InNode(ExchangeLeg):
         return profile.find(*key) or profile.curve("all_to_all", link, ranks)
 
     def share_of_link(self, traffic: Traffic, curve: Curve) -> float:
-        """Of a link that all ranks of the node share, one rank's bytes."""
+        """The share of a link that all ranks of the node share, one rank's bytes."""
         return bus_factor(curve.collective, curve.group_size) / (
             min(traffic.nodes) if self.span is Span.LEADERS else max(traffic.nodes)
         )

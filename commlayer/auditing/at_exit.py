@@ -20,9 +20,9 @@ from typing import Protocol
 import msgspec
 
 from commlayer.auditing.audit_files import AuditedGroup, RankAudit, write_audit
+from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
-from commlayer.auditing.words import AUDIT_COLUMNS, MOST_EVENTS, call_cells, event_lines, group_lines
 from commlayer.profiles.printable import printable, shortened
 from commlayer.version import __version__
 

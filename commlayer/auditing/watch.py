@@ -133,7 +133,7 @@ class GroupWatch:
 
     def _measure(self, slowdown: float) -> None:
         """Time the links, with all ranks, and plan by what they can do now."""
-        from commlayer.measure.links import time_links  # not for those who only import the backend
+        from commlayer.measure.link_times import time_links  # not for those who only import the backend
 
         planned, profile = self._planned, self._base.profile
         usual_bytes_per_us = card_gbps(profile) * 1e3
@@ -302,7 +302,7 @@ class GroupWatch:
             self._drift.add(sample.kind, known[last] / sample.promised_us)
 
     def _told(self) -> dict[int, array[float]] | None:
-        """What the ranks have published, their own; None while one has not yet."""
+        """The times that the ranks have published; None while one has not yet."""
         others = [rank for rank in self._publishers if rank]
         keys = [f"times/{rank}" for rank in others]
         if not self._asked().check(keys):

@@ -60,7 +60,7 @@ def settle_own_call(members: Members, inner: InnerGroups, sequence: int, call: s
 
 
 def _said(numbers: list[int], ranks: list[int] | tuple[int, ...]) -> str:
-    """Such as ``ranks 0, 2 say 1, rank 1 says 4``."""
+    """Words such as ``ranks 0, 2 say 1, rank 1 says 4``."""
     saying: dict[int, list[int]] = {}
     for rank, number in zip(ranks, numbers, strict=True):
         saying.setdefault(number, []).append(rank)

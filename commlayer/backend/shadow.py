@@ -151,7 +151,7 @@ class _Sample:
     def _tell(
         self, shape: CallShape, found: ResultDifference, got: torch.Tensor, flat: torch.Tensor
     ) -> list[list[int]]:
-        """Of each rank: its first wrong element and how many are, both values of that as bits, its clock, and its splits."""
+        """Each rank's findings: its first wrong element and how many are, both its values as bits, its clock, and its splits."""
         size, width = shape.size, shape.torch_dtype.itemsize
         mine = torch.zeros(5 + 2 * size, dtype=torch.int64)
         mine[0], mine[1], mine[4] = found.first, found.num_wrong, time.time_ns()

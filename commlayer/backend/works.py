@@ -48,7 +48,7 @@ class IssuedWork(Work):
         self._queued: QueuedWork | None = None
         self.noted: Track | None = None
         self.number = 0
-        """Of the call, in the ring."""
+        """The call's number in the ring."""
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the outputs may be used. ``timeout``: give up earlier than the call itself would.

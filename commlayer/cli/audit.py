@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from commlayer.auditing.audit_files import RankAudit, read_audits
+from commlayer.auditing.audit_words import AUDIT_COLUMNS, call_cells, event_lines, group_lines, signed_us
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit, merge_audits
-from commlayer.auditing.words import AUDIT_COLUMNS, call_cells, event_lines, group_lines, signed_us
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.tables import echo, print_json, print_table, rounded
@@ -72,7 +72,7 @@ def _print_prometheus(audits: Sequence[RankAudit]) -> None:
 
 
 def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
-    """What a reader must know of these files before believing them."""
+    """The cautions that a reader of these files must know before believing them."""
     notes = []
     if audit.missing and is_folder:
         notes.append(
@@ -132,7 +132,7 @@ def _shown(rows: list[tuple[GroupTotals, CallTotals]], show_all: bool) -> list[t
 
 
 def _difference_us(group: GroupTotals, calls: CallTotals) -> float:
-    """By how much a rank's calls took longer than promised, mean over ranks, µs."""
+    """The time by which a rank's calls took longer than promised, mean over ranks, µs."""
     return (calls.measured_us - calls.promised_us) / len(group.told)
 
 

@@ -9,9 +9,9 @@ import click
 from commlayer.cli.option_types import OUTPUT_FILE, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.tables import echo
-from commlayer.diagnosis.files import read_logs
+from commlayer.diagnosis.diagnosis_words import in_words, ranks_words
 from commlayer.diagnosis.findings import diagnose
-from commlayer.diagnosis.words import in_words, ranks_words
+from commlayer.diagnosis.log_files import read_logs
 from commlayer.profiles.files import write_file
 
 __all__ = ["diagnose_command"]

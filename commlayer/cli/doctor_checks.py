@@ -297,7 +297,7 @@ _NOT_PROFILES = {
     "auto": "the backend takes the profile that it has kept of this cluster, or measures one when a job first starts",
     "none": "the backend plans nothing, and every call is the flat one",
 }
-"""What COMMLAYER_PROFILE can say besides a profile's name or path."""
+"""The words that COMMLAYER_PROFILE can say besides a profile's name or path."""
 _CARD = "look at its card, cable and driver, or leave it out; all_reduces over three nodes or more spare it meanwhile"
 _WAY = (
     "look at the cables and switches between them; on four nodes or more all_reduce, all_gather and reduce_scatter go round the "

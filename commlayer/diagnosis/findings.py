@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
 from commlayer.diagnosis.matching import difference, message_difference, shared_signature
-from commlayer.diagnosis.records import CallLog, RankLog, Site
 
 __all__ = ["Cycle", "CycleStep", "Diagnosis", "Mismatch", "Missing", "NamedCall", "Trouble", "Waiter", "diagnose"]
 
 _MOST_STARTS = 64
-"""From how many stuck threads the smallest circle is looked for: in a large job one circle holds up thousands."""
+"""The number of stuck threads from which the smallest circle is looked for: in a large job one circle holds up thousands."""
 _MOST_CYCLES = 4
 _MOST_SHIFT = 2
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from commlayer.diagnosis.records import CallLog, GroupLog, RankLog
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog
 from commlayer.profiles.files import write_file
 
 __all__ = ["flight_recorder_dump", "write_flight_recorder"]
@@ -73,7 +73,7 @@ def _line(log: RankLog, call: CallLog) -> tuple[object, ...]:
 
 
 def _oldest(logs: Sequence[RankLog]) -> dict[tuple[object, ...], int]:
-    """From which number on the rings of all ranks that have any still have the calls."""
+    """The number from which on the rings of all ranks that have any still have the calls."""
     oldest: dict[tuple[object, ...], int] = {}
     for log in logs:
         mine: dict[tuple[object, ...], int] = {}
@@ -137,7 +137,7 @@ def _name(call: CallLog, log: RankLog, group: GroupLog) -> str:
 
 
 def _sizes(call: CallLog, group: GroupLog, width: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Of what goes in and comes out, elements."""
+    """The numbers of elements that go in and come out."""
     sent, received = max(call.sent, 0) // width, max(call.received, 0) // width
     if call.kind in ("barrier", "monitored_barrier"):
         return [[1]], [[1]]

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from commlayer.diagnosis.records import CallLog, GroupLog, RankLog, Site
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site
 
 __all__ = ["Blocked", "Graph", "Need", "Node", "View"]
 

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from commlayer.diagnosis.files import folder_of, folder_path, write_log
+from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.diagnosis_words import in_words, log_words
 from commlayer.diagnosis.findings import diagnose
-from commlayer.diagnosis.records import RankLog
+from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
 from commlayer.diagnosis.snapshot import rank_log
-from commlayer.diagnosis.words import in_words, log_words
 from commlayer.failures.board import own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
@@ -58,7 +58,7 @@ _ONE_SIGNAL_S = 0.5
 _STORE_S = 1.0
 _LOOK_S = 0.01
 _MOST_CALLS = 128
-"""Of a log that is told; files have the whole ring."""
+"""The most calls of a log that is told; files have the whole ring."""
 _LINGER_S = 2.0
 _ACTION_BYTES = 512
 """More than the system's struct sigaction has."""
@@ -80,7 +80,7 @@ class Inquiry:
         self._asking = -1
         self._found = threading.Event()
         self._text = ""
-        """What was found in the round ``_asking``."""
+        """The result of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
         detector.attach(self)
         _inquiries.append(self)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from commlayer.diagnosis.records import CallLog
+from commlayer.diagnosis.call_logs import CallLog
 
 __all__ = ["Unlike", "difference", "message_difference", "shared_signature"]
 
@@ -73,7 +73,7 @@ def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | No
 
 
 def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | None:
-    """Of each pair of ranks: what one sends to the other against what that one expects."""
+    """The splits of each pair of ranks: what one sends to the other against what that one expects."""
     place = {rank: index for index, rank in enumerate(members)}
     wrong: list[tuple[int, int, int, int]] = []
     for sender, sent in calls.items():

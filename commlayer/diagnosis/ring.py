@@ -24,7 +24,7 @@ from time import perf_counter_ns as now
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from commlayer.diagnosis.records import MESSAGES
+from commlayer.diagnosis.call_logs import MESSAGES
 
 __all__ = [
     "ANY",

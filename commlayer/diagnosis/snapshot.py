@@ -12,7 +12,7 @@ from time import perf_counter_ns as now
 from types import CodeType, FrameType
 from typing import Any
 
-from commlayer.diagnosis.records import MESSAGES, CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
+from commlayer.diagnosis.call_logs import MESSAGES, CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
 from commlayer.diagnosis.ring import (
     ANY,
     Entry,

@@ -22,7 +22,7 @@ __all__ = ["audit_figure", "events_figure", "late_figure", "plain_name"]
 _MOST_RANKS, _MOST_GROUPS = 16, 16
 _LONGEST_NAME = 40
 _WIDE = 1000.0
-"""From so many times the shortest on, an axis of times has a number at powers of ten only."""
+"""The range, in times the shortest, from which on an axis of times has a number at powers of ten only."""
 
 
 @styled

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from commlayer.auditing.audit_words import AUDIT_COLUMNS, call_cells, clock_text, group_lines
 from commlayer.auditing.job_audit import CallTotals, GroupTotals, JobAudit
-from commlayer.auditing.words import AUDIT_COLUMNS, call_cells, clock_text, group_lines
 from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
 from commlayer.drawing.page import cards, figure, page, section, table
 from commlayer.profiles.files import write_file

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import PurePath
 
+from commlayer.diagnosis.call_logs import RankLog, Site
+from commlayer.diagnosis.diagnosis_words import call_words, headline, in_words, ranks_words
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall
-from commlayer.diagnosis.records import RankLog, Site
-from commlayer.diagnosis.words import call_words, headline, in_words, ranks_words
 from commlayer.drawing.page import cards, page, section, table
 
 __all__ = ["waits_page"]

@@ -43,7 +43,7 @@ class SplitExchange:
         self._before = two_level.before()
         self._script = transport.compile(plan, self._before)
         self._counts = array("q", chain.from_iterable(two_level.counts())).tobytes()
-        """What this rank tells the others of its node, each of them about those that it relays for: int64."""
+        """The counts that this rank tells the others of its node, each of them about those that it relays for: int64."""
         self._transport, self._near = transport, near
         self._revealed: tuple[bytes, Revealed] | None = None
 

@@ -373,7 +373,7 @@ class FailureDetector:
             ) from error
 
     def _host_lost(self) -> str:
-        """What to say where the store is gone: others may know which rank has died, and so has perhaps hosted it."""
+        """The words to say where the store is gone: others may know which rank has died, and so has perhaps hosted it."""
         with self.changed:
             self.changed.wait_for(lambda: self.gone, _HOST_NEWS_S)
             gone = next(iter(self.gone), None)

@@ -25,9 +25,9 @@ from commlayer.auditing.audit_files import (
     read_audits,
     write_audit,
 )
+from commlayer.auditing.audit_words import group_lines
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.prometheus import prometheus_text
-from commlayer.auditing.words import group_lines
 from commlayer.cli.main import main
 from commlayer.drawing.audit_figures import audit_figure, events_figure, late_figure
 from commlayer.drawing.audit_report import write_audit_report

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import commlayer
 from commlayer.emulation import request_shape
-from commlayer.measure import links
+from commlayer.measure import link_times
 from commlayer.profiles.errors import ClusterError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -98,7 +98,7 @@ def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: Clu
     def job() -> tuple[str, str]:
         group = start()
         check_sum()
-        links.time_links = lambda planned, num_bytes: {(0, 1): 10.0}
+        link_times.time_links = lambda planned, num_bytes: {(0, 1): 10.0}
         before = group._planned.choices.plan("all_gather", 1 << 21)
         appoint(group, "measure", 0.01, 2)
         check_sum()
@@ -210,7 +210,7 @@ def test_a_rank_that_dies_at_a_switch_is_named_by_the_others(emulated_cluster: C
         if dist.get_rank() == 5:
             if moment == "before the call":
                 os.kill(os.getpid(), signal.SIGKILL)
-            links._swap = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            link_times._swap = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         try:
             for _ in range(5):
                 check_sum()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from commlayer.diagnosis.records import CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
 
 __all__ = ["Groups", "Job", "Op", "Program", "legal_program", "run"]
 

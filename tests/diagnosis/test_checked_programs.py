@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from commlayer.diagnosis.checked_programs import check_programs
+from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.findings import Cycle, Mismatch, Missing
-from commlayer.diagnosis.programs import check_programs
-from commlayer.diagnosis.words import in_words
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler import Strategy, Traffic, build
 from commlayer.scheduler.programs import Compute, Issue, Item, PlannedCall, Wait

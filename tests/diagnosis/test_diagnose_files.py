@@ -19,10 +19,10 @@ from simulated import Groups, Job, Op, legal_program, run
 
 from commlayer.cli.main import main
 from commlayer.diagnosis import ring
-from commlayer.diagnosis.files import folder_of, log_name, read_logs, write_log
+from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
-from commlayer.diagnosis.records import RankLog
+from commlayer.diagnosis.log_files import folder_of, log_name, read_logs, write_log
 from commlayer.diagnosis.ring import ANY, Silent, Track, open_track
 from commlayer.diagnosis.snapshot import rank_log
 from commlayer.drawing.waits_page import waits_page

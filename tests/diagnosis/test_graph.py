@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from simulated import Groups, Job, Op, Program, legal_program, run
 
+from commlayer.diagnosis.diagnosis_words import in_words
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, diagnose
-from commlayer.diagnosis.words import in_words
 
 
 def diagnosed(job: Job, reason: str = "timeout", absent: tuple[int, ...] = ()) -> Diagnosis:

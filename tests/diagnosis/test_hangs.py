@@ -19,8 +19,8 @@ from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
 
 import commlayer.backend.create
 import commlayer.measure.calibrate  # noqa: F401  before the fork: ranks then start in milliseconds
-from commlayer.diagnosis.files import log_name, read_logs
 from commlayer.diagnosis.findings import Cycle, Mismatch, Missing, diagnose
+from commlayer.diagnosis.log_files import log_name, read_logs
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster

@@ -14,8 +14,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
 from commlayer.diagnosis import inquiry
+from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.inquiry import Inquiry
-from commlayer.diagnosis.records import CallLog, RankLog, Site
 from commlayer.failures.detector import Asked, FailureDetector
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall, Trouble, Waiter
-from commlayer.diagnosis.records import CallLog, RankLog, Site
 from commlayer.profiles.printable import printable
 from commlayer.units import format_bytes
 

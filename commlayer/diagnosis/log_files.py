@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.diagnosis.records import LOG_FORMAT, RankLog
+from commlayer.diagnosis.call_logs import LOG_FORMAT, RankLog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file, write_file
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, ThreadLog, WaitLog
 from commlayer.diagnosis.findings import Diagnosis, diagnose
-from commlayer.diagnosis.records import CallLog, GroupLog, RankLog, Site, ThreadLog, WaitLog
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.programs import Compute, Issue, Item, PlannedCall
 
