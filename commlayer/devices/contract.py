@@ -1,0 +1,92 @@
+"""The contract of a device: work is launched on streams, events are recorded on them, and streams wait for events.
+
+That is all that running a plan asks of a device. The host launches and goes on; what a stream was given runs in order, and
+nothing else orders the work of two streams but events. CUDA has a device that does this (:mod:`commlayer.devices.cuda`), and so
+does any machine (:mod:`commlayer.testing.simulated`), which shows what becomes of a plan where an order is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+__all__ = ["Addressed", "Device", "Event", "Messenger", "Received", "Stream"]
+
+Addressed = tuple[int, torch.Tensor]
+"""A member of a messenger's group, by its rank there, and the 1-D uint8 [bytes] that go to it or come from it."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def is_done(self) -> bool:
+        """Whether all that was launched before it has run. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+
+
+class Stream(Protocol):
+    """A queue of work, which runs in the order in which it was launched."""
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Run ``work`` behind what was launched before. It calls operators of torch, and does not wait."""
+
+    def record(self) -> Event:
+        """The point behind all that was launched so far."""
+
+    def wait(self, event: Event) -> None:
+        """Let nothing that is launched from now on run before ``event`` is done. The host does not wait."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have the memory of ``tensor``, once it is freed, not handed on before what was launched here until then has run."""
+
+
+class Device(Protocol):
+    """A device and its streams."""
+
+    @property
+    def current(self) -> Stream:
+        """The stream on which the caller's own work is launched now."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Make ``stream`` the current one inside a with block."""
+
+    def stream(self, *, is_high: bool) -> Stream:
+        """A new stream, of high or usual priority."""
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Memory of the device, of the current stream's: 1-D uint8 [num_bytes]."""
+
+    def synchronize(self) -> None:
+        """Make the host wait until all streams have run what was launched on them."""
+
+
+class Received(Protocol):
+    """Messages that have been enqueued."""
+
+    def wait(self) -> object:
+        """Make the current stream wait for them. The host does not wait."""
+
+
+class Messenger(Protocol):
+    """A communicator of a group of ranks on a device, one of each rank, with NCCL's order: what it is given runs one after the other.
+
+    All ranks give it messages in one order. Messages between two ranks have no tags: they meet in the order in which both ends
+    name them.
+    """
+
+    def exchange(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Received:
+        """Enqueue messages that are under way together, behind the current stream's work."""
+
+    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Received:
+        """Enqueue an all_gather of equal parts, 1-D [bytes], in the order of ranks; ``mine`` may lie in ``whole``."""
+
+    def abort(self) -> None:
+        """Break its connections, so that nobody waits for this rank."""
+
+    def close(self) -> None:
+        """Let go of them. Collective."""
