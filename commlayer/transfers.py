@@ -72,7 +72,7 @@ class Pending:
         if self._work is not None:
             self._work.wait()
             self._sent = None
-            if not self._result.is_cuda:  # there each stream that waits is made to
+            if self._result.is_cpu:  # elsewhere each stream that waits is made to
                 self._work = None
         if self._finish is not None:
             self._result, self._finish = self._finish(self._result), None

@@ -35,6 +35,7 @@ from commlayer.failures.waits import Watched, bounded, within
 from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
+from commlayer.transport.accelerators import registered_accelerators
 from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.nccl import is_usable, make_nccl
 
@@ -130,8 +131,13 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
-        inner.nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, nccl_options, is_default=is_default)
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, inner.nccl.backend)
+        nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, nccl_options, is_default=is_default)
+        inner.on_devices["cuda"] = nccl
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
+    for device_type, make in registered_accelerators().items():
+        with connect.connecting(f"for tensors on {device_type}"):
+            own = PrefixStore(f"{device_type}/", store)
+            inner.on_devices[device_type] = make(own, rank, global_ranks, connect.timeout, name)
     if is_default:
         world.remember(job, group)
     return group

@@ -41,8 +41,8 @@ class Ending:
             inner.planned.close()
         elif self._break():
             inner.planned.close()
-        if inner.nccl is not None:
-            (inner.nccl.backend.shutdown if drain else inner.nccl.backend.abort)()
+        for each in inner.on_devices.values():
+            (each.backend.shutdown if drain else each.backend.abort)()
         self._counters.close()
         if self.ledger is not None:
             self.ledger.close()

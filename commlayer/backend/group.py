@@ -120,9 +120,9 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Return when all ranks have come, and all that was queued before has ended."""
         opts = make(BarrierOptions, opts, timeout, {})
-        nccl = self._inner.nccl
-        if opts.device is not None and opts.device.type == "cuda" and nccl is not None:
-            return nccl.backend.barrier(opts)
+        on_device = None if opts.device is None else self._inner.on_devices.get(opts.device.type)
+        if on_device is not None:
+            return on_device.backend.barrier(opts)
         return self._order.issue(opts, "barrier", [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -136,14 +136,16 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
-        if device.type == "cuda" and self._inner.nccl is not None:
-            self._inner.nccl.backend._start_coalescing()
+        on_device = self._inner.on_devices.get(device.type)
+        if on_device is not None:
+            on_device.backend._start_coalescing()
         else:
             self._order.coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        if device.type == "cuda" and self._inner.nccl is not None:
-            return self._inner.nccl.backend._end_coalescing()
+        on_device = self._inner.on_devices.get(device.type)
+        if on_device is not None:
+            return on_device.backend._end_coalescing()
         works, self._order.coalescing = self._order.coalescing or [], None
         return Together(works)
 

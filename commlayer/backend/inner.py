@@ -41,10 +41,10 @@ class InnerGroups:
     """The inner groups of one group, which all of its parts look up here: at the end others stand in.
 
     ``gloo`` runs the collectives of CPU tensors, ``direct`` those that C++ calls without asking Python, ``planned`` the plans,
-    ``nccl`` all of CUDA tensors; ``store`` is the group's own.
+    ``on_devices`` all of other tensors, by the type of their device (CUDA's is NCCL); ``store`` is the group's own.
     """
 
-    __slots__ = ("direct", "gloo", "nccl", "planned", "signatures", "store")
+    __slots__ = ("direct", "gloo", "on_devices", "planned", "signatures", "store")
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class InnerGroups:
         self.planned: Any = planned
         self.store: Any = store
         self.signatures = signatures
-        self.nccl: Nccl | None = None
+        self.on_devices: dict[str, Nccl] = {}
 
     @property
     def is_ended(self) -> bool:
@@ -76,10 +76,10 @@ class InnerGroups:
         for gloo in (self.gloo, self.direct):
             gloo._set_default_timeout(timeout)
         self.planned.timeout_s = timeout.total_seconds()
-        if self.nccl is not None:
-            self.nccl.backend._set_default_timeout(timeout)
+        for each in self.on_devices.values():
+            each.backend._set_default_timeout(timeout)
 
     def stand_in(self, destroyed: Destroyed) -> None:
         """Let ``destroyed`` answer whatever is asked of these groups from now on."""
         self.gloo = self.direct = self.planned = self.store = destroyed
-        self.nccl = self.signatures = None
+        self.signatures, self.on_devices = None, {}

@@ -31,6 +31,7 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
 from commlayer.traces.recorder import Recorder, recorder
 from commlayer.traces.records import CallRecord
+from commlayer.transport.accelerators import device_of
 from commlayer.transport.nccl import Inner
 from commlayer.transport.nccl import use_lane as use_nccl_lane
 
@@ -171,8 +172,8 @@ class Order:
     def use_lane(self, lane: str, *, is_told: bool) -> None:
         """Put traffic, from the next call on, on ``lane``. ``is_told``: the program says so. UsageError for none that exists."""
         self.lane.use(lane, is_told=is_told)
-        if self.inner.nccl is not None:
-            use_nccl_lane(self.inner.nccl, lane)
+        for each in self.inner.on_devices.values():
+            use_nccl_lane(each, lane)
         # What is queued was called before: on every rank it keeps the plan that it would have had.
         if self.progress.pending and not self.progress.is_progress_thread():
             self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
@@ -212,12 +213,13 @@ class Order:
 
     def on_device(self, tensor: torch.Tensor) -> Inner:
         """The inner backend of a tensor that is not on the CPU."""
-        nccl = self.inner.nccl
-        if tensor.is_cuda and nccl is not None:
+        inner = self.inner.on_devices.get(device_of(tensor))
+        if inner is not None:
             if self.lane.name is None:
                 self.use_lane_of_group()
-            return nccl.backend
-        has = "CPU and CUDA" if nccl is not None else "CPU (torch has no CUDA here, or no NCCL)"
+            return inner.backend
+        has = " and ".join(["CPU", *(name.upper() if name == "cuda" else name for name in self.inner.on_devices)])
+        has += "" if "cuda" in self.inner.on_devices else " (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")
 
 

@@ -107,7 +107,7 @@ class TorchStream(torch.Stream):
         del other
         if not isinstance(simulator, TorchSimulator) or number is None:
             return _require_made().new_stream()
-        made: Any = super().__new__(cls, stream_id=number, device_index=0, device_type=_TYPE)  # type: ignore[call-arg]
+        made: Any = super().__new__(cls, stream_id=number, device_index=0, device_type=_TYPE)
         made._simulator, made.queue, made._before = simulator, simulator.queues[number], []
         return made  # type: ignore[no-any-return]
 
@@ -119,7 +119,7 @@ class TorchStream(torch.Stream):
         """Make it wait for all that ``stream`` was given so far. The host does not."""
         self._simulator.runner.wait_for(self.queue, self._simulator.runner.record(stream.queue))
 
-    def record_event(self, event: Any = None) -> TorchEvent:  # type: ignore[override]
+    def record_event(self, event: Any = None) -> TorchEvent:
         """The point behind all that it was given so far."""
         return (event or TorchEvent()).record(self)  # type: ignore[no-any-return]
 
@@ -189,7 +189,7 @@ def _let_storages_be_freed() -> None:
             made.memory.spoil(storage, made.current.queue)
         return storage
 
-    torch.UntypedStorage.resize_ = resize_or_spoil  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_or_spoil  # type: ignore[assignment]
 
 
 @contextmanager

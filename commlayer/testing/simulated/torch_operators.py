@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,25 @@ def on_device(host: torch.Tensor) -> torch.Tensor:
     By DLPack, the exchange format of tensors, which has a type for devices that it does not know; torch takes that for the one
     that it leaves to others.
     """
-    capsule = torch._C._to_dlpack(host)  # type: ignore[attr-defined]
+    capsule = torch._C._to_dlpack(host)
     where = _pointer_of(capsule, b"dltensor") + _DEVICE_TYPE_AT
     ctypes.c_int32.from_address(where).value = _DLPACK_EXTENSION
-    made: torch.Tensor = torch._C._from_dlpack(capsule)  # type: ignore[attr-defined]
+    made: torch.Tensor = torch._C._from_dlpack(capsule)
     return made
+
+
+def _with_both_forms() -> list[str]:
+    """The operators of which the CPU has a form, and other devices one made of simpler operators, which rounds otherwise."""
+    of_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
+    found: set[str] = set()
+    for key in ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"):
+        found |= of_cpu & set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    return sorted(name for name in found if name.startswith("aten::"))
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 class _Operator:
@@ -97,6 +112,8 @@ class Operators:
             "_fused_sdp_choice": _math_attention,
         }.items():
             aten.impl(name, kernel, "PrivateUse1")
+        for name in _with_both_forms():
+            aten.impl(name, partial(self._launch, _overload(name)), "PrivateUse1")
         self._libraries += [everything, aten]
 
     # Memory
