@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +98,7 @@ class TorchEvent:
 class TorchStream(torch.Stream):
     """A queue of work, as ``torch.cuda.Stream`` is one."""
 
-    _simulator: TorchSimulator
+    simulator: TorchSimulator
     queue: StreamQueue
     _before: list[TorchStream]
 
@@ -108,8 +108,12 @@ class TorchStream(torch.Stream):
         if not isinstance(simulator, TorchSimulator) or number is None:
             return _require_made().new_stream()
         made: Any = super().__new__(cls, stream_id=number, device_index=0, device_type=_TYPE)
-        made._simulator, made.queue, made._before = simulator, simulator.queues[number], []
+        made.simulator, made.queue, made._before = simulator, simulator.queues[number], []
         return made  # type: ignore[no-any-return]
+
+    def launch(self, label: str, work: Callable[[], object]) -> None:
+        """Run ``work`` behind what it was given before; ``label``: for messages."""
+        self.simulator.runner.launch(self.queue, label, work)
 
     def wait_event(self, event: Any) -> None:
         """Make it wait for ``event``. The host does not."""
@@ -117,11 +121,11 @@ class TorchStream(torch.Stream):
 
     def wait_stream(self, stream: Any) -> None:
         """Make it wait for all that ``stream`` was given so far. The host does not."""
-        self._simulator.runner.wait_for(self.queue, self._simulator.runner.record(stream.queue))
+        self.simulator.runner.wait_for(self.queue, self.simulator.runner.record(stream.queue))
 
-    def record_event(self, event: Any = None) -> TorchEvent:
+    def record_event(self, event: Any = None) -> Any:
         """The point behind all that it was given so far."""
-        return (event or TorchEvent()).record(self)  # type: ignore[no-any-return]
+        return (event or TorchEvent()).record(self)
 
     def query(self) -> bool:
         """Whether all that it was given has run."""
@@ -129,15 +133,15 @@ class TorchStream(torch.Stream):
 
     def synchronize(self) -> None:
         """Make the host wait for it."""
-        self._simulator.runner.until(self._simulator.runner.record(self.queue), "to wait for a stream")
+        self.simulator.runner.until(self.simulator.runner.record(self.queue), "to wait for a stream")
 
     def __enter__(self) -> TorchStream:
-        self._before.append(self._simulator.current)
-        self._simulator.use(self)
+        self._before.append(self.simulator.current)
+        self.simulator.use(self)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._simulator.use(self._before.pop())
+        self.simulator.use(self._before.pop())
 
 
 _made: TorchSimulator | None = None
@@ -169,10 +173,24 @@ def simulated_device(
     _setup_privateuseone_for_python_backend(DEVICE_NAME, backend_module=_module())
     _made = TorchSimulator(delays or Delays(), memory_bytes, timeout_s)
     _let_storages_be_freed()
+    _let_groups_use(_made)
     torch.accelerator.synchronize = lambda device=None: _require_made().synchronize()
     torch.accelerator.current_stream = lambda device=None: _require_made().current
     atexit.register(_made.runner.stop)
     return torch.device(DEVICE_NAME, 0)
+
+
+def _let_groups_use(simulator: TorchSimulator) -> None:
+    """Have groups of the backend commlayer take tensors of the device."""
+    import torch.distributed as dist
+
+    from commlayer.testing.simulated.torch_communicator import make_communicator
+    from commlayer.transport.accelerators import register_accelerator
+
+    register_accelerator(DEVICE_NAME, make_communicator(simulator))
+    devices: dict[str, list[str]] = dist.Backend.backend_capability
+    if DEVICE_NAME not in devices.setdefault("commlayer", []):
+        devices["commlayer"].append(DEVICE_NAME)
 
 
 def _let_storages_be_freed() -> None:

@@ -1,8 +1,8 @@
 """The memory of a simulated device that torch sees: handed on as early as streams allow, and spoiled before that.
 
 A block belongs to the stream on which it was allocated. Freed, it is handed on to that stream at once, as by CUDA's caching
-allocator: what other streams still do to it is lost, unless they were recorded. The worst that the next owner may do is done at
-once: the block is overwritten with bytes of which every float is not a number, in the order of its stream.
+allocator: what other streams still do to it is lost, unless they were recorded. Whoever gets a block finds it overwritten with bytes of
+which every float is not a number, in the order of the stream: so what reads it too late reads these.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Memory:
         with self._lock:
             self.collect()
             block = self._find(size, queue)
+            self._spoil(block)
             array = self._array[block.start : block.start + num_bytes]
             start = block.start
             self._taken[start] = block, weakref.ref(array, lambda _: self._dropped.append(start))
@@ -74,11 +75,10 @@ class Memory:
     def _find(self, size: int, queue: StreamQueue) -> _Block:
         free = self._free.get((queue, size))
         if free:
-            return free.pop()
+            return free.pop()  # the one that was given back last
         if self._fresh + size <= len(self._array):
             block = _Block(self._fresh, size, queue)
             self._fresh += size
-            self._spoil(block)
             return block
         for marks in [self._runner.record(each) for each in self._queues()]:
             self._runner.until(marks, "to find free memory")
@@ -144,9 +144,8 @@ class Memory:
             self._in_use = still
 
     def _give_back(self, block: _Block) -> None:
-        self._spoil(block)
         self._free.setdefault((block.queue, block.size), []).append(block)
 
     def _spoil(self, block: _Block) -> None:
         whole = self._bytes[block.start : block.start + block.size]
-        self._runner.launch(block.queue, "the next owner of some memory", lambda: whole.fill_(_SPOILED))
+        self._runner.launch(block.queue, "new memory", lambda: whole.fill_(_SPOILED))
