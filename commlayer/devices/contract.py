@@ -73,7 +73,7 @@ class Received(Protocol):
 
 
 class Messenger(Protocol):
-    """A communicator of a group of ranks on a device, one of each rank, with NCCL's order: what it is given runs one after the other.
+    """One rank's end of a communicator on a device, with NCCL's order: what it is given runs one after the other.
 
     All ranks give it messages in one order. Messages between two ranks have no tags: they meet in the order in which both ends
     name them.

@@ -132,9 +132,7 @@ class Runner:
         copy."""
         kept = self._memory.get(buffer)
         if kept is None or kept.tensor.numel() < needed or kept.tensor.device != device:
-            # A tensor that is made in inference mode can be written in it only, and this one is kept.
-            with torch.inference_mode(False):
-                kept = self._memory[buffer] = CallMemory(torch.empty(needed, dtype=torch.uint8, device=device))
+            kept = self._memory[buffer] = CallMemory(self.transport.memory(needed, device))
         return kept
 
 

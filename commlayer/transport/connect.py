@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -40,18 +40,34 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
     """
     is_ep_inside = grid.link is Resource.INTRA
     wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks, is_ep_inside), Op.ALL_GATHER: ("tp", grid.tp_ranks, True)}
-    make = _nccl_channel if device == "cuda" else _gloo_channel
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cuda":
+        return _on_cuda(
+            {op: (name, ranks) for op, (name, ranks, _) in wanted.items() if len(ranks) > 1}, board, timeout
+        )
     channels = {}
     for op, (name, ranks, is_inside) in wanted.items():
         if len(ranks) < 2:
             continue
         with board.connecting(ranks, name, "messages", timeout_s):
-            channels[op] = make(name, ranks, board, store, timedelta(seconds=timeout_s), is_inside=is_inside)
-    if device == "cuda":
-        from commlayer.transport.cuda import NcclTransport
-
-        return NcclTransport(channels, torch.device("cuda", torch.cuda.current_device()))
+            channels[op] = _gloo_channel(name, ranks, board, store, timeout, is_inside=is_inside)
     return GlooTransport(channels, board)
+
+
+def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoard, timeout: timedelta) -> Transport:
+    from commlayer.devices.cuda import CudaDevice
+    from commlayer.transport.nccl_messages import NcclMessenger
+    from commlayer.transport.streams import Line, StreamTransport
+
+    lines = {}
+    for op, (name, ranks) in wanted.items():
+        with board.connecting(ranks, name, "messages", timeout.total_seconds()):
+            group = _nccl_group(name, ranks, timeout)
+        places = tuple(dist.get_group_rank(group, rank) for rank in ranks)
+        members = [rank for _, rank in sorted(zip(places, ranks, strict=True))]
+        lines[op] = Line(NcclMessenger(group, members), places)
+    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
 
 
 def _gloo_channel(
@@ -103,14 +119,11 @@ def wants_shared_memory(settings: Settings) -> bool:
     return links is None or "intra unshaped" in links
 
 
-def _nccl_channel(
-    name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta, *, is_inside: bool
-) -> Channel:
+def _nccl_group(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
     """A registered group, because torch's batched messages need one; so ranks must be in equal numbers of groups here."""
-    del board, store, is_inside  # NCCL finds its own way inside a node
-    group = dist.new_group(
+    group: dist.ProcessGroup | None = dist.new_group(
         list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
     )
     if group is None:
         raise GroupError(f"torch made no group for ranks {ranks}: is the default process group initialised?")
-    return Channel(name, group, tuple((rank, dist.get_group_rank(group, rank)) for rank in ranks))
+    return group

@@ -175,6 +175,9 @@ class Transport(Protocol):
         (:mod:`commlayer.transport.marks`), where messages can carry it.
         """
 
+    def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for a buffer of calls, on ``device``: 1-D uint8 [num_bytes]."""
+
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         """``plan`` as one call of the backend's own, where that is cheaper than its steps. The same on every rank."""
 

@@ -102,6 +102,11 @@ class GlooTransport:
         self.sequence += 1
         return GlooCall(self, script, buffers, timeout_s, reduce, coder, mark)
 
+    def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        # A tensor that is made in inference mode can be written in it only, and this one is kept.
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         channel = self.channels.get(Op.ALL_TO_ALL)
         if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > ONE_CALL_BYTES:

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from commlayer.cli.lane_checks import at_hand, lane_lines
+from commlayer.devices.cuda import CudaDevice, CudaStream
+from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
-from commlayer.transport.cuda import NcclTransport, stream_priorities
 from commlayer.transport.nccl import apply_lane, config_fields, is_high_priority
+from commlayer.transport.streams import StreamTransport, is_high_priority_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,18 +43,29 @@ NCCL = {
 }
 
 
+def transport_of(lane: str) -> StreamTransport:
+    return StreamTransport(CudaDevice(torch.device("cuda", 0)), lambda _: None, [], lane)
+
+
+def torch_stream(transport: StreamTransport, resource: Resource) -> torch.cuda.Stream:
+    stream = transport.streams[resource]
+    assert isinstance(stream, CudaStream)
+    return stream.stream
+
+
 @pytest.mark.parametrize("lane", ["", *LANES])
 def test_streams_have_the_priority_of_their_lane(lane: str) -> None:
-    transport = NcclTransport({}, torch.device("cuda", 0), lane)
-    for resource, priority in stream_priorities(lane).items():
-        assert transport.streams[resource].priority == priority
-    assert len({stream.cuda_stream for stream in transport.streams.values()}) == len(transport.streams)
+    transport = transport_of(lane)
+    for resource in Resource:
+        assert torch_stream(transport, resource).priority == (-1 if is_high_priority_of(resource, lane) else 0)
+    assert len({torch_stream(transport, resource).cuda_stream for resource in Resource}) == len(Resource)
     transport.close()
 
 
 def test_transports_of_two_lanes_have_streams_of_their_own() -> None:
-    one, other = (NcclTransport({}, torch.device("cuda", 0), lane) for lane in ("ep", "dp"))
-    assert not {s.cuda_stream for s in one.streams.values()} & {s.cuda_stream for s in other.streams.values()}
+    one, other = (transport_of(lane) for lane in ("ep", "dp"))
+    mine, theirs = ({torch_stream(each, resource).cuda_stream for resource in Resource} for each in (one, other))
+    assert not mine & theirs
 
 
 def test_torch_takes_the_options_of_each_lane() -> None:

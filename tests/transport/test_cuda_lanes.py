@@ -11,7 +11,6 @@ from commlayer.cli.lane_checks import Line, at_hand, lane_lines
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
-from commlayer.transport.cuda import stream_priorities
 from commlayer.transport.nccl import (
     CONFIG_SINCE,
     LOWER_LANE_CTAS,
@@ -23,6 +22,7 @@ from commlayer.transport.nccl import (
     nccl_lane_options,
     use_lane,
 )
+from commlayer.transport.streams import is_high_priority_of
 
 NEW, OLD, ANCIENT = (2, 28, 9), (2, 23, 4), (2, 14, 3)
 UNDEFINED = -(2**31)
@@ -40,10 +40,10 @@ def test_the_first_lanes_have_high_priority() -> None:
     assert {lane for lane in LANES if is_high_priority(lane)} == {"ep", "tp", "pp"}
     assert not is_high_priority("")
     for lane in LANES:
-        assert set(stream_priorities(lane).values()) == {-1 if is_high_priority(lane) else 0}
-    assert stream_priorities() == {Resource.INTER: -1, Resource.INTRA: 0, Resource.DEVICE: 0}, "as without lanes"
+        assert {is_high_priority_of(resource, lane) for resource in Resource} == {is_high_priority(lane)}
+    assert [each for each in Resource if is_high_priority_of(each)] == [Resource.INTER], "without lanes"
     with pytest.raises(UsageError, match="lane"):
-        stream_priorities("gradients")
+        is_high_priority_of(Resource.INTER, "gradients")
 
 
 def test_each_lane_sets_what_this_nccl_has() -> None:
