@@ -28,7 +28,17 @@ from commlayer.scheduler.moves import ALIGN, Buffer, Message, Moves, Region, cut
 from commlayer.scheduler.plan import Plan, Strategy, owned_by_node
 from commlayer.scheduler.slow_pairs import ring_order
 
-__all__ = ["Group", "GroupPlace", "Layout", "Piece", "RingPlace", "even_blocks", "group_moves", "owned_blocks"]
+__all__ = [
+    "Group",
+    "GroupPlace",
+    "Layout",
+    "Piece",
+    "RingPlace",
+    "even_blocks",
+    "group_moves",
+    "moves_of_call",
+    "owned_blocks",
+]
 
 Nodes = tuple[tuple[int, ...], ...]
 _PARTS = 1 << 20
@@ -75,6 +85,18 @@ def owned_blocks(plan: Plan, nodes: Nodes, align: int = ALIGN) -> tuple[int, ...
     edges = list(accumulate(map(parts.__getitem__, range(size)), initial=0))
     cuts = [*(cut(num_bytes, edges[-1], edge, align) for edge in edges[:-1]), num_bytes]
     return tuple(stop - start for start, stop in pairwise(cuts))
+
+
+def moves_of_call(plan: Plan, nodes: Nodes, rank: int, root: int = 0) -> tuple[tuple[Moves, ...], dict[Buffer, int]]:
+    """The moves of ``rank`` in each step of a call, and the bytes of the buffers that it needs for them beside its tensors.
+
+    For all collectives but all_to_all_v, of which the splits say it. Where ranks bring, or get, a block each, these are equal.
+    """
+    size, n = plan.traffic.logical_bytes, sum(map(len, nodes))
+    is_callers = plan.traffic.collective in ("all_gather", "reduce_scatter")
+    blocks = (size // n,) * n if is_callers else owned_blocks(plan, nodes)
+    steps, staging = group_moves(plan, Group(nodes, rank, blocks), root)
+    return steps, {Buffer.STAGING: staging} if staging else {}
 
 
 def group_moves(plan: Plan, group: Group, root: int = 0) -> tuple[tuple[Moves, ...], int]:

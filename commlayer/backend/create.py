@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from commlayer.backend.inner import InnerGroups
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
+from commlayer.devices.contract import Messenger
 from commlayer.diagnosis.inquiry import Inquiry, inquiry_of
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
@@ -35,8 +38,9 @@ from commlayer.failures.waits import Watched, bounded, within
 from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, PeerError
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
-from commlayer.transport.accelerators import registered_accelerators
+from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.gloo_groups import gloo_in_order
+from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import is_usable, make_nccl
 
 __all__ = ["create_group", "make_group"]
@@ -132,12 +136,13 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     group._set_default_backend(_CUSTOM)
     if is_usable():
         nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, nccl_options, is_default=is_default)
-        inner.on_devices["cuda"] = nccl
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
+        group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), connect.own_nccl)
     for device_type, make in registered_accelerators().items():
         with connect.connecting(f"for tensors on {device_type}"):
             own = PrefixStore(f"{device_type}/", store)
-            inner.on_devices[device_type] = make(own, rank, global_ranks, connect.timeout, name)
+            on_device = make(own, rank, global_ranks, connect.timeout, name)
+        group.put_on_device(device_type, on_device, connect.choices(job, device_type), partial(connect.own_of, make))
     if is_default:
         world.remember(job, group)
     return group
@@ -242,6 +247,29 @@ class _Connector:
         )
         planned.own_calls = gloo
         return planned
+
+    def choices(self, job: world.World, device_type: str) -> Choices:
+        """What decides on the plans of tensors on a device."""
+        shape = tuple(map(len, job.nodes_of(self.global_ranks)))
+        planner = job.device_planner(device_type) if len(self.global_ranks) > 1 else None
+        settings = replace(job.settings, trials="off")  # they are run by the host, which does not see a device's steps
+        return Choices(shape, planner, settings)
+
+    def own_nccl(self, purpose: str, lane: str) -> Messenger:
+        """A communicator of NCCL's for the messages of plans. Collective."""
+        own = PrefixStore(f"{purpose}/", self.store)
+        name = f"{self.name}: {purpose}"
+        made = make_nccl(
+            own, self.rank, self.global_ranks, self.timeout, name, None, is_default=False, is_split=False, lane=lane
+        )
+        return InnerMessenger(made)
+
+    def own_of(self, make: MakeInner, purpose: str, lane: str) -> Messenger:
+        """The same of a registered device, which knows no lanes. Collective."""
+        del lane
+        with self.connecting(purpose):
+            own = PrefixStore(f"{purpose}/", self.store)
+            return InnerMessenger(make(own, self.rank, self.global_ranks, self.timeout, f"{self.name}: {purpose}"))
 
     def signatures(self, planned: PlannedGroup, gloo: Any) -> SignatureCheck | None:
         """Make the comparison of calls where COMMLAYER_DEBUG asks for one; else None."""

@@ -42,7 +42,7 @@ class Ending:
         elif self._break():
             inner.planned.close()
         for each in inner.on_devices.values():
-            (each.backend.shutdown if drain else each.backend.abort)()
+            each.end(drain=drain)
         self._counters.close()
         if self.ledger is not None:
             self.ledger.close()

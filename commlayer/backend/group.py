@@ -26,7 +26,7 @@ from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
-from commlayer.backend.inner import InnerGroups
+from commlayer.backend.inner import InnerGroups, OnDevice
 from commlayer.backend.members import Members
 from commlayer.backend.options import make
 from commlayer.backend.order import Order
@@ -35,11 +35,15 @@ from commlayer.backend.running import Calls
 from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
+from commlayer.devices.contract import Messenger
 from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.diagnosis.ring import open_track
+from commlayer.engine.device_plans import DevicePlans
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
 from commlayer.statistics import GroupCounters
+from commlayer.transport.nccl import Nccl
 
 __all__ = ["CommlayerGroup"]
 
@@ -51,7 +55,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     Its collectives are the rows of :data:`commlayer.backend.verbs.VERBS`.
 
-    CUDA tensors go to an inner NCCL group, made when CUDA is there (never run so far: see :mod:`commlayer.transport.nccl`).
+    CUDA tensors are moved by plans on streams, or go to an inner NCCL group, made when CUDA is there (never run so far: see
+    :mod:`commlayer.transport.nccl`).
     ``make``: makes another group, of some members of this one.
     """
 
@@ -107,6 +112,22 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         if self._calls.ledger is not None:
             self._calls.ledger.places = places
 
+    def put_on_device(
+        self, device_type: str, inner: Nccl, choices: Choices, connect: Callable[[str, str], Messenger]
+    ) -> None:
+        """Move tensors of a type of device by ``inner``, and by the plans that ``choices`` has for them.
+
+        ``connect(purpose, lane)`` makes the communicators of their messages.
+        """
+        order = self._order
+
+        def lane() -> str:
+            return order.lane_name
+
+        nodes, rank = self._inner.planned.nodes, self._members.rank
+        plans = DevicePlans(nodes, rank, choices, lambda purpose: connect(purpose, lane()), lane)
+        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters)
+
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
         counters = GroupCounters(members.name, members.global_ranks[members.rank], list(members.global_ranks))
@@ -122,7 +143,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         opts = make(BarrierOptions, opts, timeout, {})
         on_device = None if opts.device is None else self._inner.on_devices.get(opts.device.type)
         if on_device is not None:
-            return on_device.backend.barrier(opts)
+            return on_device.verbs.barrier(opts)
         return self._order.issue(opts, "barrier", [], self._calls.barrier, opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -138,14 +159,14 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         """Until :meth:`_end_coalescing`, asynchronous calls are waited for as one."""
         on_device = self._inner.on_devices.get(device.type)
         if on_device is not None:
-            on_device.backend._start_coalescing()
+            on_device.verbs._start_coalescing()
         else:
             self._order.coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
         on_device = self._inner.on_devices.get(device.type)
         if on_device is not None:
-            return on_device.backend._end_coalescing()
+            return on_device.verbs._end_coalescing()
         works, self._order.coalescing = self._order.coalescing or [], None
         return Together(works)
 

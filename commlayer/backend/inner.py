@@ -8,13 +8,16 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from commlayer.backend.device_verbs import DeviceVerbs
 from commlayer.backend.signature_check import SignatureCheck
+from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
+from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
-__all__ = ["Destroyed", "Inherited", "InnerGroups"]
+__all__ = ["Destroyed", "Inherited", "InnerGroups", "OnDevice"]
 
 
 class Destroyed:
@@ -35,6 +38,25 @@ class Inherited(Destroyed):
 
     def __getattr__(self, name: str) -> NoReturn:
         raise GroupError(inherited(f"{self._who}: {name.strip('_')}"))
+
+
+class OnDevice:
+    """What moves a group's tensors of one type of device. ``verbs``: c10d's, some of them by plan."""
+
+    __slots__ = ("inner", "plans", "verbs")
+
+    def __init__(self, inner: Nccl, plans: DevicePlans, counters: GroupCounters) -> None:
+        self.inner, self.plans = inner, plans
+        self.verbs = DeviceVerbs(inner.verbs or inner.backend, plans, counters)
+
+    def end(self, *, drain: bool) -> None:
+        """Let go of communicators, when what was launched has run (``drain``), or at once."""
+        if drain:
+            self.plans.close()
+            self.inner.backend.shutdown()
+        else:
+            self.plans.abort()
+            self.inner.backend.abort()
 
 
 class InnerGroups:
@@ -59,7 +81,7 @@ class InnerGroups:
         self.planned: Any = planned
         self.store: Any = store
         self.signatures = signatures
-        self.on_devices: dict[str, Nccl] = {}
+        self.on_devices: dict[str, OnDevice] = {}
 
     @property
     def is_ended(self) -> bool:
@@ -77,7 +99,7 @@ class InnerGroups:
             gloo._set_default_timeout(timeout)
         self.planned.timeout_s = timeout.total_seconds()
         for each in self.on_devices.values():
-            each.backend._set_default_timeout(timeout)
+            each.inner.backend._set_default_timeout(timeout)
 
     def stand_in(self, destroyed: Destroyed) -> None:
         """Let ``destroyed`` answer whatever is asked of these groups from now on."""

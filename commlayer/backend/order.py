@@ -32,7 +32,6 @@ from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
 from commlayer.traces.recorder import Recorder, recorder
 from commlayer.traces.records import CallRecord
 from commlayer.transport.accelerators import device_of
-from commlayer.transport.nccl import Inner
 from commlayer.transport.nccl import use_lane as use_nccl_lane
 
 __all__ = ["Order"]
@@ -173,7 +172,7 @@ class Order:
         """Put traffic, from the next call on, on ``lane``. ``is_told``: the program says so. UsageError for none that exists."""
         self.lane.use(lane, is_told=is_told)
         for each in self.inner.on_devices.values():
-            use_nccl_lane(each, lane)
+            use_nccl_lane(each.inner, lane)
         # What is queued was called before: on every rank it keeps the plan that it would have had.
         if self.progress.pending and not self.progress.is_progress_thread():
             self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
@@ -211,13 +210,13 @@ class Order:
         """The class of traffic; "" for none."""
         return lane_of(self.members.describe()) if self.lane.name is None else self.lane.name
 
-    def on_device(self, tensor: torch.Tensor) -> Inner:
-        """The inner backend of a tensor that is not on the CPU."""
+    def on_device(self, tensor: torch.Tensor) -> Any:
+        """The verbs for a tensor that is not on the CPU."""
         inner = self.inner.on_devices.get(device_of(tensor))
         if inner is not None:
             if self.lane.name is None:
                 self.use_lane_of_group()
-            return inner.backend
+            return inner.verbs
         has = " and ".join(["CPU", *(name.upper() if name == "cuda" else name for name in self.inner.on_devices)])
         has += "" if "cuda" in self.inner.on_devices else " (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")

@@ -107,7 +107,7 @@ class Messages:
         """See CommlayerGroup; so the next two."""
         tensor = self._only_one("send", tensors)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).send(tensors, member, tag)
+            return self._order.on_device(tensor).send(tensors, member, tag)  # type: ignore[no-any-return]
         self._members.require_other("destination", member)
         moved, what = plain_row(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
         return self._start("send", what, moved, moved, member, tag)
@@ -115,7 +115,7 @@ class Messages:
     def recv(self, tensors: Sequence[torch.Tensor], member: int, tag: int = 0) -> Work | None:
         tensor = self._only_one("recv", tensors)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).recv(tensors, member, tag)
+            return self._order.on_device(tensor).recv(tensors, member, tag)  # type: ignore[no-any-return]
         self._members.require_other("source", member)
         what = f"recv from rank {self._members.named(member)}, tag {tag}"
         return self._start("recv", what, tensor, landing(tensor), member, tag)
@@ -123,7 +123,7 @@ class Messages:
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Work | None:
         tensor = self._only_one("recv_anysource", tensors)
         if not tensor.is_cpu:
-            return self._order.on_device(tensor).recv_anysource(tensors, tag)
+            return self._order.on_device(tensor).recv_anysource(tensors, tag)  # type: ignore[no-any-return]
         if not tensor.numel():  # Gloo fails in words that sound like a dead peer
             self._refuse("recv from any rank takes a tensor with elements, got none: name the source")
         return self._start("recv_anysource", f"recv from any rank, tag {tag}", tensor, landing(tensor), tag)

@@ -64,6 +64,18 @@ class World:
     settings: Settings
     planner: Planner | None
 
+    def device_planner(self, device_type: str) -> Planner | None:
+        """The planner for tensors on a device: by the profile that was named, if it was measured there, or is a published one.
+
+        None for one of the CPU's links, and where none was named: nothing is known then, so nothing is planned.
+        """
+        if self.planner is None or self.settings.profile in (None, "auto"):
+            return None
+        profile = self.planner.profile
+        backend = "nccl" if device_type == "cuda" else device_type
+        is_of_device = profile.environment.get("backend") == backend or profile.kind in ("published", "paper")
+        return self.planner if is_of_device else None
+
     def nodes_of(self, global_ranks: Sequence[int]) -> list[list[int]]:
         """The members of a group by node, as ranks of the group: ``[[0, 1], [2, 3]]``."""
         return list(self._nodes_of(global_ranks).values())

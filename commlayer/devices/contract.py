@@ -1,8 +1,8 @@
 """The contract of a device: work is launched on streams, events are recorded on them, and streams wait for events.
 
 That is all that running a plan asks of a device. The host launches and goes on; what a stream was given runs in order, and
-nothing else orders the work of two streams but events. CUDA has a device that does this (:mod:`commlayer.devices.cuda`), and so
-does any machine (:mod:`commlayer.testing.simulated`), which shows what becomes of a plan where an order is missing.
+nothing else orders the work of two streams but events. CUDA is a device that does this (:mod:`commlayer.devices.accelerator`),
+and so is what any machine has (:mod:`commlayer.testing.simulated`), which shows what becomes of a plan where an order is missing.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from commlayer.failures.waits import bounded, end_wait, keep
 from commlayer.profiles.errors import ClusterError, PlanError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.decision import Planner
-from commlayer.scheduler.group_moves import Group, group_moves, owned_blocks
+from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
@@ -358,11 +358,7 @@ class PlannedGroup:
     def moves(self, plan: Plan, root: int = 0) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
         """The moves of this rank in each step of ``plan``, and the bytes of the buffers that it needs for them; not of an
         all_to_all_v, of which the splits say it."""
-        size, n = plan.traffic.logical_bytes, len(self.global_ranks)
-        is_callers = plan.traffic.collective in ("all_gather", "reduce_scatter")
-        blocks = (size // n,) * n if is_callers else owned_blocks(plan, self.nodes)
-        steps, staging = group_moves(plan, Group(self.nodes, self.rank, blocks), root)
-        return steps, {Buffer.STAGING: staging} if staging else {}
+        return moves_of_call(plan, self.nodes, self.rank, root)
 
     @property
     def near(self) -> tuple[int, ...]:

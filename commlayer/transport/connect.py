@@ -55,8 +55,9 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
 
 
 def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoard, timeout: timedelta) -> Transport:
-    from commlayer.devices.cuda import CudaDevice
-    from commlayer.transport.nccl_messages import NcclMessenger
+    from commlayer.devices.accelerator import AcceleratorDevice
+    from commlayer.transport.inner_messages import InnerMessenger
+    from commlayer.transport.nccl import Nccl
     from commlayer.transport.streams import StepMessenger, StreamTransport
 
     lines = {}
@@ -64,9 +65,8 @@ def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoa
         with board.connecting(ranks, name, "messages", timeout.total_seconds()):
             group = _nccl_group(name, ranks, timeout)
         places = tuple(dist.get_group_rank(group, rank) for rank in ranks)
-        members = [rank for _, rank in sorted(zip(places, ranks, strict=True))]
-        lines[op] = StepMessenger(NcclMessenger(group, members), places)
-    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+        lines[op] = StepMessenger(InnerMessenger(Nccl(group._get_backend(torch.device("cuda")), verbs=group)), places)
+    device = AcceleratorDevice(torch.device("cuda", torch.cuda.current_device()))
     return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
 
 
@@ -120,7 +120,7 @@ def wants_shared_memory(settings: Settings) -> bool:
 
 
 def _nccl_group(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-    """A registered group, because torch's batched messages need one; so ranks must be in equal numbers of groups here."""
+    """A registered group, which torch connects as it connects the user's; so ranks must be in equal numbers of groups here."""
     group: dist.ProcessGroup | None = dist.new_group(
         list(ranks), timeout=timeout, backend="nccl", use_local_synchronization=True, group_desc=f"commlayer:{name}"
     )

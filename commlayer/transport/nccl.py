@@ -65,6 +65,8 @@ class Nccl:
 
     backend: Inner
     options: Any = None
+    verbs: Any = None
+    """The verbs of c10d by all their names, of which a backend by itself has some; None: ``backend`` has all."""
 
 
 def is_usable() -> bool:
@@ -152,10 +154,13 @@ def make_nccl(
     options: Any,
     *,
     is_default: bool,
+    is_split: bool = True,
     lane: str = "",
     traffic_classes: Mapping[str, int] | None = None,
 ) -> Nccl:
     """The inner group, as torch itself makes one for the backend nccl. It connects at its first call.
+
+    ``is_split`` False: by a communicator of its own, in whose making ranks outside the group have no part.
 
     ``options``: the user's, which no lane changes; anything else means none. ``lane`` and ``traffic_classes``: see
     :func:`nccl_lane_options`, which says what is raised too.
@@ -166,7 +171,7 @@ def make_nccl(
         if lane:
             apply_lane(options, lane, torch.cuda.nccl.version(), traffic_classes=traffic_classes)
     options._timeout = timeout
-    source = None if is_default else _split_source()
+    source = _split_source() if is_split and not is_default else None
     if source is not None:
         options.split_from = source
         options.split_color = c10d._process_group_color(list(global_ranks))
@@ -175,7 +180,15 @@ def make_nccl(
     backend = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, len(global_ranks), options)
     made: Any = backend
     made._set_sequence_number_for_group()
-    return Nccl(made, None if is_given else options)
+    return Nccl(made, None if is_given else options, _with_all_verbs(made, rank, len(global_ranks)))
+
+
+def _with_all_verbs(backend: Any, rank: int, size: int) -> Any:
+    """A process group around a backend, which lacks the verbs of one tensor (``all_gather_single``) and coalesced ones."""
+    made: Any = dist.ProcessGroup  # its annotations lack this form
+    group = made(rank, size)
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, backend)
+    return group
 
 
 def _split_source() -> Any:

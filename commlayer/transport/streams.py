@@ -216,6 +216,24 @@ class StreamCall:
             if step.is_last:  # not when the call is waited for: the next one may begin before
                 self._transport.ended[step.resource] = self._last[step.resource] = ended
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it has run. Does not wait."""
+        return all(ended.is_done() for ended in self._last.values())
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Launch ``work`` behind the whole call, as its last part."""
+        for resource, ended in self._last.items():
+            stream = self._transport.streams[resource]
+            for other, event in self._last.items():
+                if other is not resource:
+                    stream.wait(event)
+            stream.launch(work)
+            ended = stream.record()
+            self._transport.ended[resource], self._last = ended, {resource: ended}
+            return
+        self._transport.device.current.launch(work)  # a call that moves nothing
+
     def finish(self) -> None:
         current = self._transport.device.current
         for ended in self._last.values():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from commlayer.cli.lane_checks import at_hand, lane_lines
-from commlayer.devices.cuda import CudaDevice, CudaStream
+from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
 from commlayer.transport.nccl import apply_lane, config_fields, is_high_priority
@@ -44,13 +44,14 @@ NCCL = {
 
 
 def transport_of(lane: str) -> StreamTransport:
-    return StreamTransport(CudaDevice(torch.device("cuda", 0)), lambda _: None, [], lane)
+    return StreamTransport(AcceleratorDevice(torch.device("cuda", 0)), lambda _: None, [], lane)
 
 
 def torch_stream(transport: StreamTransport, resource: Resource) -> torch.cuda.Stream:
     stream = transport.streams[resource]
-    assert isinstance(stream, CudaStream)
-    return stream.stream
+    assert isinstance(stream, AcceleratorStream)
+    found: torch.cuda.Stream = stream.stream
+    return found
 
 
 @pytest.mark.parametrize("lane", ["", *LANES])

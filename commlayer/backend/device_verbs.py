@@ -1,0 +1,161 @@
+"""The verbs of a group on a device's tensors: by plan where the group has one for the call, else the inner backend's own.
+
+The host waits for nothing here. What a plan cannot do as it is (an operation that it does not know, a tensor that is not in one
+piece, a coalesced block) goes to the inner backend, which on CUDA is NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from commlayer.backend.arithmetic import AVG, FLOATS, PLAN_NAMES
+from commlayer.engine.device_plans import DevicePlans
+from commlayer.failures.waits import NO_TIMEOUT
+from commlayer.scheduler.plan import Plan
+from commlayer.statistics import GroupCounters
+from commlayer.transport.streams import StreamCall
+
+__all__ = ["DeviceVerbs", "LaunchedWork"]
+
+_SUMMED = FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
+
+
+class LaunchedWork(Work):
+    """A planned call that has been launched. Waiting makes the current stream wait for it, not the host."""
+
+    def __init__(self, plans: DevicePlans, call: StreamCall, outputs: Any) -> None:
+        super().__init__()
+        self._plans, self._call, self._outputs = plans, call, outputs
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Return at once: what the current stream does from now on comes after the call."""
+        del timeout
+        self._call.finish()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._call.is_done
+
+    def is_success(self) -> bool:
+        return self._call.is_done
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> Any:
+        """The outputs; their values are there for streams that have waited."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the outputs. On CUDA it is set at once, and who waits for it makes a stream wait, as with NCCL's futures;
+        on another device, of whose streams futures know nothing, who waits for it waits on the host."""
+        if self._future is None:
+            self._future = self._plans.future(self._call, self._outputs)
+        return self._future
+
+
+class DeviceVerbs:
+    """The verbs by their first names; those that have no plan are ``inner``'s."""
+
+    def __init__(self, inner: Any, plans: DevicePlans, counters: GroupCounters) -> None:
+        self._inner, self._plans, self._counters = inner, plans, counters
+        self._size = sum(map(len, plans.nodes))
+        self._is_coalescing = False
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._inner, verb)
+
+    def _start_coalescing(self) -> None:
+        self._is_coalescing = True
+        self._inner._start_coalescing()
+
+    def _end_coalescing(self) -> Work:
+        self._is_coalescing = False
+        work: Work = self._inner._end_coalescing()
+        return work
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
+        """By plan, or the inner backend's."""
+        x, op = tensors[0], opts.reduceOp.op
+        plan = self._plan("all_reduce", x, x, x.nbytes, op) if len(tensors) == 1 else None
+        if plan is None:
+            work: Work = self._inner.allreduce(tensors, opts)
+            return work
+        return self._launched(plan, x, x, tensors, op=op)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
+        """By plan, or the inner backend's."""
+        x = tensors[0]
+        plan = self._plan("broadcast", x, x, x.nbytes) if len(tensors) == 1 else None
+        if plan is None:
+            work: Work = self._inner.broadcast(tensors, opts)
+            return work
+        return self._launched(plan, x, x, tensors, root=opts.rootRank)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        """By plan, or the inner backend's."""
+        fits = output.nbytes == self._size * input.nbytes
+        plan = self._plan("all_gather", output, input, output.nbytes) if fits else None
+        if plan is None:
+            work: Work = self._inner.all_gather_single(output, input, opts)
+            return work
+        return self._launched(plan, input, output, [output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        """By plan, or the inner backend's."""
+        fits, op = input.nbytes == self._size * output.nbytes, opts.reduceOp.op
+        plan = self._plan("reduce_scatter", output, input, input.nbytes, op) if fits else None
+        if plan is None:
+            work: Work = self._inner.reduce_scatter_single(output, input, opts)
+            return work
+        return self._launched(plan, input, output, [output], op=op)
+
+    def _plan(
+        self, collective: str, output: torch.Tensor, input: torch.Tensor, num_bytes: int, op: Any = None
+    ) -> Plan | None:
+        if self._is_coalescing or not _is_plain(output) or not _is_plain(input) or output.dtype is not input.dtype:
+            return None
+        if op is not None and not _is_summed(op, input.dtype):
+            return None
+        return self._plans.plan(collective, input, num_bytes)
+
+    def _launched(
+        self,
+        plan: Plan,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        outputs: Any,
+        *,
+        op: Any = None,
+        root: int = 0,
+    ) -> Work:
+        name = "sum" if op is None else PLAN_NAMES[op]
+        source, target = (source.detach(), target.detach()) if source is not target else (x := source.detach(), x)
+        call, sent = self._plans.launch(plan, source, target, op=name, root=root)
+        if op == AVG:
+            call.then(partial(target.div_, self._size))
+        self._counters.planned[plan.traffic.collective, plan.name].add(plan.traffic.logical_bytes, 0, *sent)
+        return LaunchedWork(self._plans, call, outputs)
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    return x.is_contiguous() and not x.is_sparse and not x.is_neg() and not x.is_conj()
+
+
+def _is_summed(op: Any, dtype: torch.dtype) -> bool:
+    """Whether a plan reduces so: an average of floats only, and bitwise operations of integers only."""
+    if op not in PLAN_NAMES or dtype not in _SUMMED:
+        return False
+    if op == AVG:
+        return dtype in FLOATS
+    return PLAN_NAMES[op] not in ("band", "bor", "bxor") or dtype not in FLOATS

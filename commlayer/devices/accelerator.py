@@ -1,0 +1,90 @@
+"""Devices that torch knows by a module of their own (``torch.cuda``), behind the contract: their streams and events.
+
+CUDA's is written for, and to be judged on, a machine with a GPU (``make test-gpu``); the simulated device that torch sees
+(:mod:`commlayer.testing.simulated.torch_device`) runs the same lines on any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from commlayer.devices.contract import Stream, StreamEvent
+
+__all__ = ["AcceleratorDevice", "AcceleratorEvent", "AcceleratorStream"]
+
+_HIGH, _NORMAL = -1, 0
+"""CUDA has more levels on some devices; NCCL's kernels, which run on streams of torch's groups, have these two."""
+
+
+class AcceleratorEvent:
+    """An event of torch's that has been recorded."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class AcceleratorStream:
+    """A stream of torch's."""
+
+    __slots__ = ("_module", "stream")
+
+    def __init__(self, module: Any, stream: Any) -> None:
+        self._module, self.stream = module, stream
+
+    def launch(self, work: Callable[[], object]) -> None:
+        with self._module.stream(self.stream):
+            work()
+
+    def record(self) -> AcceleratorEvent:
+        return AcceleratorEvent(self.stream.record_event())
+
+    def wait(self, event: StreamEvent) -> None:
+        assert isinstance(event, AcceleratorEvent)  # of this device
+        self.stream.wait_event(event.event)
+
+    def call_host(self, work: Callable[[], object]) -> None:
+        """Have a thread of the host call ``work`` when the stream has come so far; for streams that can, which CUDA's are not
+        asked for: futures know of these."""
+        self.stream.launch("a future", work)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.stream)
+
+
+class AcceleratorDevice:
+    """The device of a process, such as ``torch.device("cuda", 0)``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device)
+
+    @property
+    def current(self) -> AcceleratorStream:
+        return AcceleratorStream(self._module, self._module.current_stream(self.device))
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        assert isinstance(stream, AcceleratorStream)
+        return self._module.stream(stream.stream)  # type: ignore[no-any-return]
+
+    def stream(self, *, is_high: bool) -> AcceleratorStream:
+        return AcceleratorStream(self._module, self._module.Stream(self.device, priority=_HIGH if is_high else _NORMAL))
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        # A tensor that is made in inference mode can be written in it only, and buffers are kept.
+        with torch.inference_mode(False):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def synchronize(self) -> None:
+        self._module.synchronize(self.device)
