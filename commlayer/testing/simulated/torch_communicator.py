@@ -1,12 +1,14 @@
 """Collectives of a simulated device that torch sees, with NCCL's order: what a group of the backend uses for its tensors.
 
-A collective is enqueued on a stream of the communicator's own, behind what the caller's stream was given; the host goes on. Waiting for
-its handle makes the stream that is current then wait, not the host. When the stream comes to it, its bytes go over Gloo, in the
-order in which the program called, and no later than the group's timeout.
+A collective is enqueued on a stream of the communicator's own, behind what the caller's stream was given; the host goes on.
+Waiting for its handle makes the stream that is current then wait, not the host. When the stream comes to it, its bytes go over
+Gloo, in the order in which the program called, for no longer than the group's timeout.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,7 +27,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from commlayer.profiles.errors import ClusterError, TensorError, UsageError
+from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.simulated.torch_device import TorchEvent, TorchSimulator, TorchStream
 from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.nccl import Nccl
@@ -100,7 +102,7 @@ class _BarrierWork(SimulatedWork):
 
 
 class SimulatedCommunicator:
-    """One group's: torch's verbs under their first names, on tensors of the simulated device. Made by all of its ranks together."""
+    """One group's communicator: torch's verbs, by their first names, on tensors of the device. Its ranks make it together."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class SimulatedCommunicator:
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
         self._is_over = False
-        self._together: list[SimulatedWork] | None = None
+        self._under_way: deque[SimulatedWork] = deque()  # nobody need hold a handle: its tensors are held here
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -130,7 +132,8 @@ class SimulatedCommunicator:
     def shutdown(self) -> None:
         """Let go of connections, when what was called has ended."""
         if not self._is_over:
-            self._stream.synchronize()
+            with contextlib.suppress(ClusterError):  # whoever waited for the call has been told
+                self._stream.synchronize()
             self._end()
 
     def abort(self) -> None:
@@ -143,7 +146,9 @@ class SimulatedCommunicator:
 
     # Launching
 
-    def _launch(self, verb: str, ins: Any, outs: Any, steps: Steps, *, work: type[SimulatedWork] = SimulatedWork) -> Work:
+    def _launch(
+        self, verb: str, ins: Any, outs: Any, steps: Steps, *, work: type[SimulatedWork] = SimulatedWork
+    ) -> Work:
         """Enqueue a collective that reads ``ins`` and writes ``outs``, tensors in lists."""
         if self._is_over:
             raise UsageError(f"{self._who}: {verb} after the group was destroyed")
@@ -153,8 +158,9 @@ class SimulatedCommunicator:
         self._stream.wait_event(current.record_event())
         runner.launch_steps(self._stream.queue, label, lambda: self._watched(label, steps()))
         made = work(self._told, label, self._stream.record_event(), outs, (ins, outs))
-        if self._together is not None:
-            self._together.append(made)
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
+        self._under_way.append(made)
         return made
 
     def _watched(self, label: str, works: Iterator[Work]) -> Iterator[Callable[[], bool]]:
@@ -165,7 +171,8 @@ class SimulatedCommunicator:
                     yield work.is_completed
                     work.wait()
         except RuntimeError as error:
-            raise ClusterError(f"{label}: {error}") from error
+            kind = CollectiveTimeoutError if "imed out" in str(error) else PeerError
+            raise kind(f"{label}: {error}") from error
 
     def _bytes(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         """The CPU tensor with the same memory, 1-D uint8."""
@@ -336,11 +343,15 @@ class SimulatedCommunicator:
 
     def send(self, tensors: Tensors, target: int, tag: int) -> Work:
         own = self._bytes("send", tensors[0])
-        return self._launch(f"send to {target}", tensors, [], lambda: iter([self._messages.send([own], target, tag + 1)]))
+        return self._launch(
+            f"send to {target}", tensors, [], lambda: iter([self._messages.send([own], target, tag + 1)])
+        )
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         place = self._bytes("recv", tensors[0])
-        return self._launch(f"recv from {source}", [], tensors, lambda: iter([self._messages.recv([place], source, tag + 1)]))
+        return self._launch(
+            f"recv from {source}", [], tensors, lambda: iter([self._messages.recv([place], source, tag + 1)])
+        )
 
     def barrier(self, opts: Any) -> Work:
         del opts
@@ -354,15 +365,11 @@ class SimulatedCommunicator:
     # Coalescing
 
     def _start_coalescing(self) -> None:
-        self._together = []
+        """Nothing: calls are enqueued as they come."""
 
     def _end_coalescing(self) -> Work:
-        works, self._together = self._together or [], None
-        return _Last(self._told, "a block of calls", self._stream.record_event(), [], works)
-
-
-class _Last(SimulatedWork):
-    """The handle of a block of calls, which run in order: the end of the last is the end of all."""
+        """A handle of all calls so far, which run in order: the end of the last is the end of all."""
+        return SimulatedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
 
 
 def _bytes_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:

@@ -1,8 +1,8 @@
 """A simulated device that torch itself sees, as ``torch.device("simulated")``: for programs that train, without a GPU.
 
-Its tensors are torch's own (views, autograd, DDP's buckets, FSDP2's parameters), its operators are launched on streams and run later,
-by a thread of the process, and its streams are delayed by a seed. So DDP, fully_shard and layers of this package run on it as
-they would on CUDA, and where one of them, or the backend, leaves a wait out, values are wrong.
+Its tensors are torch's own (views, autograd, DDP's buckets, FSDP2's parameters), its operators are launched on streams and run
+later, by a thread of the process, and its streams are delayed by a seed. So DDP, fully_shard and layers of this package run on it
+as they would on CUDA, and where one of them, or the backend, leaves a wait out, values are wrong.
 
 torch has one place for a device that it does not know (PrivateUse1), so a process that uses another such device cannot use this
 one. Autograd runs in a thread of its own, whose current stream is the default stream.
@@ -23,7 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.simulated.torch_memory import Memory
 from commlayer.testing.simulated.torch_operators import DEVICE_NAME, Operators
-from commlayer.testing.simulated.torch_streams import Delays, Mark, Runner, StreamQueue
+from commlayer.testing.simulated.torch_streams import Mark, Runner, StreamDelays, StreamQueue
 
 __all__ = ["TorchEvent", "TorchSimulator", "TorchStream", "simulated_device"]
 
@@ -33,7 +33,7 @@ _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 class TorchSimulator:
     """The device of this process: its streams, its memory, its operators."""
 
-    def __init__(self, delays: Delays, memory_bytes: int, timeout_s: float) -> None:
+    def __init__(self, delays: StreamDelays, memory_bytes: int, timeout_s: float) -> None:
         self.runner = Runner(delays, timeout_s)
         self.memory = Memory(memory_bytes, self.runner)
         self.queues: list[StreamQueue] = [self.runner.queue("default stream")]
@@ -63,7 +63,7 @@ class TorchSimulator:
         for mark in [self.runner.record(queue) for queue in self.queues]:
             self.runner.until(mark, "to wait for the device")
 
-    def reseed(self, delays: Delays) -> None:
+    def reseed(self, delays: StreamDelays) -> None:
         """Delay streams by other draws from now on."""
         self.synchronize()
         self.runner.reseed(delays)
@@ -72,7 +72,9 @@ class TorchSimulator:
 class TorchEvent:
     """A point in a stream's work, as ``torch.cuda.Event`` is one."""
 
-    def __init__(self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **other: Any) -> None:
+    def __init__(
+        self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **other: Any
+    ) -> None:
         del device, enable_timing, blocking, other
         self._simulator = _require_made()
         self._mark = Mark(is_done=True)
@@ -149,29 +151,33 @@ _made: TorchSimulator | None = None
 
 def _require_made() -> TorchSimulator:
     if _made is None:
-        raise UsageError("expected the simulated device to be registered: call commlayer.testing.simulated_device first")
+        raise UsageError(
+            "expected the simulated device to be registered: call commlayer.testing.simulated_device first"
+        )
     return _made
 
 
 def simulated_device(
-    delays: Delays | None = None, *, memory_bytes: int = 1 << 28, timeout_s: float = 60.0
+    delays: StreamDelays | None = None, *, memory_bytes: int = 1 << 28, timeout_s: float = 60.0
 ) -> torch.device:
     """Register the simulated device with torch, once in a process, and return it; again: with other delays.
 
-    Before ``init_process_group``, whose groups then have an inner backend for it. ``delays``: by which seed its streams are delayed;
-    ``memory_bytes``: what it has; ``timeout_s``: how long the host waits for a device on which nothing moves.
+    Before ``init_process_group``, whose groups then have an inner backend for it. ``delays``: how its streams are delayed, by
+    which seed; ``memory_bytes``: what it has; ``timeout_s``: how long the host waits for a device on which nothing moves.
 
     Raises UsageError where torch's place for such a device is another's.
     """
     global _made
     if _made is not None:
-        _made.reseed(delays or Delays())
+        _made.reseed(delays or StreamDelays())
         return torch.device(DEVICE_NAME, 0)
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
-        raise UsageError(f"expected no other device in torch's place for one of others, got {taken!r}: use another process")
+        raise UsageError(
+            f"expected no other device in torch's place for one of others, got {taken!r}: use another process"
+        )
     _setup_privateuseone_for_python_backend(DEVICE_NAME, backend_module=_module())
-    _made = TorchSimulator(delays or Delays(), memory_bytes, timeout_s)
+    _made = TorchSimulator(delays or StreamDelays(), memory_bytes, timeout_s)
     _let_storages_be_freed()
     _let_groups_use(_made)
     torch.accelerator.synchronize = lambda device=None: _require_made().synchronize()
@@ -202,7 +208,9 @@ def _let_storages_be_freed() -> None:
             return resize(storage, size)
         made = _require_made()
         if size not in (0, storage.size()):
-            raise UsageError(f"a storage of the simulated device has {storage.size()} bytes, or none, got resize_({size})")
+            raise UsageError(
+                f"a storage of the simulated device has {storage.size()} bytes, or none, got resize_({size})"
+            )
         if size == 0:
             made.memory.spoil(storage, made.current.queue)
         return storage
@@ -233,7 +241,9 @@ def _set_device(device: Any) -> None:
 
 def _module() -> types.ModuleType:
     """``torch.simulated``."""
-    module: Any = types.ModuleType(f"torch.{DEVICE_NAME}", "A simulated device: see commlayer.testing.simulated_device.")
+    module: Any = types.ModuleType(
+        f"torch.{DEVICE_NAME}", "A simulated device: see commlayer.testing.simulated_device."
+    )
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0

@@ -1,8 +1,8 @@
 """The memory of a simulated device that torch sees: handed on as early as streams allow, and spoiled before that.
 
 A block belongs to the stream on which it was allocated. Freed, it is handed on to that stream at once, as by CUDA's caching
-allocator: what other streams still do to it is lost, unless they were recorded. Whoever gets a block finds it overwritten with bytes of
-which every float is not a number, in the order of the stream: so what reads it too late reads these.
+allocator: what other streams still do to it is lost, unless they were recorded. Whoever gets a block finds it overwritten, in the
+order of the stream, with bytes of which every float is not a number: so what reads it too late reads these.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The operators of a simulated device that torch sees: launched on the current stream, run later on the CPU.
 
-One function stands for every operator that torch has no form of its own for this device of (a boxed fallback). It asks torch's meta
-device for the shapes of the results, takes memory for them, and launches the CPU's operator on the bytes of both. What needs values
-to go on (``item``, ``nonzero``, a copy to the CPU), draws random numbers, or has no meta form makes the host wait for the stream and
-runs at once, as on a GPU the first of these do.
+One function stands for every operator of which this device has no form of its own (a boxed fallback). It asks torch's meta
+device for the shapes of the results, takes memory for them, and launches the CPU's operator on the bytes of both. What needs
+values to go on (``item``, ``nonzero``, a copy to the CPU), draws random numbers, or has no meta form makes the host wait for
+the stream and runs at once, as on a GPU the first of these do.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ class Operators:
 
     def register(self, streams: Callable[[torch.Stream], StreamQueue]) -> None:
         """Tell torch. Once in a process."""
-        everything = torch.library.Library("_", "IMPL")  # noqa: TOR901
+        everything = torch.library.Library("_", "IMPL")
         everything.fallback(self._launch, "PrivateUse1")
-        aten = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+        aten = torch.library.Library("aten", "IMPL")
 
         def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
             self._memory.use(tensor, streams(stream))
@@ -155,7 +155,9 @@ class Operators:
         return self.empty(size, stride, dtype or torch.get_default_dtype())
 
     def _resize(self, tensor: torch.Tensor, size: Sequence[int], *, memory_format: Any = None) -> torch.Tensor:
-        shape = torch.empty(size, dtype=tensor.dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
+        shape = torch.empty(
+            size, dtype=tensor.dtype, device="meta", memory_format=memory_format or torch.contiguous_format
+        )
         made = self.empty(shape.shape, shape.stride(), tensor.dtype)
         kept = min(tensor.numel(), made.numel())
         if kept:
@@ -167,7 +169,7 @@ class Operators:
 
     # Copies
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         del non_blocking  # pageable memory: the host waits for what goes to it, and what comes from it is kept
         here, there = target.device.type == DEVICE_NAME, source.device.type == DEVICE_NAME
         if here:
@@ -179,7 +181,7 @@ class Operators:
             target.copy_(self._memory.alias(source))
         return target
 
-    def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002
+    def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         return self._copy(target, source, non_blocking)
 
     # Operators

@@ -1,4 +1,4 @@
-"""The streams of a simulated device that torch sees: queues of work, which a thread of their own runs in an order drawn by a seed.
+"""The streams of a simulated device that torch sees: queues of work, which one thread runs in an order drawn by a seed.
 
 A stream's work runs in the order in which it was launched, and a stream waits where it was told to; nothing else orders two
 streams. The thread draws, by a seed, which stream goes on, and makes a stream pause before some of its work, for as long as other
@@ -15,20 +15,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
 
-import torch
-
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, UsageError
 
-__all__ = ["Delays", "Mark", "Runner", "StreamQueue"]
+__all__ = ["Mark", "Runner", "StreamDelays", "StreamQueue"]
 
 _POLL_S = 2e-4
 """How often a message that is under way is asked whether it has come, where nothing else can run."""
 
 
 @dataclass(frozen=True)
-class Delays:
-    """How streams are delayed: before one piece of work in ``1 / chance`` a stream pauses, until the host waits for the device and
-    no other stream can go on, but ``longest_s`` at most: a program may wait in ways that a device does not see."""
+class StreamDelays:
+    """How streams are delayed: before a share ``chance`` of its work a stream pauses, until the host waits for the device and no
+    other stream can go on, but ``longest_s`` at most: a program may wait in ways that a device does not see."""
 
     seed: int = 0
     chance: float = 0.25
@@ -74,7 +72,7 @@ class Runner:
     ``timeout_s``: how long the host waits for a device on which nothing moves.
     """
 
-    def __init__(self, delays: Delays, timeout_s: float) -> None:
+    def __init__(self, delays: StreamDelays, timeout_s: float) -> None:
         self.delays, self.timeout_s = delays, timeout_s
         self.who = "this process"
         self._draw = random.Random(delays.seed)
@@ -86,7 +84,7 @@ class Runner:
         self._num_run = 0
         self._pid = os.getpid()
 
-    def reseed(self, delays: Delays) -> None:
+    def reseed(self, delays: StreamDelays) -> None:
         """Delay streams by other draws from now on."""
         with self._changed:
             self.delays, self._draw = delays, random.Random(delays.seed)
@@ -184,7 +182,10 @@ class Runner:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise ClusterError(f"{self.who}: the simulated device failed: {self._error}") from self._error
+            kind = type(self._error) if isinstance(self._error, ClusterError) else ClusterError
+            raise kind(
+                f"{self.who}: the simulated device failed, and runs nothing more: {self._error}"
+            ) from self._error
 
     def _heads(self) -> str:
         heads = [f"{queue.name}: {queue.pieces[0].label}" for queue in self._queues if queue.pieces]
