@@ -13,13 +13,13 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Addressed", "Device", "Event", "Messenger", "Received", "Stream"]
+__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent"]
 
 Addressed = tuple[int, torch.Tensor]
 """A member of a messenger's group, by its rank there, and the 1-D uint8 [bytes] that go to it or come from it."""
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream's work."""
 
     def is_done(self) -> bool:
@@ -35,10 +35,10 @@ class Stream(Protocol):
     def launch(self, work: Callable[[], object]) -> None:
         """Run ``work`` behind what was launched before. It calls operators of torch, and does not wait."""
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """The point behind all that was launched so far."""
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         """Let nothing that is launched from now on run before ``event`` is done. The host does not wait."""
 
     def keep(self, tensor: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from commlayer.devices.contract import Event, Stream
+from commlayer.devices.contract import Stream, StreamEvent
 
 __all__ = ["CudaDevice", "CudaEvent", "CudaStream"]
 
@@ -48,7 +48,7 @@ class CudaStream:
     def record(self) -> CudaEvent:
         return CudaEvent(self.stream.record_event())
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         assert isinstance(event, CudaEvent)  # of this device
         self.stream.wait_event(event.event)
 

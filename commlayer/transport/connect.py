@@ -57,7 +57,7 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
 def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoard, timeout: timedelta) -> Transport:
     from commlayer.devices.cuda import CudaDevice
     from commlayer.transport.nccl_messages import NcclMessenger
-    from commlayer.transport.streams import Line, StreamTransport
+    from commlayer.transport.streams import StepMessenger, StreamTransport
 
     lines = {}
     for op, (name, ranks) in wanted.items():
@@ -65,7 +65,7 @@ def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoa
             group = _nccl_group(name, ranks, timeout)
         places = tuple(dist.get_group_rank(group, rank) for rank in ranks)
         members = [rank for _, rank in sorted(zip(places, ranks, strict=True))]
-        lines[op] = Line(NcclMessenger(group, members), places)
+        lines[op] = StepMessenger(NcclMessenger(group, members), places)
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
 

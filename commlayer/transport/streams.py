@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 
-from commlayer.devices.contract import Addressed, Device, Event, Messenger, Received
+from commlayer.devices.contract import Addressed, Device, Messenger, Received, StreamEvent
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Reduction, Region
@@ -25,7 +25,7 @@ from commlayer.scheduler.plan import Buffer, Op, Plan, Step
 from commlayer.transport.contract import Buffers, Coder, Reducer, Whole
 from commlayer.transport.nccl import is_high_priority
 
-__all__ = ["Line", "StreamCall", "StreamScript", "StreamTransport", "is_high_priority_of"]
+__all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTransport", "is_high_priority_of"]
 
 
 def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
@@ -40,7 +40,7 @@ def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
 
 
 @dataclass(frozen=True)
-class Line:
+class StepMessenger:
     """A communicator for one kind of step. ``places``: the rank in its group of each peer that moves speak of."""
 
     messenger: Messenger
@@ -58,7 +58,7 @@ class StreamStep:
 
     __slots__ = ("gathers", "is_awaited", "is_last", "line", "moves", "receives", "resource", "sends", "waits_for")
 
-    def __init__(self, resource: Resource, moves: Moves, line: Line | None, *, may_gather: bool) -> None:
+    def __init__(self, resource: Resource, moves: Moves, line: StepMessenger | None, *, may_gather: bool) -> None:
         self.resource, self.moves, self.line = resource, moves, line
         self.waits_for: tuple[int, ...] = ()
         self.is_awaited = self.is_last = False
@@ -94,14 +94,14 @@ class StreamTransport:
     def __init__(
         self,
         device: Device,
-        line_of: Callable[[Step], Line | None],
-        lines: Sequence[Line],
+        line_of: Callable[[Step], StepMessenger | None],
+        lines: Sequence[StepMessenger],
         lane: str = "",
     ) -> None:
         self.device, self.lane = device, lane
         self._line_of, self._lines = line_of, tuple(lines)
         self.streams = {each: device.stream(is_high=is_high_priority_of(each, lane)) for each in Resource}
-        self.ended: dict[Resource, Event] = {}
+        self.ended: dict[Resource, StreamEvent] = {}
         """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
 
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> StreamScript:
@@ -178,8 +178,8 @@ class StreamCall:
     ) -> None:
         self._transport, self._script, self._buffers = transport, script, buffers
         self._reduce, self._coder = reduce, coder
-        self._ended: dict[int, Event] = {}
-        self._last: dict[Resource, Event] = {}
+        self._ended: dict[int, StreamEvent] = {}
+        self._last: dict[Resource, StreamEvent] = {}
         ready = transport.device.current.record()
         for resource in script.resources:
             stream = transport.streams[resource]

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from commlayer.devices.contract import Event, Stream
+from commlayer.devices.contract import Stream, StreamEvent
 from commlayer.profiles.errors import CommlayerError, InternalError
-from commlayer.testing.simulated.memory import Memory
+from commlayer.testing.simulated.memory import SimulatedMemory
 
 __all__ = [
     "Deadlock",
@@ -29,7 +29,7 @@ __all__ = [
     "SimulatedMachine",
     "SimulatedProgram",
     "SimulatedStream",
-    "Task",
+    "StreamTask",
     "Watcher",
 ]
 
@@ -66,8 +66,9 @@ class SimulatedEvent:
         self.stream.device.machine.run_until(self.is_done)
 
 
-class Task:
-    """What a stream runs: ``is_ready`` when it may begin, ``run`` returns whether it has ended (else whoever ends it pops it)."""
+class StreamTask:
+    """One piece of work of a stream. ``is_ready``: it may begin; ``run`` returns whether it has ended (else whoever ends it
+    pops it)."""
 
     __slots__ = ()
 
@@ -81,7 +82,7 @@ class Task:
         return ""
 
 
-class _Launched(Task):
+class _Launched(StreamTask):
     __slots__ = ("work",)
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -96,7 +97,7 @@ class _Launched(Task):
         return True
 
 
-class _Recorded(Task):
+class _Recorded(StreamTask):
     __slots__ = ("event",)
 
     def __init__(self, event: SimulatedEvent) -> None:
@@ -113,7 +114,7 @@ class _Recorded(Task):
         return True
 
 
-class _Awaited(Task):
+class _Awaited(StreamTask):
     __slots__ = ("event",)
 
     def __init__(self, event: SimulatedEvent) -> None:
@@ -139,7 +140,7 @@ class SimulatedStream:
 
     def __init__(self, device: SimulatedDevice, name: str, number: int) -> None:
         self.device, self.name, self.number = device, name, number
-        self.tasks: deque[Task] = deque()
+        self.tasks: deque[StreamTask] = deque()
         machine = device.machine
         self.peers = machine.pools[machine.draw.random() < machine.lazy_share]
         """Those that are ready of the eager streams, or of the lazy ones."""
@@ -162,20 +163,20 @@ class SimulatedStream:
         self.put(_Recorded(event))
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         assert isinstance(event, SimulatedEvent)  # of a simulated device
         self.enqueue(_Awaited(event))
 
     def keep(self, tensor: torch.Tensor) -> None:
         self.device.memory.keep(tensor, self)
 
-    def enqueue(self, task: Task) -> None:
+    def enqueue(self, task: StreamTask) -> None:
         """Put a task behind the others, and let the machine run some of what is ready."""
         self.device.memory.take_back()
         self.put(task)
         self.device.machine.run_some()
 
-    def put(self, task: Task) -> None:
+    def put(self, task: StreamTask) -> None:
         """Put a task behind the others, and run nothing."""
         self.tasks.append(task)
         self.device.machine.queued += 1
@@ -199,7 +200,7 @@ class Watcher:
         """The event is done."""
 
     def waited(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        """What ``stream`` runs from now on comes after ``event``."""
+        """``stream`` runs what it is given from now on after ``event``."""
 
 
 class SimulatedDevice:
@@ -207,7 +208,7 @@ class SimulatedDevice:
 
     def __init__(self, machine: SimulatedMachine, rank: int) -> None:
         self.machine, self.rank = machine, rank
-        self.memory = Memory(self)
+        self.memory = SimulatedMemory(lambda: self.current, machine.order)
         self._streams = 0
         self.main = self.new_stream("main")
         self._current = [self.main]
@@ -282,6 +283,11 @@ class SimulatedMachine:
         """A number that no other stream or event of the machine has."""
         self._numbers += 1
         return self._numbers
+
+    def order(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """The host has seen ``event`` done before it launches on ``stream`` what comes now."""
+        if self.watcher is not None:
+            self.watcher.waited(stream, event)
 
     # Running
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedEvent, SimulatedStream
+from commlayer.devices.contract import StreamEvent
 
-__all__ = ["SPOILT", "Memory"]
+__all__ = ["SPOILT", "SimulatedMemory"]
 
 SPOILT = 0xDB
 """The byte that memory holds when it is handed out: what reads it before it is written shows."""
@@ -25,35 +25,47 @@ class _Held(np.ndarray[Any, np.dtype[np.uint8]]):
     referred to weakly."""
 
 
+class _Stream(Protocol):
+    """Streams as memory sees them: ``number`` tells them apart, ``mark`` records an event without running anything."""
+
+    number: int
+
+    def launch(self, work: Callable[[], object]) -> None: ...
+
+    def mark(self) -> StreamEvent: ...
+
+
 class _Block:
     __slots__ = ("bytes", "pending", "stream", "users")
 
-    def __init__(self, stream: SimulatedStream, size: int) -> None:
+    def __init__(self, stream: _Stream, size: int) -> None:
         self.bytes = np.full(size, SPOILT, dtype=np.uint8)
         self.stream = stream
-        self.users: set[SimulatedStream] = set()
-        self.pending: list[SimulatedEvent] = []
+        self.users: set[_Stream] = set()
+        self.pending: list[StreamEvent] = []
 
 
-class Memory:
+class SimulatedMemory:
     """Blocks of one device, each of the stream that was current when it was allocated.
 
     When the last tensor in a block is gone, the block goes to the next allocation of its size on the same stream, at once: what
     that stream was given before runs before. What other streams were given may not have run: for those which :meth:`keep` has
-    named the block is held back until they have.
+    named the block is held back until they have. ``known_done(stream, event)`` is told where an allocation on the stream has seen
+    the event done.
     """
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
+    def __init__(self, current: Callable[[], Any], known_done: Callable[[Any, Any], None]) -> None:
+        self._current: Callable[[], _Stream] = current
+        self._known_done = known_done
         self._free: defaultdict[tuple[int, int], list[_Block]] = defaultdict(list)
         self._blocks: dict[int, _Block] = {}
         self._freed: list[_Block] = []
         self.handed_on = 0  # how often a block had been another tensor's before
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the current stream, 1-D uint8 [num_bytes], which holds :data:`SPOILT` when the stream comes to it."""
+        """A block of the current stream, 1-D uint8 [num_bytes], which holds :data:`SPOILT` when the stream comes to it."""
         self.take_back()
-        stream = self._device.current
+        stream = self._current()
         size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
         block = self._reused(stream, size)
         if block is None:
@@ -69,7 +81,7 @@ class Memory:
         weakref.finalize(held, self._freed.append, block).atexit = False
         return tensor
 
-    def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+    def keep(self, tensor: torch.Tensor, stream: _Stream) -> None:
         """``stream`` uses the tensor's memory, which is then not handed on before all has run that was launched there until it is
         freed."""
         block = self.block_of(tensor)
@@ -108,22 +120,17 @@ class Memory:
         """Whether a tensor lies in this device's memory."""
         return self.block_of(tensor) is not None
 
-    def _reused(self, stream: SimulatedStream, size: int) -> _Block | None:
+    def _reused(self, stream: _Stream, size: int) -> _Block | None:
         free = self._free[stream.number, size]
         for index in range(len(free) - 1, -1, -1):
             block = free[index]
-            if all(event.is_past for event in block.pending):
+            if all(event.is_done() for event in block.pending):
                 del free[index]
                 for event in block.pending:
                     self._known_done(stream, event)
                 block.pending.clear()
                 return block
         return None
-
-    def _known_done(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
-        watcher = self._device.machine.watcher
-        if watcher is not None:  # the host has seen the event done before it launched what comes now
-            watcher.waited(stream, event)
 
     def take_back(self) -> None:
         """Take in what has been freed since the program has launched something last."""

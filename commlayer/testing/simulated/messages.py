@@ -12,7 +12,13 @@ import torch
 
 from commlayer.devices.contract import Addressed
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedEvent, SimulatedMachine, SimulatedStream, Task
+from commlayer.testing.simulated.machine import (
+    SimulatedDevice,
+    SimulatedEvent,
+    SimulatedMachine,
+    SimulatedStream,
+    StreamTask,
+)
 
 __all__ = ["ArrivedMessages", "SimulatedCommunicator", "SimulatedMessenger"]
 
@@ -38,7 +44,7 @@ class ArrivedMessages:
         self._device.current.wait(self._end)
 
 
-class _Exchange(Task):
+class _Exchange(StreamTask):
     """One rank's part of an exchange. It begins when its stream comes to it and the device has room, and ends with its last
     message, which goes once its other end has begun too."""
 

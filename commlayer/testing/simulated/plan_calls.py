@@ -18,7 +18,7 @@ from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher
 from commlayer.testing.simulated.messages import SimulatedCommunicator
 from commlayer.transport.contract import Call, CallMemory
-from commlayer.transport.streams import Line, StreamTransport
+from commlayer.transport.streams import StepMessenger, StreamTransport
 from commlayer.wire.codecs import Codec
 
 __all__ = ["DeviceCall", "Outcome", "run_calls", "transports_of"]
@@ -125,9 +125,9 @@ def transports_of(machine: SimulatedMachine, call: DeviceCall) -> list[StreamTra
         return _of_grid(machine, call.nodes)
     ranks = range(call.size)
     found = {each: SimulatedCommunicator(machine, each.value, ranks) for each in (Resource.INTRA, Resource.INTER)}
-    lines = [{each: Line(of.messenger(rank), tuple(ranks)) for each, of in found.items()} for rank in ranks]
+    lines = [{each: StepMessenger(of.messenger(rank), tuple(ranks)) for each, of in found.items()} for rank in ranks]
 
-    def line_of(mine: dict[Resource, Line], step: Step) -> Line:
+    def line_of(mine: dict[Resource, StepMessenger], step: Step) -> StepMessenger:
         return mine[Resource.INTER if step.resource is Resource.INTER else Resource.INTRA]
 
     return [
@@ -144,10 +144,10 @@ def _of_grid(machine: SimulatedMachine, nodes: Sequence[Sequence[int]]) -> list[
     rows = [SimulatedCommunicator(machine, f"tp {n}", [n * width + t for t in range(width)]) for n in range(e)]
     found = []
     for rank in range(e * width):
-        between = Line(columns[rank % width].messenger(rank), tuple(range(e)))
-        inside = Line(rows[rank // width].messenger(rank), tuple(range(width)))
+        between = StepMessenger(columns[rank % width].messenger(rank), tuple(range(e)))
+        inside = StepMessenger(rows[rank // width].messenger(rank), tuple(range(width)))
 
-        def line_of(step: Step, between: Line = between, inside: Line = inside) -> Line:
+        def line_of(step: Step, between: StepMessenger = between, inside: StepMessenger = inside) -> StepMessenger:
             return between if step.op.value == "all_to_all" else inside
 
         found.append(StreamTransport(machine.devices[rank], line_of, [between, inside]))
