@@ -242,13 +242,13 @@ def kept() -> list[bool]:
 def _without_keeping() -> None:
     from commlayer.testing.simulated import torch_communicator
 
-    made = torch_communicator.SimulatedWork.__init__
+    made = torch_communicator.EnqueuedWork.__init__
 
     def keep_nothing(self: Any, told: Any, label: str, end: Any, outputs: Any, kept: Any) -> None:
         del kept
         made(self, told, label, end, outputs, None)
 
-    torch_communicator.SimulatedWork.__init__ = keep_nothing  # type: ignore[method-assign]
+    torch_communicator.EnqueuedWork.__init__ = keep_nothing  # type: ignore[method-assign]
 
 
 def test_tensors_of_a_call_are_kept(emulated_cluster: ClusterFactory) -> None:
@@ -397,12 +397,12 @@ def _no_wait_after() -> None:
     """Handles of what is reduced or gathered, whose wait makes no stream wait."""
     from commlayer.testing.simulated import torch_communicator
 
-    waits: Any = torch_communicator.SimulatedWork.wait
+    waits: Any = torch_communicator.EnqueuedWork.wait
 
     def wait(self: Any, timeout: timedelta = timedelta(0)) -> bool:
         return "all_reduce" in self._label or "reduce_scatter" in self._label or waits(self, timeout)
 
-    torch_communicator.SimulatedWork.wait = wait  # type: ignore[method-assign]
+    torch_communicator.EnqueuedWork.wait = wait  # type: ignore[method-assign]
 
 
 def _no_events() -> None:
