@@ -32,7 +32,7 @@ from commlayer.testing.simulated.torch_device import TorchEvent, TorchSimulator,
 from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.nccl import Nccl
 
-__all__ = ["SimulatedCommunicator", "make_communicator"]
+__all__ = ["TorchCommunicator", "make_communicator"]
 
 Tensors = Sequence[torch.Tensor]
 Steps = Callable[[], Iterator[Work]]
@@ -43,13 +43,13 @@ def make_communicator(simulator: TorchSimulator) -> Callable[..., Nccl]:
     """What :func:`commlayer.transport.accelerators.register_accelerator` takes."""
 
     def make(store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, name: str) -> Nccl:
-        made: Any = SimulatedCommunicator(simulator, store, rank, global_ranks, timeout, name)
+        made: Any = TorchCommunicator(simulator, store, rank, global_ranks, timeout, name)
         return Nccl(made)
 
     return make
 
 
-class SimulatedWork(Work):
+class EnqueuedWork(Work):
     """The handle of a collective. ``kept``: its tensors, until somebody has waited for it."""
 
     def __init__(self, told: TorchStream, label: str, end: TorchEvent, outputs: Any, kept: Any) -> None:
@@ -93,7 +93,7 @@ class SimulatedWork(Work):
         return self._future
 
 
-class _BarrierWork(SimulatedWork):
+class _BarrierWork(EnqueuedWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the host wait, as NCCL's barrier does."""
         super().wait(timeout)
@@ -101,7 +101,7 @@ class _BarrierWork(SimulatedWork):
         return True
 
 
-class SimulatedCommunicator:
+class TorchCommunicator:
     """One group's communicator: torch's verbs, by their first names, on tensors of the device. Its ranks make it together."""
 
     def __init__(
@@ -123,7 +123,7 @@ class SimulatedCommunicator:
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
         self._is_over = False
-        self._under_way: deque[SimulatedWork] = deque()  # nobody need hold a handle: its tensors are held here
+        self._under_way: deque[EnqueuedWork] = deque()  # nobody need hold a handle: its tensors are held here
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -146,9 +146,7 @@ class SimulatedCommunicator:
 
     # Launching
 
-    def _launch(
-        self, verb: str, ins: Any, outs: Any, steps: Steps, *, work: type[SimulatedWork] = SimulatedWork
-    ) -> Work:
+    def _launch(self, verb: str, ins: Any, outs: Any, steps: Steps, *, work: type[EnqueuedWork] = EnqueuedWork) -> Work:
         """Enqueue a collective that reads ``ins`` and writes ``outs``, tensors in lists."""
         if self._is_over:
             raise UsageError(f"{self._who}: {verb} after the group was destroyed")
@@ -369,7 +367,7 @@ class SimulatedCommunicator:
 
     def _end_coalescing(self) -> Work:
         """A handle of all calls so far, which run in order: the end of the last is the end of all."""
-        return SimulatedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
+        return EnqueuedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
 
 
 def _bytes_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:

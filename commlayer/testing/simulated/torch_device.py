@@ -21,9 +21,9 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.torch_memory import Memory
+from commlayer.testing.simulated.torch_memory import TorchMemory
 from commlayer.testing.simulated.torch_operators import DEVICE_NAME, Operators
-from commlayer.testing.simulated.torch_streams import Mark, Runner, StreamDelays, StreamQueue
+from commlayer.testing.simulated.torch_streams import QueueMark, QueueRunner, StreamDelays, StreamQueue
 
 __all__ = ["TorchEvent", "TorchSimulator", "TorchStream", "simulated_device"]
 
@@ -34,8 +34,8 @@ class TorchSimulator:
     """The device of this process: its streams, its memory, its operators."""
 
     def __init__(self, delays: StreamDelays, memory_bytes: int, timeout_s: float) -> None:
-        self.runner = Runner(delays, timeout_s)
-        self.memory = Memory(memory_bytes, self.runner)
+        self.runner = QueueRunner(delays, timeout_s)
+        self.memory = TorchMemory(memory_bytes, self.runner)
         self.queues: list[StreamQueue] = [self.runner.queue("default stream")]
         self.default = TorchStream(self, 0)
         self._here = threading.local()
@@ -77,7 +77,7 @@ class TorchEvent:
     ) -> None:
         del device, enable_timing, blocking, other
         self._simulator = _require_made()
-        self._mark = Mark(is_done=True)
+        self._mark = QueueMark(is_done=True)
 
     def record(self, stream: TorchStream | None = None) -> TorchEvent:
         """Set it behind all that was launched on ``stream`` (the current one) so far."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.torch_streams import Mark, Runner, StreamQueue
+from commlayer.testing.simulated.torch_streams import QueueMark, QueueRunner, StreamQueue
 
-__all__ = ["Memory"]
+__all__ = ["TorchMemory"]
 
 _GRAIN = 512
 _SPOILED = 0xFF
@@ -35,10 +35,10 @@ class _Block:
     users: set[StreamQueue] = field(default_factory=set)
 
 
-class Memory:
+class TorchMemory:
     """Hands out pieces of one CPU tensor, whose bytes are the device's memory."""
 
-    def __init__(self, num_bytes: int, runner: Runner) -> None:
+    def __init__(self, num_bytes: int, runner: QueueRunner) -> None:
         self._runner = runner
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         self._array: Any = self._bytes.numpy()
@@ -48,7 +48,7 @@ class Memory:
         self._free: dict[tuple[StreamQueue, int], list[_Block]] = {}
         self._taken: dict[int, tuple[_Block, Any]] = {}
         self._dropped: deque[int] = deque()  # by whatever thread let go of a tensor
-        self._in_use: list[tuple[_Block, list[Mark]]] = []
+        self._in_use: list[tuple[_Block, list[QueueMark]]] = []
 
     @property
     def allocated(self) -> int:
@@ -58,7 +58,7 @@ class Memory:
             return sum(block.size for block, _ in self._taken.values())
 
     def take(self, num_bytes: int, queue: StreamQueue) -> Any:
-        """Memory for the stream ``queue``: an array of bytes, which is given back when nobody holds it any more.
+        """TorchMemory for the stream ``queue``: an array of bytes, which is given back when nobody holds it any more.
 
         Raises UsageError where there is none left.
         """

@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from commlayer.profiles.errors import InternalError, TensorError
-from commlayer.testing.simulated.torch_memory import Memory
-from commlayer.testing.simulated.torch_streams import Runner, StreamQueue
+from commlayer.testing.simulated.torch_memory import TorchMemory
+from commlayer.testing.simulated.torch_streams import QueueRunner, StreamQueue
 
 __all__ = ["DEVICE_NAME", "Operators"]
 
@@ -88,7 +88,7 @@ class _Operator:
 class Operators:
     """Launches torch's operators. ``current``: the stream on which the calling thread launches."""
 
-    def __init__(self, memory: Memory, runner: Runner, current: Callable[[], StreamQueue]) -> None:
+    def __init__(self, memory: TorchMemory, runner: QueueRunner, current: Callable[[], StreamQueue]) -> None:
         self._memory, self._runner, self._current = memory, runner, current
         self._known: dict[Any, _Operator] = {}
         self._libraries: list[Any] = []
@@ -116,7 +116,7 @@ class Operators:
             aten.impl(name, partial(self._launch, _overload(name)), "PrivateUse1")
         self._libraries += [everything, aten]
 
-    # Memory
+    # TorchMemory
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor without values, in memory of the current stream's."""

@@ -17,7 +17,7 @@ from time import monotonic
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, UsageError
 
-__all__ = ["Mark", "Runner", "StreamDelays", "StreamQueue"]
+__all__ = ["QueueMark", "QueueRunner", "StreamDelays", "StreamQueue"]
 
 _POLL_S = 2e-4
 """How often a message that is under way is asked whether it has come, where nothing else can run."""
@@ -33,7 +33,7 @@ class StreamDelays:
     longest_s: float = 0.02
 
 
-class Mark:
+class QueueMark:
     """A point in a stream's work: ``is_done`` once all that was launched before it has run."""
 
     __slots__ = ("is_done",)
@@ -48,8 +48,8 @@ class _Piece:
 
     label: str
     steps: Callable[[], Iterator[Callable[[], bool]] | None] | None = None
-    after: Mark | None = None
-    mark: Mark | None = None
+    after: QueueMark | None = None
+    mark: QueueMark | None = None
     under_way: Iterator[Callable[[], bool]] | None = None
     has_come: Callable[[], bool] | None = None
 
@@ -66,7 +66,7 @@ class StreamQueue:
         self.rests_until = 0.0
 
 
-class Runner:
+class QueueRunner:
     """Runs the work of one process's streams, in a thread that starts with the first of it.
 
     ``timeout_s``: how long the host waits for a device on which nothing moves.
@@ -115,18 +115,18 @@ class Runner:
         """The same for work that waits: ``steps`` yields functions that say whether what they wait for has come."""
         self._put(queue, _Piece(label, steps))
 
-    def record(self, queue: StreamQueue) -> Mark:
+    def record(self, queue: StreamQueue) -> QueueMark:
         """The point behind all that ``queue`` was given so far."""
-        mark = Mark()
+        mark = QueueMark()
         self._put(queue, _Piece("an event", mark=mark))
         return mark
 
-    def wait_for(self, queue: StreamQueue, mark: Mark) -> None:
+    def wait_for(self, queue: StreamQueue, mark: QueueMark) -> None:
         """Let nothing that ``queue`` is given from now on run before ``mark`` is reached. The host does not wait."""
         if not mark.is_done:
             self._put(queue, _Piece("a wait for an event", after=mark))
 
-    def until(self, mark: Mark, purpose: str) -> None:
+    def until(self, mark: QueueMark, purpose: str) -> None:
         """Have the host wait for ``mark``.
 
         Raises what the device's work raised; CollectiveTimeoutError where nothing has moved for the device's timeout.
@@ -142,7 +142,7 @@ class Runner:
             finally:
                 self._waiting_hosts -= 1
 
-    def _await(self, mark: Mark, purpose: str) -> None:
+    def _await(self, mark: QueueMark, purpose: str) -> None:
         seen, since = self._num_run, monotonic()
         while not mark.is_done:
             self._raise_error()
