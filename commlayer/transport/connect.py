@@ -57,7 +57,7 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
 def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoard, timeout: timedelta) -> Transport:
     from commlayer.devices.accelerator import AcceleratorDevice
     from commlayer.transport.inner_messages import InnerMessenger
-    from commlayer.transport.nccl import Nccl
+    from commlayer.transport.nccl import Inner, Nccl
     from commlayer.transport.streams import StepMessenger, StreamTransport
 
     lines = {}
@@ -65,7 +65,9 @@ def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoa
         with board.connecting(ranks, name, "messages", timeout.total_seconds()):
             group = _nccl_group(name, ranks, timeout)
         places = tuple(dist.get_group_rank(group, rank) for rank in ranks)
-        lines[op] = StepMessenger(InnerMessenger(Nccl(group._get_backend(torch.device("cuda")), verbs=group)), places)
+        lines[op] = StepMessenger(
+            InnerMessenger(Nccl(cast("Inner", group._get_backend(torch.device("cuda"))), verbs=group)), places
+        )
     device = AcceleratorDevice(torch.device("cuda", torch.cuda.current_device()))
     return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
 

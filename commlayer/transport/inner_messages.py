@@ -17,8 +17,8 @@ __all__ = ["InnerMessenger"]
 class InnerMessenger:
     """A communicator of an inner backend (``dist.ProcessGroupNCCL``), whose works make streams wait, not the host.
 
-    Its messages are posted without a process group around it: torch's batched messages need a registered one, which all ranks of the
-    job would have to make in the same order.
+    Its messages are posted without a process group around it: torch's batched messages need a registered one, which all ranks of
+    the job would have to make in the same order.
     """
 
     def __init__(self, inner: Nccl) -> None:

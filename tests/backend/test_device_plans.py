@@ -1,17 +1,22 @@
-"""Plans for tensors on a device, on the simulated one that torch sees: every verb, in many orders of its streams, and training."""
+"""Plans for tensors on a device, the simulated one that torch sees: every verb, and training, in many orders of its streams."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 import commlayer
 from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport.streams import StreamCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG)
@@ -90,10 +95,107 @@ def every_verb() -> dict[str, int]:
             for count in SIZES:
                 simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))
                 wanted = verb(torch.device("cpu"), count, dtype)
-                commlayer.reset_stats()
+                before = planned_calls()
                 got = [each.cpu() for each in verb(device, count, dtype)]
                 for a, b in zip(wanted, got, strict=True):
                     assert torch.equal(a, b), (verb.__name__, dtype, count, a, b)
+                assert planned_calls() != before or verb is broadcast, f"{verb.__name__} was not planned"
     calls = planned_calls()
     dist.destroy_process_group()
     return calls
+
+
+@pytest.mark.parametrize("plan", ["flat_direct", "hierarchical", "pipelined:3", "leaders"])
+def test_every_verb_gives_the_cpus_bits(
+    plan: str, emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMLAYER_PLAN", plan)
+    for calls in emulated_cluster(2, 2).run(every_verb):
+        assert {"all_reduce", "all_gather", "reduce_scatter"} <= calls.keys()
+        assert ("broadcast" in calls) == (plan != "flat_direct")
+
+
+def without_a_wait() -> bool:
+    """Whether a call whose end nobody waits for gives what it should."""
+    device = simulated_device(LAGGING)
+    dist.init_process_group("commlayer")
+    StreamCall.finish = lambda self: None  # type: ignore[method-assign]
+    right = True
+    for seed in range(5):
+        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))
+        x = torch.ones(1000, device=device)
+        dist.all_reduce(x)
+        right = right and (x + 0).eq(dist.get_world_size()).all().item() is True
+    return right
+
+
+def test_a_wait_that_is_left_out_shows(emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLAYER_PLAN", "hierarchical")
+    assert not any(emulated_cluster(2, 2).run(without_a_wait))
+
+
+# Training
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 6))
+
+
+def with_ddp(device: torch.device) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model_of().to(device), bucket_cap_mb=0.004)
+
+
+def with_fsdp(device: torch.device) -> nn.Module:
+    model = model_of().to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def losses(make: Callable[[torch.device], nn.Module], device: torch.device) -> list[float]:
+    model = make(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for _ in range(3):
+        x, y = torch.randn(8, 24, generator=draw), torch.randint(0, 6, (8,), generator=draw)
+        loss = functional.cross_entropy(model(x.to(device)), y.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def trained(make: Callable[[torch.device], nn.Module]) -> tuple[list[float], list[list[float]], dict[str, int]]:
+    """Losses on the CPU; on the device, with several seeds; and how many calls were planned there."""
+    device = simulated_device()
+    dist.init_process_group("commlayer")
+    on_cpu = losses(make, torch.device("cpu"))
+    before = planned_calls()
+    on_device = []
+    for seed in range(3):
+        simulated_device(StreamDelays(seed, chance=0.5))
+        on_device.append(losses(make, device))
+    calls = {name: count - before.get(name, 0) for name, count in planned_calls().items()}
+    dist.destroy_process_group()
+    return on_cpu, on_device, calls
+
+
+@pytest.mark.parametrize(
+    ("make", "collectives"), [(with_ddp, {"all_reduce"}), (with_fsdp, {"all_gather", "reduce_scatter"})]
+)
+def test_training_by_plans_gives_the_cpus_losses(
+    make: Callable[[torch.device], nn.Module],
+    collectives: set[str],
+    emulated_cluster: ClusterFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COMMLAYER_PLAN", "pipelined:2")
+    for on_cpu, on_device, calls in emulated_cluster(2, 2).run(partial(trained, make)):
+        assert all(found == pytest.approx(on_cpu, rel=1e-5) for found in on_device)
+        assert all(calls.get(name, 0) > 0 for name in collectives), calls

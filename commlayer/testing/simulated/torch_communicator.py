@@ -8,7 +8,8 @@ Gloo, in the order in which the program called, for no longer than the group's t
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -93,6 +94,35 @@ class EnqueuedWork(Work):
         return self._future
 
 
+class _Waited(Work):
+    """Messages of Gloo's, which do not say that they have ended unless somebody waits for them: a thread does."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._wait, name="commlayer simulated messages", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Raises RuntimeError, Gloo's."""
+        del timeout
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return True
+
+
 class _BarrierWork(EnqueuedWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the host wait, as NCCL's barrier does."""
@@ -122,6 +152,8 @@ class TorchCommunicator:
         self._stream = simulator.new_stream(f"the communicator of group {name}")
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
+        self._num_messages: defaultdict[tuple[bool, int], int] = defaultdict(int)
+        self._together: list[tuple[bool, Tensors, int, Tensors]] | None = None
         self._is_over = False
         self._under_way: deque[EnqueuedWork] = deque()  # nobody need hold a handle: its tensors are held here
 
@@ -313,13 +345,13 @@ class TorchCommunicator:
 
         def steps() -> Iterator[Work]:
             if self._rank != root:
-                yield self._messages.send([own], root, 0)
+                yield _Waited([self._messages.send([own], root, self._numbered(True, root))])
                 return
             for source, place in enumerate(places):
                 if source == root:
                     place.copy_(own)
                 else:
-                    yield self._messages.recv([place], source, 0)
+                    yield _Waited([self._messages.recv([place], source, self._numbered(False, source))])
 
         return self._launch("gather", inputs, outputs, steps)
 
@@ -329,27 +361,53 @@ class TorchCommunicator:
 
         def steps() -> Iterator[Work]:
             if self._rank != root:
-                yield self._messages.recv([place], root, 0)
+                yield _Waited([self._messages.recv([place], root, self._numbered(False, root))])
                 return
             for target, part in enumerate(parts):
                 if target == root:
                     place.copy_(part)
                 else:
-                    yield self._messages.send([part], target, 0)
+                    yield _Waited([self._messages.send([part], target, self._numbered(True, target))])
 
         return self._launch("scatter", inputs, outputs, steps)
 
-    def send(self, tensors: Tensors, target: int, tag: int) -> Work:
-        own = self._bytes("send", tensors[0])
-        return self._launch(
-            f"send to {target}", tensors, [], lambda: iter([self._messages.send([own], target, tag + 1)])
-        )
+    def send(self, tensors: Tensors, target: int, tag: int) -> Work | None:
+        del tag  # messages of two ranks meet in the order in which both ends name them
+        return self._message(True, tensors, target)
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        place = self._bytes("recv", tensors[0])
-        return self._launch(
-            f"recv from {source}", [], tensors, lambda: iter([self._messages.recv([place], source, tag + 1)])
-        )
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work | None:
+        del tag
+        return self._message(False, tensors, source)
+
+    def _message(self, is_sent: bool, tensors: Tensors, peer: int) -> Work | None:
+        """A message; none yet in a block of calls, whose messages go together at its end."""
+        hosts = [self._bytes("send" if is_sent else "recv", tensor) for tensor in tensors]
+        if self._together is not None:
+            self._together.append((is_sent, hosts, peer, tensors))
+            return None
+        return self._exchanged([(is_sent, hosts, peer, tensors)])
+
+    def _exchanged(self, messages: Sequence[tuple[bool, Tensors, int, Tensors]]) -> Work:
+        ends = [(is_sent, host, peer) for is_sent, hosts, peer, _ in messages for host in hosts]
+        numbered = [(is_sent, host, peer, self._numbered(is_sent, peer)) for is_sent, host, peer in ends]
+
+        def steps() -> Iterator[Work]:
+            """All are under way before one is waited for; receives first."""
+            works = [self._messages.recv([host], peer, nth) for is_sent, host, peer, nth in numbered if not is_sent]
+            works += [self._messages.send([host], peer, nth) for is_sent, host, peer, nth in numbered if is_sent]
+            yield _Waited(works)
+
+        verb = "messages" if len(messages) > 1 else ("send" if messages[0][0] else "recv")
+        words = ", ".join(f"{'to' if is_sent else 'from'} {peer}" for is_sent, _, peer, _ in messages)
+        sent = [each for is_sent, _, _, tensors in messages if is_sent for each in tensors]
+        received = [each for is_sent, _, _, tensors in messages if not is_sent for each in tensors]
+        return self._launch(f"{verb} {words}", sent, received, steps)
+
+    def _numbered(self, is_sent: bool, peer: int) -> int:
+        """How many messages have gone this way before: Gloo's tag."""
+        number = self._num_messages[is_sent, peer]
+        self._num_messages[is_sent, peer] += 1
+        return number
 
     def barrier(self, opts: Any) -> Work:
         del opts
@@ -363,10 +421,14 @@ class TorchCommunicator:
     # Coalescing
 
     def _start_coalescing(self) -> None:
-        """Nothing: calls are enqueued as they come."""
+        """Until :meth:`_end_coalescing`, messages are collected, to be under way together; collectives are enqueued at once."""
+        self._together = []
 
     def _end_coalescing(self) -> Work:
-        """A handle of all calls so far, which run in order: the end of the last is the end of all."""
+        """A handle of all calls of the block, which run in order: the end of the last is the end of all."""
+        messages, self._together = self._together, None
+        if messages:
+            return self._exchanged(messages)
         return EnqueuedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
 
 
