@@ -27,7 +27,7 @@ from commlayer.testing.plugin import ClusterFactory
 
 SEEDS = range(4)
 HIDDEN, CLASSES, STEPS = 32, 8, 3
-LAGGING = StreamDelays(chance=0.9, longest_s=0.5)
+LAGGING = StreamDelays(chance=0.9, idle_s=0.2)
 """Nearly everything runs only when the host waits."""
 
 
@@ -75,7 +75,7 @@ def streams() -> None:
     module = torch.get_device_module(device)
     found: dict[bool, set[float]] = {True: set(), False: set()}
     for seed in range(20):
-        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))
+        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.idle_s))
         for waits in (True, False):
             x = torch.zeros(4, device=device)
             module.synchronize()
@@ -97,7 +97,7 @@ def memory() -> None:
     module = torch.get_device_module(device)
     found: dict[bool, list[float]] = {True: [], False: []}
     for seed in range(20):
-        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))
+        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.idle_s))
         for records in (True, False):
             side = module.Stream()
             x = torch.ones(1000, device=device)
@@ -426,9 +426,7 @@ def broken(kind: str, breaks: Callable[[], None]) -> tuple[list[float], list[lis
     dist.init_process_group("commlayer")
     wanted = train(kind, torch.device("cpu"))
     breaks()
-    return wanted, [
-        train(kind, simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))) for seed in SEEDS
-    ]
+    return wanted, [train(kind, simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.idle_s))) for seed in SEEDS]
 
 
 @pytest.mark.parametrize(
