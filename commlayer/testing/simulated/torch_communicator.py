@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -101,6 +102,17 @@ class _BarrierWork(EnqueuedWork):
         return True
 
 
+class _Awaited:
+    """A message under way. Gloo's handle does not say whether it has come, so a thread waits for it."""
+
+    def __init__(self, helper: ThreadPoolExecutor, work: Work) -> None:
+        self._end = helper.submit(work.wait)
+        self.is_completed = self._end.done
+
+    def wait(self) -> None:
+        self._end.result()
+
+
 class TorchCommunicator:
     """One group's communicator: torch's verbs, by their first names, on tensors of the device. Its ranks make it together."""
 
@@ -118,16 +130,17 @@ class TorchCommunicator:
         simulator.runner.who = f"rank {global_ranks[rank]}"
         self._gloo: Any = gloo_in_order(store, rank, self._size, timeout)
         self._messages: Any = dist.ProcessGroupGloo(PrefixStore("messages/", store), rank, self._size, timeout)
-        self._timeout = timeout
+        self._helper = ThreadPoolExecutor(1, f"commlayer messages {name[:8]}")
         self._stream = simulator.new_stream(f"the communicator of group {name}")
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
         self._is_over = False
+        self._block: list[tuple[str, Any, Any, Callable[[], Work]]] | None = None
         self._under_way: deque[EnqueuedWork] = deque()  # nobody need hold a handle: its tensors are held here
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
         self._gloo._set_default_timeout(timeout)
+        self._messages._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
         """Let go of connections, when what was called has ended."""
@@ -143,6 +156,7 @@ class TorchCommunicator:
     def _end(self) -> None:
         self._is_over = True
         self._gloo = self._messages = None
+        self._helper.shutdown(wait=False)
 
     # Launching
 
@@ -313,13 +327,13 @@ class TorchCommunicator:
 
         def steps() -> Iterator[Work]:
             if self._rank != root:
-                yield self._messages.send([own], root, 0)
+                yield self._send(own, root, 0)
                 return
             for source, place in enumerate(places):
                 if source == root:
                     place.copy_(own)
                 else:
-                    yield self._messages.recv([place], source, 0)
+                    yield self._recv(place, source, 0)
 
         return self._launch("gather", inputs, outputs, steps)
 
@@ -329,27 +343,36 @@ class TorchCommunicator:
 
         def steps() -> Iterator[Work]:
             if self._rank != root:
-                yield self._messages.recv([place], root, 0)
+                yield self._recv(place, root, 0)
                 return
             for target, part in enumerate(parts):
                 if target == root:
                     place.copy_(part)
                 else:
-                    yield self._messages.send([part], target, 0)
+                    yield self._send(part, target, 0)
 
         return self._launch("scatter", inputs, outputs, steps)
 
     def send(self, tensors: Tensors, target: int, tag: int) -> Work:
         own = self._bytes("send", tensors[0])
-        return self._launch(
-            f"send to {target}", tensors, [], lambda: iter([self._messages.send([own], target, tag + 1)])
-        )
+        return self._message(f"send to {target}", tensors, [], lambda: self._send(own, target, tag + 1))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         place = self._bytes("recv", tensors[0])
-        return self._launch(
-            f"recv from {source}", [], tensors, lambda: iter([self._messages.recv([place], source, tag + 1)])
-        )
+        return self._message(f"recv from {source}", [], tensors, lambda: self._recv(place, source, tag + 1))
+
+    def _send(self, host: torch.Tensor, target: int, tag: int) -> Any:
+        return _Awaited(self._helper, self._messages.send([host], target, tag))
+
+    def _recv(self, host: torch.Tensor, source: int, tag: int) -> Any:
+        return _Awaited(self._helper, self._messages.recv([host], source, tag))
+
+    def _message(self, verb: str, ins: Any, outs: Any, start: Callable[[], Work]) -> Work:
+        """Messages of one block are under way together, others one after the other, as NCCL's are."""
+        if self._block is None:
+            return self._launch(verb, ins, outs, lambda: iter([start()]))
+        self._block.append((verb, ins, outs, start))
+        return EnqueuedWork(self._told, verb, TorchEvent(), outs, (ins, outs))
 
     def barrier(self, opts: Any) -> Work:
         del opts
@@ -363,11 +386,20 @@ class TorchCommunicator:
     # Coalescing
 
     def _start_coalescing(self) -> None:
-        """Nothing: calls are enqueued as they come."""
+        """Until :meth:`_end_coalescing`, messages wait for each other. Collectives are enqueued as they come."""
+        self._block = []
 
     def _end_coalescing(self) -> Work:
-        """A handle of all calls so far, which run in order: the end of the last is the end of all."""
-        return EnqueuedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
+        """Start the messages, and return a handle of them and of all collectives of the block."""
+        block, self._block = self._block or [], None
+        if not block:
+            return EnqueuedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
+        verbs, ins, outs, starts = zip(*block, strict=True)
+
+        def steps() -> Iterator[Work]:
+            yield from [start() for start in starts]
+
+        return self._launch(", ".join(verbs), ins, outs, steps)
 
 
 def _bytes_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
