@@ -8,9 +8,9 @@ Gloo, in the order in which the program called, for no longer than the group's t
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -105,12 +105,22 @@ class _BarrierWork(EnqueuedWork):
 class _Awaited:
     """A message under way. Gloo's handle does not say whether it has come, so a thread waits for it."""
 
-    def __init__(self, helper: ThreadPoolExecutor, work: Work) -> None:
-        self._end = helper.submit(work.wait)
-        self.is_completed = self._end.done
+    def __init__(self, work: Work) -> None:
+        self._work, self._is_over = work, threading.Event()
+        self._error: BaseException | None = None
+        self.is_completed = self._is_over.is_set
+        threading.Thread(target=self._run, name="commlayer message", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._is_over.set()
 
     def wait(self) -> None:
-        self._end.result()
+        if self._error is not None:
+            raise self._error
 
 
 class TorchCommunicator:
@@ -130,7 +140,6 @@ class TorchCommunicator:
         simulator.runner.who = f"rank {global_ranks[rank]}"
         self._gloo: Any = gloo_in_order(store, rank, self._size, timeout)
         self._messages: Any = dist.ProcessGroupGloo(PrefixStore("messages/", store), rank, self._size, timeout)
-        self._helper = ThreadPoolExecutor(1, f"commlayer messages {name[:8]}")
         self._stream = simulator.new_stream(f"the communicator of group {name}")
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
@@ -156,7 +165,6 @@ class TorchCommunicator:
     def _end(self) -> None:
         self._is_over = True
         self._gloo = self._messages = None
-        self._helper.shutdown(wait=False)
 
     # Launching
 
@@ -362,10 +370,10 @@ class TorchCommunicator:
         return self._message(f"recv from {source}", [], tensors, lambda: self._recv(place, source, tag + 1))
 
     def _send(self, host: torch.Tensor, target: int, tag: int) -> Any:
-        return _Awaited(self._helper, self._messages.send([host], target, tag))
+        return _Awaited(self._messages.send([host], target, tag))
 
     def _recv(self, host: torch.Tensor, source: int, tag: int) -> Any:
-        return _Awaited(self._helper, self._messages.recv([host], source, tag))
+        return _Awaited(self._messages.recv([host], source, tag))
 
     def _message(self, verb: str, ins: Any, outs: Any, start: Callable[[], Work]) -> Work:
         """Messages of one block are under way together, others one after the other, as NCCL's are."""
