@@ -140,7 +140,7 @@ class _SwiGLU(torch.autograd.Function):
 def _blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Rows of all that stay in a core's cache between two steps; on a GPU, which has no such loop, all rows."""
     size = tensors[0].shape[0]
-    if not tensors[0].is_cuda:
+    if tensors[0].is_cpu:
         size = max(1, _BLOCK_BYTES // max(1, tensors[0][:1].numel() * tensors[0].element_size()))
     return zip(*(tensor.split(max(1, size)) for tensor in tensors), strict=True)
 

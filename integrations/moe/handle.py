@@ -178,7 +178,7 @@ class ChoiceCounts:
         arriving = counts.narrow(2, grid.first_local_expert, grid.num_local_experts)  # [source, ETP, local expert]
         lying = arriving.transpose(0, 1)  # after the all_gather: ETP, source, expert
         by_expert = regroup(lying, (2, 0, 1))
-        if by_expert is not None and indices.is_cuda:
+        if by_expert is not None and not indices.is_cpu:
             by_expert = Permutation(by_expert.order.to(indices.device), by_expert.inverse.to(indices.device))
         return Chunk(
             num_tokens=indices.shape[0],

@@ -201,7 +201,7 @@ def _sum_choices(y: torch.Tensor, weights: torch.Tensor | None, rows: RowMap) ->
 
 
 def _is_on_host(x: torch.Tensor) -> bool:
-    return not x.is_cuda
+    return x.is_cpu
 
 
 def _blocks(count: int, like: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from commlayer.testing.plugin import ClusterFactory
 
 SEEDS = range(4)
 HIDDEN, CLASSES, STEPS = 32, 8, 3
-LAGGING = StreamDelays(chance=0.9, longest_s=0.5)
+LAGGING = StreamDelays(chance=0.9, idle_s=0.2)
 """Nearly everything runs only when the host waits."""
 
 
@@ -75,7 +75,7 @@ def streams() -> None:
     module = torch.get_device_module(device)
     found: dict[bool, set[float]] = {True: set(), False: set()}
     for seed in range(20):
-        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))
+        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.idle_s))
         for waits in (True, False):
             x = torch.zeros(4, device=device)
             module.synchronize()
@@ -97,7 +97,7 @@ def memory() -> None:
     module = torch.get_device_module(device)
     found: dict[bool, list[float]] = {True: [], False: []}
     for seed in range(20):
-        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))
+        simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.idle_s))
         for records in (True, False):
             side = module.Stream()
             x = torch.ones(1000, device=device)
@@ -203,12 +203,8 @@ def _calls(rank: int, size: int, dtype: torch.dtype) -> list[Callable[[torch.dev
 
     def messages(device: torch.device) -> Sequence[torch.Tensor]:
         x = torch.zeros(6, dtype=dtype, device=device)
-        ops = [
-            dist.P2POp(dist.isend, mine(device, 6), (rank + 1) % size),
-            dist.P2POp(dist.irecv, x, (rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+        group: Any = dist.group.WORLD
+        group.start_batch([(mine(device, 6), (rank + 1) % size)], [(x, (rank - 1) % size)]).wait()
         return [x]
 
     return [all_reduce, broadcast, gathers, scatters, all_to_all, messages]
@@ -340,23 +336,32 @@ def _with_moe(device: torch.device) -> nn.Module:
 MODELS = {"ddp": _with_ddp, "fsdp": _with_fsdp, "moe": _with_moe}
 
 
-def train(kind: str, device: torch.device) -> list[float]:
-    """The losses of some steps, read when all of them were launched."""
+Breaks = Callable[[pytest.MonkeyPatch], None]
+
+
+def train(kind: str, device: torch.device, breaks: Breaks = lambda patch: None) -> list[float]:
+    """The losses of some steps, read when all of them were launched. ``breaks`` leaves something out, once there is a model."""
     model = MODELS[kind](device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     draws = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    for _ in range(STEPS):
-        x = torch.randn(16, HIDDEN, generator=draws).to(device)
-        wanted = torch.randint(0, CLASSES, (16,), generator=draws).to(device)
-        loss = functional.cross_entropy(model(x), wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        if isinstance(model, _Routed):
-            model.finish()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [loss.item() for loss in losses]
+    with pytest.MonkeyPatch.context() as patch:
+        breaks(patch)
+        for _ in range(STEPS):
+            x = torch.randn(16, HIDDEN, generator=draws).to(device)
+            wanted = torch.randint(0, CLASSES, (16,), generator=draws).to(device)
+            losses.append(_step(model, optimizer, x, wanted))
+        return [loss.item() for loss in losses]
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    loss = functional.cross_entropy(model(x), wanted)
+    optimizer.zero_grad()
+    loss.backward()
+    if isinstance(model, _Routed):
+        model.finish()
+    optimizer.step()
+    return loss.detach()
 
 
 def training(kind: str) -> tuple[list[float], list[list[float]]]:
@@ -379,56 +384,69 @@ def test_losses_are_the_cpus(emulated_cluster: ClusterFactory, kind: str, nodes:
     for wanted, found in emulated_cluster(nodes, 2).run(training, kind):
         assert all(math.isfinite(loss) for loss in wanted)
         assert all(losses == found[0] for losses in found)
-        assert found[0] == pytest.approx(wanted, rel=1e-5 if nodes > 1 else 0, abs=0)
+        assert found[0] == pytest.approx(wanted, rel=1e-5, abs=0)
+        if kind != "moe" and nodes == 1:
+            assert found[0] == wanted
 
 
 # What a wait that is left out becomes
 
 
-def _no_wait_before() -> None:
-    """A communicator that does not wait for the stream of its caller."""
-    from commlayer.testing.simulated import torch_device
+def _no_wait_before(patch: pytest.MonkeyPatch) -> None:
+    """Leave out that a communicator waits for the stream of its caller."""
+    from commlayer.testing.simulated.torch_device import TorchStream
 
-    stream: Any = torch_device.TorchStream
-    stream.wait_event = _ignored(stream.wait_event, "communicator")
+    waits: Any = TorchStream.wait_event
+
+    def wait_event(self: Any, event: Any) -> None:
+        if not self.queue.name.startswith("the communicator"):
+            waits(self, event)
+
+    patch.setattr(TorchStream, "wait_event", wait_event)
 
 
-def _no_wait_after() -> None:
-    """Handles of what is reduced or gathered, whose wait makes no stream wait."""
-    from commlayer.testing.simulated import torch_communicator
+def _no_wait_after(patch: pytest.MonkeyPatch) -> None:
+    """Leave out that waiting for what is gathered or summed makes a stream wait."""
+    from commlayer.testing.simulated.torch_communicator import EnqueuedWork
 
-    waits: Any = torch_communicator.EnqueuedWork.wait
+    waits: Any = EnqueuedWork.wait
 
     def wait(self: Any, timeout: timedelta = timedelta(0)) -> bool:
-        return "all_reduce" in self._label or "reduce_scatter" in self._label or waits(self, timeout)
+        is_left_out = any(name in self._label for name in ("all_reduce", "all_gather", "reduce_scatter"))
+        return is_left_out or waits(self, timeout)
 
-    torch_communicator.EnqueuedWork.wait = wait  # type: ignore[method-assign]
-
-
-def _no_events() -> None:
-    """A program of which no stream waits for another."""
-    module = torch.get_device_module("simulated")
-    module.Stream.wait_stream = lambda self, stream: None
-    module.Stream.wait_event = _ignored(module.Stream.wait_event, "stream")
+    patch.setattr(EnqueuedWork, "wait", wait)
 
 
-def _ignored(method: Any, beginning: str) -> Any:
+def _no_wait_for_sums(patch: pytest.MonkeyPatch) -> None:
+    """The same for sums alone: ranks that misread how many rows they get would wait for each other."""
+    from commlayer.testing.simulated.torch_communicator import EnqueuedWork
+
+    waits: Any = EnqueuedWork.wait
+    patch.setattr(EnqueuedWork, "wait", lambda self, *timeout: "all_reduce" in self._label or waits(self, *timeout))
+
+
+def _no_events(patch: pytest.MonkeyPatch) -> None:
+    """Leave out that the streams of FSDP wait for each other, and for the default stream."""
+    from commlayer.testing.simulated.torch_device import TorchStream
+
+    waits: Any = TorchStream.wait_event
+
     def wait_event(self: Any, event: Any) -> None:
-        if not self.queue.name.removeprefix("the ").startswith(beginning):
-            method(self, event)
+        if not self.queue.name.startswith("stream"):
+            waits(self, event)
 
-    return wait_event
+    patch.setattr(TorchStream, "wait_event", wait_event)
+    patch.setattr(TorchStream, "wait_stream", lambda self, stream: None)
 
 
-def broken(kind: str, breaks: Callable[[], None]) -> tuple[list[float], list[list[float]]]:
+def broken(kind: str, breaks: Breaks) -> tuple[list[float], list[list[float]]]:
     torch.set_num_threads(1)
     simulated_device()
     dist.init_process_group("commlayer")
     wanted = train(kind, torch.device("cpu"))
-    breaks()
-    return wanted, [
-        train(kind, simulated_device(StreamDelays(seed, LAGGING.chance, LAGGING.longest_s))) for seed in SEEDS
-    ]
+    delays = [StreamDelays(seed, LAGGING.chance, LAGGING.idle_s) for seed in SEEDS]
+    return wanted, [train(kind, simulated_device(each), breaks) for each in delays]
 
 
 @pytest.mark.parametrize(
@@ -438,9 +456,9 @@ def broken(kind: str, breaks: Callable[[], None]) -> tuple[list[float], list[lis
         ("fsdp", _no_wait_before),
         ("fsdp", _no_wait_after),
         ("fsdp", _no_events),
-        ("moe", _no_wait_after),
+        ("moe", _no_wait_for_sums),
     ],
 )
-def test_a_wait_left_out_is_found(emulated_cluster: ClusterFactory, kind: str, breaks: Callable[[], None]) -> None:
+def test_a_wait_left_out_is_found(emulated_cluster: ClusterFactory, kind: str, breaks: Breaks) -> None:
     results = emulated_cluster(1, 2).run(broken, kind, breaks)
     assert any(losses != pytest.approx(wanted, rel=1e-3) for wanted, found in results for losses in found)

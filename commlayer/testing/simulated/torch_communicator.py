@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -94,41 +94,33 @@ class EnqueuedWork(Work):
         return self._future
 
 
-class _Waited(Work):
-    """Messages of Gloo's, which do not say that they have ended unless somebody waits for them: a thread does."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__()
-        self._works = works
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._wait, name="commlayer simulated messages", daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = error
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raises RuntimeError, Gloo's."""
-        del timeout
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return True
-
-
 class _BarrierWork(EnqueuedWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the host wait, as NCCL's barrier does."""
         super().wait(timeout)
         self._end.synchronize()
         return True
+
+
+class _Awaited:
+    """A message under way. Gloo's handle does not say whether it has come, so a thread waits for it."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._is_over = work, threading.Event()
+        self._error: BaseException | None = None
+        self.is_completed = self._is_over.is_set
+        threading.Thread(target=self._run, name="commlayer message", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._is_over.set()
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 class TorchCommunicator:
@@ -148,18 +140,16 @@ class TorchCommunicator:
         simulator.runner.who = f"rank {global_ranks[rank]}"
         self._gloo: Any = gloo_in_order(store, rank, self._size, timeout)
         self._messages: Any = dist.ProcessGroupGloo(PrefixStore("messages/", store), rank, self._size, timeout)
-        self._timeout = timeout
         self._stream = simulator.new_stream(f"the communicator of group {name}")
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
-        self._num_messages: defaultdict[tuple[bool, int], int] = defaultdict(int)
-        self._together: list[tuple[bool, Tensors, int, Tensors]] | None = None
         self._is_over = False
+        self._block: list[tuple[str, Any, Any, Callable[[], Work]]] | None = None
         self._under_way: deque[EnqueuedWork] = deque()  # nobody need hold a handle: its tensors are held here
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
         self._gloo._set_default_timeout(timeout)
+        self._messages._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
         """Let go of connections, when what was called has ended."""
@@ -345,13 +335,13 @@ class TorchCommunicator:
 
         def steps() -> Iterator[Work]:
             if self._rank != root:
-                yield _Waited([self._messages.send([own], root, self._numbered(True, root))])
+                yield self._send(own, root, 0)
                 return
             for source, place in enumerate(places):
                 if source == root:
                     place.copy_(own)
                 else:
-                    yield _Waited([self._messages.recv([place], source, self._numbered(False, source))])
+                    yield self._recv(place, source, 0)
 
         return self._launch("gather", inputs, outputs, steps)
 
@@ -361,53 +351,36 @@ class TorchCommunicator:
 
         def steps() -> Iterator[Work]:
             if self._rank != root:
-                yield _Waited([self._messages.recv([place], root, self._numbered(False, root))])
+                yield self._recv(place, root, 0)
                 return
             for target, part in enumerate(parts):
                 if target == root:
                     place.copy_(part)
                 else:
-                    yield _Waited([self._messages.send([part], target, self._numbered(True, target))])
+                    yield self._send(part, target, 0)
 
         return self._launch("scatter", inputs, outputs, steps)
 
-    def send(self, tensors: Tensors, target: int, tag: int) -> Work | None:
-        del tag  # messages of two ranks meet in the order in which both ends name them
-        return self._message(True, tensors, target)
+    def send(self, tensors: Tensors, target: int, tag: int) -> Work:
+        own = self._bytes("send", tensors[0])
+        return self._message(f"send to {target}", tensors, [], lambda: self._send(own, target, tag + 1))
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Work | None:
-        del tag
-        return self._message(False, tensors, source)
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
+        place = self._bytes("recv", tensors[0])
+        return self._message(f"recv from {source}", [], tensors, lambda: self._recv(place, source, tag + 1))
 
-    def _message(self, is_sent: bool, tensors: Tensors, peer: int) -> Work | None:
-        """A message; none yet in a block of calls, whose messages go together at its end."""
-        hosts = [self._bytes("send" if is_sent else "recv", tensor) for tensor in tensors]
-        if self._together is not None:
-            self._together.append((is_sent, hosts, peer, tensors))
-            return None
-        return self._exchanged([(is_sent, hosts, peer, tensors)])
+    def _send(self, host: torch.Tensor, target: int, tag: int) -> Any:
+        return _Awaited(self._messages.send([host], target, tag))
 
-    def _exchanged(self, messages: Sequence[tuple[bool, Tensors, int, Tensors]]) -> Work:
-        ends = [(is_sent, host, peer) for is_sent, hosts, peer, _ in messages for host in hosts]
-        numbered = [(is_sent, host, peer, self._numbered(is_sent, peer)) for is_sent, host, peer in ends]
+    def _recv(self, host: torch.Tensor, source: int, tag: int) -> Any:
+        return _Awaited(self._messages.recv([host], source, tag))
 
-        def steps() -> Iterator[Work]:
-            """All are under way before one is waited for; receives first."""
-            works = [self._messages.recv([host], peer, nth) for is_sent, host, peer, nth in numbered if not is_sent]
-            works += [self._messages.send([host], peer, nth) for is_sent, host, peer, nth in numbered if is_sent]
-            yield _Waited(works)
-
-        verb = "messages" if len(messages) > 1 else ("send" if messages[0][0] else "recv")
-        words = ", ".join(f"{'to' if is_sent else 'from'} {peer}" for is_sent, _, peer, _ in messages)
-        sent = [each for is_sent, _, _, tensors in messages if is_sent for each in tensors]
-        received = [each for is_sent, _, _, tensors in messages if not is_sent for each in tensors]
-        return self._launch(f"{verb} {words}", sent, received, steps)
-
-    def _numbered(self, is_sent: bool, peer: int) -> int:
-        """How many messages have gone this way before: Gloo's tag."""
-        number = self._num_messages[is_sent, peer]
-        self._num_messages[is_sent, peer] += 1
-        return number
+    def _message(self, verb: str, ins: Any, outs: Any, start: Callable[[], Work]) -> Work:
+        """Messages of one block are under way together, others one after the other, as NCCL's are."""
+        if self._block is None:
+            return self._launch(verb, ins, outs, lambda: iter([start()]))
+        self._block.append((verb, ins, outs, start))
+        return EnqueuedWork(self._told, verb, TorchEvent(), outs, (ins, outs))
 
     def barrier(self, opts: Any) -> Work:
         del opts
@@ -421,15 +394,20 @@ class TorchCommunicator:
     # Coalescing
 
     def _start_coalescing(self) -> None:
-        """Until :meth:`_end_coalescing`, messages are collected, to be under way together; collectives are enqueued at once."""
-        self._together = []
+        """Until :meth:`_end_coalescing`, messages wait for each other. Collectives are enqueued as they come."""
+        self._block = []
 
     def _end_coalescing(self) -> Work:
-        """A handle of all calls of the block, which run in order: the end of the last is the end of all."""
-        messages, self._together = self._together, None
-        if messages:
-            return self._exchanged(messages)
-        return EnqueuedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
+        """Start the messages, and return a handle of them and of all collectives of the block."""
+        block, self._block = self._block or [], None
+        if not block:
+            return EnqueuedWork(self._told, "a block of calls", self._stream.record_event(), [], list(self._under_way))
+        verbs, ins, outs, starts = zip(*block, strict=True)
+
+        def steps() -> Iterator[Work]:
+            yield from [start() for start in starts]
+
+        return self._launch(", ".join(verbs), ins, outs, steps)
 
 
 def _bytes_of(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> list[int]:

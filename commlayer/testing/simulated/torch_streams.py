@@ -26,11 +26,11 @@ _POLL_S = 2e-4
 @dataclass(frozen=True)
 class StreamDelays:
     """How streams are delayed: before a share ``chance`` of its work a stream pauses, until the host waits for the device and no
-    other stream can go on, but ``longest_s`` at most: a program may wait in ways that a device does not see."""
+    other stream can go on, or has launched nothing for ``idle_s``: a program may wait in ways that a device does not see."""
 
     seed: int = 0
     chance: float = 0.25
-    longest_s: float = 0.02
+    idle_s: float = 0.005
 
 
 class QueueMark:
@@ -57,13 +57,13 @@ class _Piece:
 class StreamQueue:
     """One stream's work that has not run yet."""
 
-    __slots__ = ("is_looked_at", "name", "pieces", "rests_until")
+    __slots__ = ("is_looked_at", "name", "pieces", "rests")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.pieces: deque[_Piece] = deque()
         self.is_looked_at = False  # whether it was drawn if the first piece is delayed
-        self.rests_until = 0.0
+        self.rests = False
 
 
 class QueueRunner:
@@ -82,6 +82,7 @@ class QueueRunner:
         self._error: BaseException | None = None
         self._waiting_hosts = 0
         self._num_run = 0
+        self._launched_s = 0.0
         self._pid = os.getpid()
 
     def reseed(self, delays: StreamDelays) -> None:
@@ -169,6 +170,7 @@ class QueueRunner:
         with self._changed:
             self._raise_error()
             queue.pieces.append(piece)
+            self._launched_s = monotonic()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="commlayer simulated device", daemon=True)
                 self._thread.start()
@@ -248,6 +250,5 @@ class QueueRunner:
             return False
         if not queue.is_looked_at:
             queue.is_looked_at = True
-            is_delayed = self._draw.random() < self.delays.chance
-            queue.rests_until = monotonic() + self.delays.longest_s if is_delayed else 0.0
-        return monotonic() < queue.rests_until
+            queue.rests = self._draw.random() < self.delays.chance
+        return queue.rests and monotonic() < self._launched_s + self.delays.idle_s
