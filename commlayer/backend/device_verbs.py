@@ -85,7 +85,7 @@ class DeviceVerbs:
         return work
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
-        """By plan, or the inner backend's."""
+        """Reduce a tensor over all ranks, in place."""
         x, op = tensors[0], opts.reduceOp.op
         plan = self._plan("all_reduce", x, x, x.nbytes, op) if len(tensors) == 1 else None
         if plan is None:
@@ -94,7 +94,7 @@ class DeviceVerbs:
         return self._launched(plan, x, x, tensors, op=op)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
-        """By plan, or the inner backend's."""
+        """Send rank ``opts.rootRank``'s tensor to all."""
         x = tensors[0]
         plan = self._plan("broadcast", x, x, x.nbytes) if len(tensors) == 1 else None
         if plan is None:
@@ -103,7 +103,7 @@ class DeviceVerbs:
         return self._launched(plan, x, x, tensors, root=opts.rootRank)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        """By plan, or the inner backend's."""
+        """Gather all ranks' inputs, one behind the other."""
         fits = output.nbytes == self._size * input.nbytes
         plan = self._plan("all_gather", output, input, output.nbytes) if fits else None
         if plan is None:
@@ -112,7 +112,7 @@ class DeviceVerbs:
         return self._launched(plan, input, output, [output])
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
-        """By plan, or the inner backend's."""
+        """Reduce all ranks' inputs, and keep block k on rank k."""
         fits, op = input.nbytes == self._size * output.nbytes, opts.reduceOp.op
         plan = self._plan("reduce_scatter", output, input, input.nbytes, op) if fits else None
         if plan is None:

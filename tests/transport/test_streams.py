@@ -9,7 +9,7 @@ from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.scheduler.traffic import Traffic
 from commlayer.testing.simulated.device_programs import (
-    COLLECTIVES,
+    DEVICE_COLLECTIVES,
     call_of,
     exchanges,
     nodes_of,
@@ -42,14 +42,14 @@ def expect_no_race(calls: list[DeviceCall]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", DEVICE_COLLECTIVES)
 def test_every_plan_gives_its_bits_in_any_order_of_streams(collective: str, shape: tuple[int, ...]) -> None:
     for number, plan in enumerate(plans_of(collective, shape)):
         expect_bits(turns(call_of(plan, number)), range(number, number + SEEDS))
 
 
 @pytest.mark.parametrize("shape", JUDGED, ids=str)
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("collective", DEVICE_COLLECTIVES)
 def test_no_plan_has_a_race(collective: str, shape: tuple[int, ...]) -> None:
     for number, plan in enumerate(plans_of(collective, shape)):
         expect_no_race(turns(call_of(plan, number)))

@@ -18,7 +18,7 @@ from commlayer.scheduler.wire import NATIVE, Wire, WireFormat
 from commlayer.testing.simulated.plan_calls import DeviceCall
 
 __all__ = [
-    "COLLECTIVES",
+    "DEVICE_COLLECTIVES",
     "call_of",
     "every_program",
     "exchanges",
@@ -29,7 +29,7 @@ __all__ = [
     "turns",
 ]
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+DEVICE_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 """Those whose plans go over nodes, beside exchanges."""
 _TURNS = 4
 _WIRES = (NATIVE, Wire(WireFormat.BF16, 16), Wire(WireFormat.FP8_E4M3, 16))
@@ -143,6 +143,6 @@ def exchanges() -> Iterator[list[DeviceCall]]:
 
 def every_program(shape: tuple[int, ...]) -> Iterator[list[DeviceCall]]:
     """Programs of a group on nodes of that shape: every collective by every plan that applies."""
-    for collective in COLLECTIVES:
+    for collective in DEVICE_COLLECTIVES:
         for number, plan in enumerate(plans_of(collective, shape)):
             yield turns(call_of(plan, number))
