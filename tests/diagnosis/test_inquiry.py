@@ -172,16 +172,18 @@ def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp
 
 def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = asking(tmp_path)
-    monkeypatch.setattr(first, "_lead", lambda store, asked, log, began: f"found in {asked}")
+    monkeypatch.setattr(
+        first, "_lead", lambda store, asked, log, began: inquiry._Found("", f"found in {asked}", False, 1)
+    )
     monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
     first.timed_out()
-    assert first.diagnosed() == "found in 0"
+    assert first.diagnosed() == ("found in 0 (rank 1 has printed all of it)", False)
     monkeypatch.setattr(inquiry, "_RESULT_S", 0.01)
     monkeypatch.setattr(first, "_start", lambda *what: None)
     first.timed_out()
-    assert first.diagnosed() == ""
+    assert first.diagnosed().words == ""
     first._lead_or_follow(0, first._snapshot("timeout"), 0.0)  # the first question's thread has been slow
-    assert first.diagnosed() == ""
+    assert first.diagnosed().words == ""
 
 
 def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
