@@ -211,6 +211,7 @@ class Calls:
         number = track.issued  # this thread has just noted it
 
         def end(error: RuntimeError | None) -> None:
+            order.traffic.end(end, now())
             if error is not None:
                 self._fail(error, collective, sequence, started, opts)
             track.done = number
@@ -219,6 +220,7 @@ class Calls:
                 order.latest = None
 
         self.counters.flat[collective].add(num_bytes, 0, *sent)
+        order.traffic.begin(end, order.key)
         issued = IssuedWork(order.progress, collective, outputs, work, self.inner.planned.board, end)
         issued.noted, issued.number = track, number
         order.latest = issued
