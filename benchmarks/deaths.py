@@ -114,7 +114,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Survivor:
-    """What one rank saw. ``after_s``: from the death to its error; None: it hung, or ended otherwise."""
+    """The view of one rank. ``after_s``: from the death to its error; None: it hung, or ended otherwise."""
 
     rank: int
     after_s: float | None

@@ -157,7 +157,7 @@ def plain_pipeline(
 def plain_step(
     model: MoELanguageModel, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
 ) -> torch.Tensor:
-    """What ``train_step`` computes, with :func:`plain_pipeline`, and gradients at the end."""
+    """The computation of ``train_step``, with :func:`plain_pipeline`, and gradients at the end."""
     assert model.mesh is not None
     losses = plain_pipeline(*model.pipeline_stage(tokens, labels, num_micro_batches), model.mesh.group("pp"))
     synchronise_gradients(model, model.mesh)

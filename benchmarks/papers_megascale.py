@@ -204,7 +204,7 @@ def ratios() -> list[tuple[str, float, float]]:
 
 
 def checks(found: Sequence[Gain], kinds: Sequence[Kind], synchronised: Sequence[Synchronised]) -> list[Check]:
-    """What the issue asks of MegaScale-MoE."""
+    """The targets for MegaScale-MoE."""
     low, high = min(each.gain for each in found), max(each.gain for each in found)
     apart = max(each.factor for each in found), min(each.factor for each in found)
     crossing = next((each.top_k for each in kinds if each.all_gather_us < each.all_to_all_us), 0)

@@ -227,7 +227,7 @@ def rows_of(contention: Contention, at_8k: int = TABLE_8_BYTES) -> list[tuple[in
 
 
 def checks() -> list[Check]:
-    """What the issue asks of MoNTA."""
+    """The targets for MoNTA."""
     rows = table_8()
     wrong = [f"{row[0]} {row[1]}" for row in rows if row[4] != row[2] or abs(row[5] / row[3] - 1) > 0.007]
     ours = {f"{sequence}K": strategy for sequence, strategy in selection(STATED).items()}

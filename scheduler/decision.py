@@ -37,7 +37,7 @@ _MAX_GROUPS = 64
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
 _MOST_BASES = 3
 _BASES = ("measured", "interpolated", "derived")
-"""Of curves, the most certain first."""
+"""The bases of curves, the most certain first."""
 _EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 

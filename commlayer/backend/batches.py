@@ -48,7 +48,7 @@ _TAG = (1 << 31) - 1
 """Beyond what programs use: torch's tags are 32 bits."""
 _TAGS = 1 << 16
 _PACE = 0.8
-"""Of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
+"""The part of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
 
 
 class Batch(Work):
@@ -272,7 +272,7 @@ class Batches:
 
     @cached_property
     def _link_curve(self) -> Curve | None:
-        """Of messages between two nodes."""
+        """The curve of messages between two nodes."""
         planner: Any = self._inner.planned.choices.agreed.job_planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
 

@@ -242,7 +242,7 @@ def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, size
 
 
 def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
-    """What ``call`` takes on the device of ``like``."""
+    """The time that ``call`` takes on the device of ``like``."""
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     started = time.perf_counter()

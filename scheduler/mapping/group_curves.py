@@ -34,9 +34,9 @@ SIZES = tuple(1 << power for power in range(10, 34))
 """Bytes, 1 KiB to 8 GiB."""
 
 _STEPS = ("all_gather", "all_to_all")
-"""What plans call between their ranks; both by messages."""
+"""The collectives that plans call between their ranks; both by messages."""
 _TREE_RATE = 0.9
-"""Of a ring's, by NCCL's tuning model."""
+"""The part of a ring's rate that a tree has, by NCCL's tuning model."""
 
 _MEMORY_TRAFFIC = {
     "copy": 1.0,  # reads S, writes S: what the device's peak counts as S
@@ -65,7 +65,7 @@ class Declared(Protocol):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a group's times depend on: ranks, domains, the fewest and the most ranks on one of them."""
+    """The shape on which a group's times depend: ranks, domains, the fewest and the most ranks on one of them."""
 
     ranks: int
     domains: int
@@ -170,7 +170,7 @@ class _Times:
         return self._sampled("messages", 0.0, (most - 1) / most, self._beyond(0, most - 1, "message_us"))
 
     def send(self) -> list[float]:
-        """From one rank to another."""
+        """The time of a message from one rank to another."""
         crosses = self.shape.domains > 1
         return self._sampled("messages", float(crosses), float(not crosses))
 

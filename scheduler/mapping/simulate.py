@@ -170,7 +170,7 @@ class Estimator:
             yield note
 
     def _doubts(self, mfu: float) -> Iterator[str]:
-        """What a reader of an estimate should know about its inputs."""
+        """The cautions that a reader of an estimate should know about its inputs."""
         gpus, domain = self.job.gpus, self.cluster.domain
         if gpus > domain and gpus % domain:
             yield (
@@ -222,7 +222,7 @@ class Estimator:
         return _kept(self._known, ("programs", *self._layer_key(setup, is_moe)), programs)
 
     def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
-        """What a layer's program depends on: not on the pipeline, unless it sends to the whole stage."""
+        """The key on which a layer's program depends: not on the pipeline, unless it sends to the whole stage."""
         degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch, setup.folded)
         ways = (setup.recompute, setup.precision, setup.dispatch, setup.attention, max(setup.zero, 1))
         # The ranks of a stage matter to what is sent to all of them, and to groups that lie in dp.
@@ -369,7 +369,7 @@ _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimi
 
 
 def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[[], _Value]) -> _Value:
-    """What was made for ``key``, or is made now: a search asks the same of thousands of setups."""
+    """Return what was made for ``key``, or is made now: a search asks the same of thousands of setups."""
     if key not in kept:
         kept[key] = make()
     value: _Value = kept[key]

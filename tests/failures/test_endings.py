@@ -1,4 +1,4 @@
-"""What the program's end does with calls that nobody waited for. (Whole programs: tests/backend/test_backend.py.)"""
+"""The program's end, and calls that nobody waited for. (Whole programs: tests/backend/test_backend.py.)"""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def settled(most: tuple[int, int], seconds: float = 30.0) -> tuple[int, int]:
 
 
 def at_rest(seconds: float = 0.5) -> tuple[int, int]:
-    """What is held once that has not changed for so long."""
+    """The descriptors and threads that are held once that has not changed for so long."""
     before, since = held(), time.monotonic()
     while time.monotonic() < since + seconds:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What is asked of the job's store is bounded, and its errors say who waits, for what, and who is missing."""
+"""Questions to the job's store are bounded, and its errors say who waits, for what, and who is missing."""
 
 from __future__ import annotations
 
