@@ -325,7 +325,7 @@ class _Watch:
 
 
 def _anonymous() -> int:
-    """What is neither a file's nor shared."""
+    """The memory that is neither a file's nor shared."""
     match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match[1]) * 1024 if match else 0
 

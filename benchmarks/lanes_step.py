@@ -46,7 +46,7 @@ from commlayer.statistics import reset_stats, stats
 WAYS = ("plain", "after", "lanes off", "lanes on")
 RATIOS = (("lanes on", "plain"), ("lanes on", "lanes off"), ("lanes off", "after"), ("after", "plain"))
 _TOLERANCE = 1e-3
-"""Of a gradient's largest magnitude: FP32, summed in other orders."""
+"""The tolerance, as a part of a gradient's largest magnitude: FP32, summed in other orders."""
 _CLUSTERS: dict[str, tuple[int, dict[str, Any]]] = {"2x4": (4, {}), "2x8": (8, {"pp": 2})}
 """Ranks of each node, and what differs from the shape's own values."""
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=3e6)

@@ -42,7 +42,7 @@ SOFTWARE = replace(
     parameter_bytes=4,
     bucket_bytes=1 << 40,  # one sum for each axis
 )
-"""As the steps below run (:func:`Case.config` and the settings of the ranks)."""
+"""The software as the steps below run (:func:`Case.config` and the settings of the ranks)."""
 
 
 @dataclass(frozen=True)

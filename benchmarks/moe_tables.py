@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 PHASES = ("router", "permute", "dispatch", "experts", "combine")
-"""As in MoE Parallel Folding's figure 5."""
+"""The phases as in MoE Parallel Folding's figure 5."""
 
 
 @dataclass(frozen=True)

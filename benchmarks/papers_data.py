@@ -266,7 +266,7 @@ AFTERWARDS = (
         "little.",
     ),
 )
-"""What was put into the model after its first predictions were seen. The four factors were fitted again with it."""
+"""The changes that were put into the model after its first predictions were seen. The four factors were fitted again with it."""
 
 MEGASCALE_MODELS = ("internal-352b", "mixtral-8x7b", "mixtral-8x22b", "hunyuan-large", "phi-3.5-moe", "deepseekmoe")
 """Table 2 of MegaScale-MoE; its sequence length is 8192 (section 6.1)."""

@@ -52,7 +52,7 @@ class Gain:
 
     @property
     def factor(self) -> float:
-        """By what the gain of MFU, 1 + gain, lies outside of what the paper has for its six models; 1.0: inside."""
+        """The factor by which the gain of MFU, 1 + gain, lies outside of what the paper has for its six models; 1.0: inside."""
         low, high = (1 + each for each in MEGASCALE_GAIN)
         ratio = 1 + self.gain
         return ratio / high if ratio > high else ratio / low if ratio < low else 1.0

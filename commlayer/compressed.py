@@ -201,7 +201,7 @@ class CompressedGroup:
 
     @staticmethod
     def _error(wire: Wire, x: torch.Tensor) -> tuple[float, float]:
-        """What the governor asks: of finite values. No rank must leave here alone: encoding will say that there are others."""
+        """The error, of finite values. No rank must leave here alone: encoding will say that there are others."""
         return Codec(wire, x.dtype, "pass").error(x.reshape(-1, wire.row_elements))
 
     def _codec(self, wire: Wire, x: torch.Tensor) -> Codec:

@@ -305,7 +305,7 @@ def _legs(plan: Plan) -> tuple[Strategy, WireFormat]:
 
 
 def _simplicity(timeline: Timeline) -> tuple[int, int, int]:
-    """What is exact before what is rounded, and that before what is rounded more; then fewer stages, then fewer chunks."""
+    """The rank in simplicity: exact, rounded, rounded more; then fewer stages, then fewer chunks."""
     plan = timeline.plan
     return _EXACTNESS[plan.wire.format], _SIMPLICITY[plan.strategy], plan.chunks
 

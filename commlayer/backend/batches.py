@@ -254,13 +254,13 @@ class Batches:
 
     @cached_property
     def _seconds_per_byte(self) -> float:
-        """Of what goes to another node, while all ranks of this one send: each has a share of the link, or a card of its own."""
+        """The seconds of a byte to another node, while all ranks of this one send: each has a share of the link, or its own card."""
         curve = self._link_curve
         return 2e-9 / curve.algbw_gbps(curve.bytes[-1]) if curve is not None else 0.0
 
     @cached_property
     def _chunk_bytes(self) -> int:
-        """Of what goes to another node: the smallest message, a power of two, that keeps the link's efficiency; 0: whole."""
+        """The smallest message to another node, a power of two, that keeps the link's efficiency; 0: whole."""
         curve, planner = self._link_curve, self._inner.planned.choices.agreed.job_planner
         if curve is None:
             return 0

@@ -124,7 +124,7 @@ def what_if_command(measure: str, report: Path | None, picture: Path | None, as_
 
 
 def _estimated(request: Request, variation: Variation, ways: Sequence[Alternative], hold: bool) -> dict[str, WhatIf]:
-    """By the name of the way ("" where there is one)."""
+    """The answers by the name of the way ("" where there is one)."""
     found = {}
     for way in ways:
         setup = None

@@ -444,15 +444,14 @@ class FailureDetector:
         return ""
 
     def _host_lost(self) -> str:
-        """The words to say where the store is gone: others may know which rank has died, and so has perhaps hosted it."""
+        """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
         with self.changed:
-            self.changed.wait_for(lambda: self.gone, _HOST_NEWS_S)
-            if self.gone:
+            self.changed.wait_for(lambda: self.ended, _HOST_NEWS_S)
+            if self.ended:
                 return self._failure()
         if os.environ.get(_AGENT_STORE) == str(True):
             return "look at torchrun, whose agent hosts it"
-        host = self.ranks[0]
-        return f"rank {host} hosts it, unless the program has made a store of its own: look at the log of rank {host}"
+        return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"
 
     def _missing(self, store: Store) -> tuple[int, ...]:
         """The ranks that have not said in the store where they are, as far as that answers soon."""

@@ -122,7 +122,7 @@ class _Times:
         return total
 
     def _ring_shares(self) -> tuple[float, float]:
-        """Of S, what one rank sends over its card and over NVLink in one turn."""
+        """The parts of S that one rank sends over its card and over NVLink in one turn."""
         shape = self.shape
         inter = (shape.ranks - shape.fewest) / (shape.ranks * shape.fewest)
         return inter, (shape.ranks - 1) / shape.ranks if shape.most > 1 else 0.0
@@ -165,7 +165,7 @@ class _Times:
         return self._sampled("messages", (shape.domains - 1) / shape.domains, 0.0, beyond)
 
     def inside(self) -> list[float]:
-        """Of a plan's stage inside the fullest domain."""
+        """The times of a plan's stage inside the fullest domain."""
         most = self.shape.most
         return self._sampled("messages", 0.0, (most - 1) / most, self._beyond(0, most - 1, "message_us"))
 
@@ -201,7 +201,7 @@ def curves_of_group(cluster: Declared, nodes: tuple[int, ...]) -> tuple[Curve, .
 
 
 def _stage_curves(cluster: Declared, whole: _Shape) -> tuple[Curve, ...]:
-    """Of steps between one rank of each domain, and between the ranks of the fullest."""
+    """The curves of steps between one rank of each domain, and between the ranks of the fullest."""
     across, inside = _Shape(whole.domains, whole.domains, 1, 1), _Shape(whole.most, 1, whole.most, whole.most)
     # Among even groups the first depends on the domains alone, and the second always on the fullest alone.
     by = across if whole.fewest == whole.most else whole

@@ -205,7 +205,7 @@ class Estimator:
         return found
 
     def _layer_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
-        """Of one layer, forward and backward."""
+        """The times of one layer, forward and backward."""
 
         def times() -> tuple[Breakdown, Breakdown]:
             time = run_alone if is_bound else self._builder(setup).timed
@@ -274,7 +274,7 @@ class Estimator:
         return total
 
     def _pass_us(self, setup: Setup, is_moe: bool, side: int, calls: bool) -> float:
-        """Of one layer: forward (side 0) or backward (1)."""
+        """The time of one layer: forward (side 0) or backward (1)."""
         if calls:
             return self._layer_times(setup, is_moe, is_bound=True)[side].total_us
         return self._computed_us(setup, is_moe)[side]
@@ -292,7 +292,7 @@ class Estimator:
         return _kept(self._known, key, times)
 
     def _stage_us(self, setup: Setup, stage: Stage, calls: bool) -> float:
-        """Of one micro-batch through ``stage``; without ``calls`` of computation alone."""
+        """The time of one micro-batch through ``stage``; without ``calls`` of computation alone."""
         total = 0.0
         for is_moe in (True, False):
             if number := (stage.sparse if is_moe else stage.dense):
@@ -330,7 +330,7 @@ class Estimator:
         return self._builder(setup).job
 
     def _builder(self, setup: Setup) -> LayerBuilder:
-        """Of this setup's imbalance, which depends on ep where experts' popularity is given."""
+        """The builder for this setup's imbalance, which depends on ep where experts' popularity is given."""
         ratio = self.job.imbalance
         if self.loads is not None:
             rows = round(tokens_of(self.job, setup)[1] * setup.ep * self.job.model.top_k)

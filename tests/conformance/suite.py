@@ -188,7 +188,7 @@ def _meaning(code: Any, pipe: Any) -> str:
 
 
 def _judge(outcomes: Sequence[RankOutcome]) -> tuple[str, str]:
-    """As the suite's own parent process judges: a failure of any rank fails; else rank 0 says whether it was skipped."""
+    """The verdict of the suite's own parent: a failure of any rank fails; else rank 0 says whether it was skipped."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     if failures:
         first = [failure for failure in failures if not failure.by_cluster] or failures

@@ -1,4 +1,4 @@
-"""What a mapping is said to send is what the run time counts, call by call and byte by byte; and what the papers' formulas say.
+"""Mappings are said to send what the run time counts, call by call and byte by byte; and what the papers' formulas say.
 
 The model is the integrations' language model on a real, emulated cluster. Where sizes depend on the router's choices (rows that
 arrive, and their gradients on the way back) the sum over all ranks does not, and is compared.
@@ -160,7 +160,7 @@ STATISTICS = {"all_to_all_v": "all_to_all", "send_recv": "send"}
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank moves in a step, as it is counted and as it is described; ``routed``: axes on whose groups tokens go."""
+    """The bytes of one rank in a step, as counted and as described; ``routed``: axes on whose groups tokens go."""
 
     counted: dict[Key, Moved]
     described: dict[Key, Moved]
