@@ -7,8 +7,14 @@ takes many times what was promised, and its plan is not to blame. Groups of othe
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
-__all__ = ["Traffic", "traffic"]
+__all__ = ["Traffic", "never", "traffic"]
+
+
+def never() -> bool:
+    """Say that a call has not ended: whoever began it notes its end."""
+    return False
 
 
 class Traffic:
@@ -21,31 +27,37 @@ class Traffic:
     __slots__ = ("_ended", "_other", "_running")
 
     def __init__(self) -> None:
-        self._running: dict[object, int] = {}
+        self._running: dict[object, tuple[int, Callable[[], bool]]] = {}
         self._ended = (0, 0)
         """The group whose call ended last, and when, ns; before it the last of another group's."""
         self._other = 0
 
-    def begin(self, call: object, group: int) -> None:
-        """Note that ``call`` of ``group`` has begun."""
-        self._running[call] = group
+    def begin(self, call: object, group: int, is_over: Callable[[], bool] = never) -> None:
+        """Note that ``call`` of ``group`` has begun. ``is_over``: whether it has ended, where perhaps nobody notes that."""
+        self._running[call] = group, is_over
 
     def end(self, call: object, ended_ns: int) -> None:
         """Note that a call has ended; harmless when repeated."""
-        group = self._running.pop(call, None)
-        if group is None:
+        found = self._running.pop(call, None)
+        if found is None:
             return
         last, at_ns = self._ended
-        if last != group:
+        if last != found[0]:
             self._other = at_ns
-        self._ended = group, ended_ns
+        self._ended = found[0], ended_ns
 
     def is_beside(self, group: int, began_ns: int) -> bool:
         """Whether a call of ``group`` that began then, and ends now, ran beside one of another group."""
         last, at_ns = self._ended
         if (at_ns if last != group else self._other) > began_ns:
             return True
-        return any(other != group for other in list(self._running.values()))
+        is_beside = False
+        for call, (other, is_over) in list(self._running.items()):
+            if is_over():
+                self._running.pop(call, None)
+            elif other != group:
+                is_beside = True
+        return is_beside
 
 
 _traffic = Traffic()

@@ -254,7 +254,7 @@ class Batches:
 
     @cached_property
     def _seconds_per_byte(self) -> float:
-        """The seconds of a byte to another node, while all ranks of this one send: each has a share of the link, or its own card."""
+        """The seconds of a byte to another node, while all ranks of this one send: each has a share of the link, or a card."""
         curve = self._link_curve
         return 2e-9 / curve.algbw_gbps(curve.bytes[-1]) if curve is not None else 0.0
 

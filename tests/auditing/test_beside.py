@@ -20,6 +20,15 @@ def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:
     assert not traffic.is_beside(second, 210)
 
 
+def test_a_call_that_nobody_waits_for_ends_by_itself() -> None:
+    traffic, is_over = Traffic(), [False]
+    traffic.begin(1, 7, lambda: is_over[0])
+    assert traffic.is_beside(8, 100)
+    is_over[0] = True
+    assert not traffic.is_beside(8, 100)
+    assert not traffic._running
+
+
 def test_calls_of_the_same_group_are_no_others() -> None:
     traffic = Traffic()
     for call, group in ((1, 7), (2, 7), (3, 8)):
