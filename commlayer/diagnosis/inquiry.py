@@ -89,6 +89,8 @@ class Inquiry:
         self._lock = threading.Lock()
         self._asking = -1
         self._found = threading.Event()
+        self._printed = -1
+        """The last round whose result this rank has printed, or has left to another one."""
         self._result = Diagnosed()
         """The finding of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
@@ -174,7 +176,7 @@ class Inquiry:
             if log is not None:
                 log = self._publish(store, asked, log)
             found = self._lead(store, asked, log, began) if is_first and log else self._read(store, asked)
-            result = self._say(found)
+            result = self._say(asked, found)
         except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
                 result = Diagnosed(log_words(log))
@@ -201,11 +203,13 @@ class Inquiry:
         store.set(f"{asked}/found", msgspec.json.encode(found).decode())
         return found
 
-    def _say(self, found: _Found | None) -> Diagnosed:
-        """Print what was found, if that falls to this rank; the line of it for an error."""
+    def _say(self, asked: int, found: _Found | None) -> Diagnosed:
+        """Print what was found, once, if that falls to this rank; the line of it for an error."""
         if found is None:
             return Diagnosed()
-        if found.printer == self.rank:
+        with self._lock:  # one that has answered may then time out itself
+            is_mine, self._printed = found.printer == self.rank and asked > self._printed, max(asked, self._printed)
+        if is_mine:
             print(f"commlayer: {found.text}", file=sys.stderr, flush=True)
         return Diagnosed(f"{found.line} (rank {found.printer} has printed all of it)", found.has_cause)
 
@@ -218,7 +222,7 @@ class Inquiry:
             store = self._client()
             log = self._publish(store, asked, log)
             if self._is_lowest(log):
-                self._say(self._read(store, asked))
+                self._say(asked, self._read(store, asked))
         finally:
             self._write(log)
 

@@ -192,3 +192,15 @@ def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
     log = RankLog(job="", rank=0, ranks=(0, 1), reason="timeout", calls=tuple(calls))
     told = inquiry._unpacked(inquiry._packed(log)).calls
     assert [call.number for call in told] == [2, *range(75, 203)]
+
+
+def test_a_result_is_printed_once_and_by_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that has answered may then time out itself."""
+    first, _ = asking(tmp_path)
+    found = inquiry._Found("all of it", "in a line", has_cause=True, printer=0)
+    for _ in range(2):
+        assert first._say(3, found) == ("in a line (rank 0 has printed all of it)", True)
+    assert capsys.readouterr().err == "commlayer: all of it\n"
+    assert first._say(4, inquiry._Found("all of it", "in a line", has_cause=False, printer=1)).words
+    assert first._say(5, None).words == ""
+    assert capsys.readouterr().err == ""
