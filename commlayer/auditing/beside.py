@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-__all__ = ["Traffic", "never", "traffic"]
+__all__ = ["CallsUnderWay", "calls_under_way", "never"]
 
 
 def never() -> bool:
@@ -17,7 +17,7 @@ def never() -> bool:
     return False
 
 
-class Traffic:
+class CallsUnderWay:
     """The calls under way in a process. Groups are told apart by numbers of their own, so that none is kept alive.
 
     What is kept is added and looked up in single steps, so that calls on several threads need no lock; a call that begins or ends
@@ -60,17 +60,17 @@ class Traffic:
         return is_beside
 
 
-_traffic = Traffic()
+_under_way = CallsUnderWay()
 
 
-def traffic() -> Traffic:
-    """The traffic of this process."""
-    return _traffic
+def calls_under_way() -> CallsUnderWay:
+    """The calls of this process."""
+    return _under_way
 
 
 def _in_child() -> None:
     """Begin anew in a forked child, whose parent's calls never end here."""
-    _traffic.__init__()  # type: ignore[misc]
+    _under_way.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
-from commlayer.auditing.beside import traffic
+from commlayer.auditing.beside import calls_under_way
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.profiles.learnt import Learning, learnt_profile
@@ -127,7 +127,7 @@ class Ledger:
     def __init__(self, counters: GroupCounters, planned: PlannedGroup) -> None:
         self._counters = counters
         self._planned, self._key = weakref.ref(planned), id(planned)
-        self._beside, self._traffic = _Row(), traffic()
+        self._beside, self._traffic = _Row(), calls_under_way()
         self._choices: Choices = planned.choices
         self._at_start: Choices = planned.choices
         self._nodes = [[planned.global_ranks[member] for member in node] for node in planned.nodes]

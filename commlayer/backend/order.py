@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from commlayer.auditing.beside import traffic
+from commlayer.auditing.beside import calls_under_way
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
@@ -62,7 +62,7 @@ class Order:
         self.sequence = 0
         self.record: CallRecord | None = None
         self.watch: GroupWatch | None = None
-        self.traffic, self.key = traffic(), id(inner.planned)
+        self.traffic, self.key = calls_under_way(), id(inner.planned)
         self.is_watched = False  # a lane or a recorder wants to see calls
         self.is_direct = (
             False  # until the lane is known, at the first call: torch describes a group after it has made it

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from commlayer.auditing.beside import Traffic
+from commlayer.auditing.beside import CallsUnderWay
 
 
 def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:
-    traffic = Traffic()
+    traffic = CallsUnderWay()
     first, second = 7, 8
     traffic.begin(1, first)
     assert not traffic.is_beside(first, 100), "it is alone"
@@ -21,7 +21,7 @@ def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:
 
 
 def test_a_call_that_nobody_waits_for_ends_by_itself() -> None:
-    traffic, is_over = Traffic(), [False]
+    traffic, is_over = CallsUnderWay(), [False]
     traffic.begin(1, 7, lambda: is_over[0])
     assert traffic.is_beside(8, 100)
     is_over[0] = True
@@ -30,7 +30,7 @@ def test_a_call_that_nobody_waits_for_ends_by_itself() -> None:
 
 
 def test_calls_of_the_same_group_are_no_others() -> None:
-    traffic = Traffic()
+    traffic = CallsUnderWay()
     for call, group in ((1, 7), (2, 7), (3, 8)):
         traffic.begin(call, group)
     traffic.end(3, 50)
