@@ -1,4 +1,4 @@
-"""What encoding, decoding and adding rows costs on one core, against the plain torch expressions.
+"""The cost of encoding, decoding and adding rows on one core, against the plain torch expressions.
 
 Both alternately, after each pair was found to give the same. No cluster, half a minute.
 ``python benchmarks/codecs.py [--rounds 25] [--output DIRECTORY]`` writes a dated document and JSON there.

@@ -249,7 +249,7 @@ class Comparison:
 
 
 def wire_limit_us(cluster: Cluster, collective: str, size: int) -> float:
-    """What a node's wire needs for the bytes that must cross it, in one direction."""
+    """The time that a node's wire needs for the bytes that must cross it, in one direction."""
     rate = 50.0  # 400 Mbit/s in bytes per µs
     m, width = cluster.nodes, cluster.ranks_per_node
     crossing = {

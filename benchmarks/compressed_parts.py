@@ -1,4 +1,4 @@
-"""What each rank does in the parts of the benchmark of compressed collectives."""
+"""The program of each rank in the parts of the benchmark of compressed collectives."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def gradients(profile: str) -> list[Timed]:
 
 
 def dispatches(profile: str) -> list[Timed]:
-    """As many rows for every rank; and uneven ones, of which the first rank gets most."""
+    """Splits with as many rows for every rank; and uneven ones, of which the first rank gets most."""
     gloo = start(profile)
     n, rank = dist.get_world_size(), dist.get_rank()
     count = _DISPATCH_BYTES // (2 * _HIDDEN)
@@ -325,7 +325,7 @@ class _Watch:
 
 
 def _anonymous() -> int:
-    """What is neither a file's nor shared."""
+    """The memory that is neither a file's nor shared."""
     match = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(match[1]) * 1024 if match else 0
 

@@ -3,12 +3,12 @@
 Each trial is a job of its own on an emulated cluster of 400 Mbit/s a node: a shape, a plan, a timeout, a way inside nodes,
 with or without ``COMMLAYER_DEBUG=detail``, a group (all ranks, or some of them), and a victim (rank 0, which hosts the store,
 as often as any other). The victim ends at a random moment by a signal that it does not handle, as by ``kill -9``, in one of
-the phases of a job: while it joins (before the others can know where it listens), while the ranks start, measure their links,
-connect for their first planned call, try plans, have data in flight, plan anew at appointments, or close their groups. Every
-survivor calls collectives until one raises; where groups are closed it has to come back, with an error or without. Counted are
-the seconds from the death to that, whether the error names the victim, and hangs. A rank that dies before it has said where it
-listens is one that never came, which only the timeout tells: such trials are few. They are not in the first row, nor are groups
-that are closed, where who comes back before the death has nothing to name. ``--json FILE`` keeps every trial.
+the phases of a job: while it joins (from its first act on), while the ranks start, measure their links, connect for their first
+planned call, try plans, have data in flight, plan anew at appointments, or close their groups. Every survivor calls collectives
+until one raises; where groups are closed it has to come back, with an error or without. Counted are the seconds from the death
+to that, whether the error names the victim, and hangs. A rank that dies before it has said where it listens is one that never
+came, which only the timeout tells: such trials have a row of their own, and are not in the first row, nor are groups that are
+closed, where who comes back before the death has nothing to name. ``--json FILE`` keeps every trial.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
@@ -41,6 +41,7 @@ import commlayer.backend.create
 import commlayer.measure.calibrate
 import commlayer.measure.link_times
 import commlayer.measure.trials  # noqa: F401  likewise
+from commlayer.backend import joining
 from commlayer.emulation import EmulatedCluster
 from commlayer.emulation.outcomes import RankOutcome
 from commlayer.failures.detector import FailureDetector
@@ -67,6 +68,8 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 SIZES = (1 << 10, 64 << 10, 1 << 20, 8 << 20)
 CLOSED = "closed"
 _SHOWN = 600
+_SAID = 8
+"""The byte, after the moment of death, that is 1 once a victim has said where it listens."""
 _INTER = "400mbit"
 _SPARE_S = 3.0
 """A rank that is in none of the groups stays for so long: it may host the store."""
@@ -76,7 +79,8 @@ _PATIENCE_S = 25.0
 
 @dataclass(frozen=True)
 class Trial:
-    """One job. ``delay_s``: from the beginning of the moment to the death."""
+    """One job. ``delay_s``: from the beginning of the moment to the death. ``has_come``: whether the victim has said before where
+    it listens."""
 
     seed: int
     shape: tuple[int, int]
@@ -90,10 +94,16 @@ class Trial:
     part: bool
     victim: int
     delay_s: float
+    has_come: bool = True
 
     @property
     def world_size(self) -> int:
         return self.shape[0] * self.shape[1]
+
+    @property
+    def met(self) -> str:
+        """The moment, and whether it is one that only the timeout tells of."""
+        return self.moment if self.has_come else f"{self.moment}, never came"
 
     @property
     def members(self) -> list[int]:
@@ -104,7 +114,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Survivor:
-    """What one rank saw. ``after_s``: from the death to its error; None: it hung, or ended otherwise."""
+    """The view of one rank. ``after_s``: from the death to its error; None: it hung, or ended otherwise."""
 
     rank: int
     after_s: float | None
@@ -172,18 +182,31 @@ def die_soon(trial: Trial, moment_of_death: mmap.mmap) -> None:
     signal.setitimer(signal.ITIMER_REAL, max(trial.delay_s, 1e-6))
 
 
+def _die_while_joining(trial: Trial, moment_of_death: mmap.mmap) -> None:
+    """On the victim, which notes when it has said where it listens."""
+    join, say_where = joining.join_group, FailureDetector._say_where
+
+    def begin(request: joining.GroupRequest) -> joining.Joined:
+        die_soon(trial, moment_of_death)
+        return join(request)
+
+    def say(detector: FailureDetector, *arguments: Any) -> None:
+        say_where(detector, *arguments)
+        moment_of_death[_SAID] = 1
+
+    joining.join_group = begin
+    FailureDetector._say_where = say  # type: ignore[method-assign, assignment]
+
+
 def _die_while_starting(trial: Trial, moment_of_death: mmap.mmap) -> None:
-    """On the victim: before the job is joined, or once it is."""
+    """On the victim, once the job is joined."""
     join = FailureDetector._join
 
-    def joining(detector: FailureDetector, *arguments: Any) -> None:
-        if trial.moment == "joining":
-            die_soon(trial, moment_of_death)
+    def begin(detector: FailureDetector, *arguments: Any) -> None:
         join(detector, *arguments)
-        if trial.moment != "joining":
-            die_soon(trial, moment_of_death)
+        die_soon(trial, moment_of_death)
 
-    FailureDetector._join = joining  # type: ignore[method-assign, assignment]
+    FailureDetector._join = begin  # type: ignore[method-assign, assignment]
 
 
 def _plan_anew_all_the_time() -> None:
@@ -204,7 +227,7 @@ def job(trial: Trial, cache: str, moment_of_death: mmap.mmap) -> tuple[float | N
     os.environ.update(environment(trial, cache))
     is_victim = int(os.environ["RANK"]) == trial.victim
     if is_victim and trial.moment in _OF_ALL:
-        _die_while_starting(trial, moment_of_death)
+        (_die_while_joining if trial.moment == "joining" else _die_while_starting)(trial, moment_of_death)
     if trial.moment == "re-planning":
         _plan_anew_all_the_time()
     try:
@@ -241,18 +264,20 @@ def calls(trial: Trial, moment_of_death: mmap.mmap, *, is_victim: bool) -> tuple
     return None, "", "no error"
 
 
-def run(trial: Trial, cluster: EmulatedCluster, cache: str) -> list[Survivor]:
-    """Run one trial; what became of every member but the victim."""
+def run(trial: Trial, cluster: EmulatedCluster, cache: str) -> tuple[Trial, list[Survivor]]:
+    """Run one trial; what became of every member but the victim. The trial says whether its victim came at all."""
     moment_of_death = mmap.mmap(-1, mmap.PAGESIZE)
     outcomes: list[RankOutcome] = cluster.run(
         job, trial, cache, moment_of_death, check=False, grace_s=_PATIENCE_S, timeout_s=_PATIENCE_S + 60
     )
     (died,) = struct.unpack("d", moment_of_death[:8])
-    return [
+    survivors = [
         _survivor(trial, outcome, died)
         for outcome in outcomes
         if outcome.rank in trial.members and outcome.rank != trial.victim
     ]
+    has_come = trial.moment != "joining" or bool(moment_of_death[_SAID])
+    return replace(trial, has_come=has_come), survivors
 
 
 def _survivor(trial: Trial, outcome: RankOutcome, died: float) -> Survivor:
@@ -271,10 +296,10 @@ def report(found: Sequence[tuple[Trial, list[Survivor]]], console: Console) -> b
     table = Table(title="Seconds from a rank's death to every survivor's error")
     for column in ("trials", "", "survivors", "median", "90 %", "99 %", "largest", "named", "hung"):
         table.add_column(column, justify="left" if not column else "right")
-    judged = [each for each in found if each[0].moment not in ("joining", "closing")]
+    judged = [each for each in found if each[0].has_come and each[0].moment != "closing"]
     groups: dict[str, list[tuple[Trial, list[Survivor]]]] = {"all": judged}
     for name, of in (
-        ("moment", lambda t: t.moment),
+        ("moment", lambda t: t.met),
         ("plan", lambda t: t.plan),
         ("debug", lambda t: "detail" if t.detail else "off"),
         ("victim", lambda t: "rank 0" if t.victim == 0 else "another"),
@@ -321,8 +346,8 @@ def main() -> None:
                     break
                 if trial.shape not in clusters:
                     clusters[trial.shape] = EmulatedCluster(*trial.shape, inter=_INTER)
-                survivors = run(trial, clusters[trial.shape], cache)
-                found.append((trial, survivors))
+                ran, survivors = run(trial, clusters[trial.shape], cache)
+                found.append((ran, survivors))
                 for s in survivors:
                     if options.verbose and (s.after_s is None or s.after_s > 3 or not s.is_named):
                         console.print(f"{trial}\n  {str(s)[:_SHOWN]}", highlight=False, soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""What a call costs on the host: the backend `commlayer` with flat calls against Gloo, through torch.distributed.
+"""The cost of a call on the host: the backend `commlayer` with flat calls against Gloo, through torch.distributed.
 
 Every rank holds a group of each backend, and they take turns in blocks of calls, so that drifts of a noisy machine hit
 both. Printed are low percentiles of the time of one call and their ratio: with more than one rank on few cores, higher
@@ -37,7 +37,7 @@ PERCENTILES = (1, 5, 25, 50)
 
 
 def calls(size: int) -> dict[str, Call]:
-    """What is timed, by name; each makes its tensors once."""
+    """The timed calls, by name; each makes its tensors once."""
     small, block = torch.ones(4), torch.ones(256 * size)
     out, gathered, part = torch.empty(256 * size), torch.empty(256 * size), torch.empty(256)
     even = [256] * size

@@ -32,7 +32,7 @@ from commlayer.units import format_bytes
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = (64 << 10, 1 << 20, 8 << 20, 32 << 20)
-"""Of the gathered or unreduced whole, bytes."""
+"""The sizes of the gathered or unreduced whole, bytes."""
 WAYS = ("gloo", "direct", "shared")
 _WARM_UP_ROUNDS = 2
 

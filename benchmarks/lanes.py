@@ -99,7 +99,7 @@ class Groups:
 
 
 def sent_bytes() -> int:
-    """What has left this node so far, headers and all: every rank of a node sees the same."""
+    """The bytes that have left this node so far, headers and all: every rank of a node sees the same."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
 
@@ -165,7 +165,7 @@ def conflict(profile: str, rounds: int) -> dict[str, Any]:
 
 
 def predicted(groups: Groups) -> dict[str, dict[str, float]]:
-    """What the conflict model says of the same program, ms."""
+    """The prediction of the conflict model of the same program, ms."""
     planner = groups.ours[0]._planned.choices.planner
     world, shape = dist.get_world_size(), groups.ours[0].shape
     flat = build(Traffic(EXPERTS, world, 1, Resource.INTER, "all_to_all_v", shape), Strategy.FLAT)
@@ -183,7 +183,7 @@ def predicted(groups: Groups) -> dict[str, dict[str, float]]:
 
 
 def overheads(profile: str) -> dict[str, list[tuple[float, float]]]:
-    """Of each call and size: seconds on a lane and on none, by turns."""
+    """Seconds of each call and size on a lane and on none, by turns."""
     start(profile)
     group: Any = dist.new_group(backend="commlayer")
     found: dict[str, list[tuple[float, float]]] = {}
@@ -212,7 +212,7 @@ def overheads(profile: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def together(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each call and round the slowest rank's time, seconds; of the link the mean over nodes."""
+    """The seconds of each call and round: the slowest rank's time, seconds; of the link the mean over nodes."""
 
     def worst(pick: Callable[[Mapping[str, Any]], Any]) -> Any:
         values = [pick(rank) for rank in by_rank]

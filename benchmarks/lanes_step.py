@@ -46,7 +46,7 @@ from commlayer.statistics import reset_stats, stats
 WAYS = ("plain", "after", "lanes off", "lanes on")
 RATIOS = (("lanes on", "plain"), ("lanes on", "lanes off"), ("lanes off", "after"), ("after", "plain"))
 _TOLERANCE = 1e-3
-"""Of a gradient's largest magnitude: FP32, summed in other orders."""
+"""The tolerance, as a part of a gradient's largest magnitude: FP32, summed in other orders."""
 _CLUSTERS: dict[str, tuple[int, dict[str, Any]]] = {"2x4": (4, {}), "2x8": (8, {"pp": 2})}
 """Ranks of each node, and what differs from the shape's own values."""
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=3e6)
@@ -157,7 +157,7 @@ def plain_pipeline(
 def plain_step(
     model: MoELanguageModel, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
 ) -> torch.Tensor:
-    """What ``train_step`` computes, with :func:`plain_pipeline`, and gradients at the end."""
+    """The computation of ``train_step``, with :func:`plain_pipeline`, and gradients at the end."""
     assert model.mesh is not None
     losses = plain_pipeline(*model.pipeline_stage(tokens, labels, num_micro_batches), model.mesh.group("pp"))
     synchronise_gradients(model, model.mesh)

@@ -42,7 +42,7 @@ SOFTWARE = replace(
     parameter_bytes=4,
     bucket_bytes=1 << 40,  # one sum for each axis
 )
-"""As the steps below run (:func:`Case.config` and the settings of the ranks)."""
+"""The software as the steps below run (:func:`Case.config` and the settings of the ranks)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as ``TP2 EP4 ETP2, tensor``."""
+        """The case's name, such as ``TP2 EP4 ETP2, tensor``."""
         words = " ".join(f"{axis.upper()}{size}" for axis, size in self.degrees.items()) or f"DP{GPUS}"
         kind = f", {self.setup.attention}" if self.degrees.get("tp", 1) > 1 else ""
         return words + kind + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")

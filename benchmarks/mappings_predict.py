@@ -1,4 +1,4 @@
-"""What the simulated step says of the measured mappings, from curves and computation that were measured without any step."""
+"""The simulated step's predictions of measured mappings, from curves and computation that were measured without any step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commlayer.scheduler.mapping.simulate import Estimator
 __all__ = ["RankCompute", "Row", "cluster_of", "fitted", "layer_errors", "predict", "spearman"]
 
 _WIDER = 2
-"""Of the run's FP32 elements to the BF16 ones that the counting of memory traffic is of."""
+"""The ratio of the run's FP32 elements to the BF16 ones that the counting of memory traffic is of."""
 
 
 class RankCompute(MeasuredCompute):

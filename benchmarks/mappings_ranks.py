@@ -1,4 +1,4 @@
-"""What every rank of ``make bench-mappings`` runs: steps of the model, curves of its groups, and computation alone.
+"""The program that every rank of ``make bench-mappings`` runs: steps of the model, curves of its groups, and computation alone.
 
 The ranks of a node share the cores of that node alone, so that a stage of a pipeline that waits does not lend its cores to
 another: what is computed takes as long whatever the others do.

@@ -1,4 +1,4 @@
-"""What the MoE layer is compared with: the same layer on plain torch.distributed calls, and DeepSpeed's.
+"""The rivals of the MoE layer: the same layer on plain torch.distributed calls, and DeepSpeed's.
 
 Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
 """

@@ -18,7 +18,7 @@ _HOST_TARGET, _PLANNED_TARGET, _FOLDED_TARGET = 1.3, 0.75, 0.4
 
 @dataclass
 class Found:
-    """What was run. ``sweeps``: seconds that a cluster's profile took. ``failed``: parts that broke off, and why."""
+    """The runs. ``sweeps``: seconds that a cluster's profile took. ``failed``: parts that broke off, and why."""
 
     host: list[HostRow] = field(default_factory=list)
     kinds: list[KindRow] = field(default_factory=list)

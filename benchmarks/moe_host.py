@@ -1,4 +1,4 @@
-"""What the dispatcher costs on the host: one rank, nothing sent, against bare index_select and index_add."""
+"""The cost of the dispatcher on the host: one rank, nothing sent, against bare index_select and index_add."""
 
 from __future__ import annotations
 

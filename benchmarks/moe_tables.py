@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 PHASES = ("router", "permute", "dispatch", "experts", "combine")
-"""As in MoE Parallel Folding's figure 5."""
+"""The phases as in MoE Parallel Folding's figure 5."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class KindRow:
 
     @property
     def loss(self) -> float:
-        """What the chosen one takes over the faster one, forward and backward."""
+        """The time that the chosen one takes over the faster one, forward and backward."""
         return self.both_ms[self.chosen].middle / min(each.middle for each in self.both_ms.values())
 
 

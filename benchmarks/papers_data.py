@@ -1,4 +1,4 @@
-"""What the three papers print, row by row, and what each row leaves open.
+"""The rows that the three papers print, row by row, and what each row leaves open.
 
 Sources: "MoE Parallel Folding" (Liu et al. 2025, arXiv:2504.14960), "MegaScale-MoE" (Jin et al. 2025, arXiv:2505.11432),
 "MoNTA" (Guo et al. 2024, arXiv:2411.00662). Numbers are as printed; where the scan shifted columns or labels the row says
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Such as ``table 3 / mixtral-8x22b / folded / 128``."""
+        """The row's name, such as ``table 3 / mixtral-8x22b / folded / 128``."""
         long = f" / {self.sequence // 1024}K" if self.sequence != 4096 else ""
         fp8 = " / fp8" if self.precision == "fp8" else ""
         return f"{self.table} / {self.model} / {self.method} / {self.gpus}{long}{fp8}"
@@ -266,7 +266,7 @@ AFTERWARDS = (
         "little.",
     ),
 )
-"""What was put into the model after its first predictions were seen. The four factors were fitted again with it."""
+"""The changes that were put into the model after its first predictions were seen. The four factors were fitted again with it."""
 
 MEGASCALE_MODELS = ("internal-352b", "mixtral-8x7b", "mixtral-8x22b", "hunyuan-large", "phi-3.5-moe", "deepseekmoe")
 """Table 2 of MegaScale-MoE; its sequence length is 8192 (section 6.1)."""

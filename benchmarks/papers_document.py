@@ -163,7 +163,7 @@ def _summary(found: Sequence[Prediction]) -> str:
 
 
 def _far(found: Sequence[Prediction]) -> str:
-    """What to know of pipelined rows that are further off than they may be."""
+    """The caution about pipelined rows that are further off than they may be."""
     pipelined = [each for each in found if each.row.method in ("MCore", "folded") and each.row.quality == "printed"]
     far = [f"{each.row.name} ({each.error:+.1%})" for each in pipelined if abs(each.error or 0.0) > TOLERANCE]
     if not far:

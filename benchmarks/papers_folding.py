@@ -234,7 +234,7 @@ def _close(name: str, found: Sequence[Prediction]) -> Check:
 
 
 def summary(found: Sequence[Prediction]) -> list[tuple[str, int, float, float]]:
-    """By method: how many rows were predicted, their mean error without its sign, and the largest."""
+    """The errors by method: how many rows were predicted, their mean error without its sign, and the largest."""
     result: list[tuple[str, int, float, float]] = []
     for method in METHODS:
         errors = [
@@ -261,7 +261,7 @@ def _fp8(rows: Sequence[tuple[str, str, float, float]]) -> Check:
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What the search finds for a model and cluster of table 3, and where the paper's mapping is in it.
+    """The mappings that the search finds for a model and cluster of table 3, and where the paper's mapping is in it.
 
     ``best``: the fastest setup of each of the first mappings, in order; a mapping is TP, CP, EP, ETP and PP. ``place``:
     of the paper's, from 1; None: behind those that were ranked. ``place_without_cp``: among mappings with CP 1, as all of

@@ -52,7 +52,7 @@ class Gain:
 
     @property
     def factor(self) -> float:
-        """By what the gain of MFU, 1 + gain, lies outside of what the paper has for its six models; 1.0: inside."""
+        """The factor by which the gain of MFU, 1 + gain, lies outside of what the paper has for its six models; 1.0: inside."""
         low, high = (1 + each for each in MEGASCALE_GAIN)
         ratio = 1 + self.gain
         return ratio / high if ratio > high else ratio / low if ratio < low else 1.0
@@ -204,7 +204,7 @@ def ratios() -> list[tuple[str, float, float]]:
 
 
 def checks(found: Sequence[Gain], kinds: Sequence[Kind], synchronised: Sequence[Synchronised]) -> list[Check]:
-    """What the issue asks of MegaScale-MoE."""
+    """The targets for MegaScale-MoE."""
     low, high = min(each.gain for each in found), max(each.gain for each in found)
     apart = max(each.factor for each in found), min(each.factor for each in found)
     crossing = next((each.top_k for each in kinds if each.all_gather_us < each.all_to_all_us), 0)

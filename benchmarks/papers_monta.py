@@ -58,7 +58,7 @@ TABLE_8_BYTES = 256_000_000
 """At a sequence of 8K."""
 O1, O2, O3 = Strategy.HIERARCHICAL, Strategy.PIPELINED, Strategy.PIPELINED_COPY
 PAPER = {4: O1, 8: O1, 16: O1, 32: O2, 64: O2, 128: O2, 256: O3}
-"""By the sequence, in K tokens (figure 14)."""
+"""The paper's choices, by the sequence in K tokens (figure 14)."""
 MEASURED = {("O1", 8): 0.30, ("O3", 256): 0.253}
 """Time over the baseline's, read by the paper's text from figure 14."""
 TABLE_8 = (
@@ -75,7 +75,7 @@ _INTER, _INTRA, _DEVICE = Resource.INTER, Resource.INTRA, Resource.DEVICE
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What the equations leave out. Factors are slowdowns of the first while the second runs; 1 and 0.0: as the
+    """The contention that the equations leave out. Factors are slowdowns of the first while the second runs; 1 and 0.0: as the
     equations.
 
     ``launch_us``: what a step of a pipeline costs more that waits for a step of another resource, µs: the event, the
@@ -94,7 +94,7 @@ class Contention:
 
     @property
     def loss(self) -> float:
-        """What hiding a copy behind an all_gather costs, over what the copy takes alone: g·(1 − 1/f). From 1 on it never
+        """The cost of hiding a copy behind an all_gather, over what the copy takes alone: g·(1 − 1/f). From 1 on it never
         pays.
 
         While a copy of d µs runs it takes g·d, in which the all_gather does the work of g·d/f.
@@ -214,7 +214,7 @@ def _before(grid: Sequence[float], value: float) -> float | None:
 
 
 def launch_range(slowdown: float, at_8k: int = TABLE_8_BYTES) -> tuple[float, float] | None:
-    """From and to which launch cost (µs) the choice is the paper's, where all_gather and copy slow each other by
+    """The range of launch costs (µs) at which the choice is the paper's, where all_gather and copy slow each other by
     ``slowdown``."""
     grid = [40.0 + 20.0 * step for step in range(26)]
     return edges(lambda us: is_papers(Contention(slowdown, slowdown, us), at_8k), grid)
@@ -227,7 +227,7 @@ def rows_of(contention: Contention, at_8k: int = TABLE_8_BYTES) -> list[tuple[in
 
 
 def checks() -> list[Check]:
-    """What the issue asks of MoNTA."""
+    """The targets for MoNTA."""
     rows = table_8()
     wrong = [f"{row[0]} {row[1]}" for row in rows if row[4] != row[2] or abs(row[5] / row[3] - 1) > 0.007]
     ours = {f"{sequence}K": strategy for sequence, strategy in selection(STATED).items()}

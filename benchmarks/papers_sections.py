@@ -201,7 +201,7 @@ def _choices() -> str:
 
 
 def _checked() -> str:
-    """What the stated contention says where the paper measured."""
+    """The prediction of the stated contention where the paper measured."""
     by_sequence = {
         what: {sequence: times for sequence, times, _ in rows_of(contention)}
         for what, contention in (("alone", Contention()), ("stated", STATED), ("constant", CONSTANT))

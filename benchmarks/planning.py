@@ -1,4 +1,4 @@
-"""What planning costs: pricing one plan, deciding with and without the cache, and ``commlayer plan`` from the shell.
+"""The cost of planning: pricing one plan, deciding with and without the cache, and ``commlayer plan`` from the shell.
 
 Needs no cluster and no torch. Medians and quartiles over repeats; a minute on an idle core.
 """

@@ -173,7 +173,7 @@ class CompressedGroup:
         return tuple(self._wire(each, width) for each in self._usable(dtype, width))
 
     def _usable(self, dtype: torch.dtype, width: int) -> tuple[WireFormat, ...]:
-        """What the policy allows for rows of ``width`` elements. Raises TensorError where it allows nothing."""
+        """The formats that the policy allows for rows of ``width`` elements. Raises TensorError where it allows nothing."""
         found: list[WireFormat] = []
         for each in self.policy.formats:
             if each is WireFormat.NATIVE:
@@ -201,7 +201,7 @@ class CompressedGroup:
 
     @staticmethod
     def _error(wire: Wire, x: torch.Tensor) -> tuple[float, float]:
-        """What the governor asks: of finite values. No rank must leave here alone: encoding will say that there are others."""
+        """The error, of finite values. No rank must leave here alone: encoding will say that there are others."""
         return Codec(wire, x.dtype, "pass").error(x.reshape(-1, wire.row_elements))
 
     def _codec(self, wire: Wire, x: torch.Tensor) -> Codec:
@@ -245,7 +245,7 @@ class CompressedGroup:
         return tuple(each * row_bytes for each in rows)
 
     def _check_output(self, verb: str, out: torch.Tensor, x: torch.Tensor, numel: int) -> None:
-        """That ``out`` can take the result as it is. Raises TensorError."""
+        """Check that ``out`` can take the result as it is. Raises TensorError."""
         if out.dtype != x.dtype or out.device != x.device or out.numel() != numel or not out.is_contiguous():
             raise TensorError(
                 f"rank {dist.get_rank()}, {self.name}: {verb} of {x.dtype} on {x.device} needs a contiguous output of {numel} "

@@ -6,7 +6,7 @@ import re
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["format_bytes", "format_us", "parse_bytes"]
+__all__ = ["format_binary", "format_bytes", "format_us", "parse_bytes"]
 
 _BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _DECIMAL = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -39,6 +39,12 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"expected whole bytes, got {text!r}, which is {size:.6g} bytes")
     # Digits alone are read as an integer: a float would lose the last ones above 2**53.
     return int(match[1]) * _UNITS[unit] if match[1].isdecimal() else int(size)
+
+
+def format_binary(nbytes: float) -> str:
+    """Write ``nbytes`` in 4 digits with a unit that is a power of 1024, for sizes that are compared: "16 MiB", "1.144 MiB"."""
+    name, size = next(((name, size) for name, size in reversed(_BINARY.items()) if nbytes >= size), ("b", 1))
+    return f"{nbytes / size:.4g} {_spelling(name)}"
 
 
 def format_bytes(nbytes: float) -> str:

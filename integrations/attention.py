@@ -225,7 +225,7 @@ class ParallelAttention(nn.Module):
     def _to_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """From [own rows, B, all heads, D] to [all rows, B, own heads, D]: each rank gets the heads that it needs, no more."""
+        """Send [own rows, B, all heads, D] to [all rows, B, own heads, D]: each rank gets the heads that it needs, no more."""
         if self.tp.size == 1:
             return q, k, v
         wanted = [(t, heads) for share in self.shares for t, heads in ((q, share.q), (k, share.kv), (v, share.kv))]
@@ -243,7 +243,7 @@ class ParallelAttention(nn.Module):
         return q, k, v
 
     def _to_rows(self, out: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """From [all rows, B, own heads, D] to [own rows, B, all heads · D]."""
+        """Send [all rows, B, own heads, D] to [own rows, B, all heads · D]."""
         if self.tp.size == 1:
             return out.flatten(2)
         own = rows[self.tp.rank]

@@ -36,7 +36,7 @@ __all__ = ["PlannedAllGather", "PlannedReduceScatter", "plan_fsdp"]
 
 
 class _Planned:
-    """What both have: the planned group, plain buffers, and the check that FSDP's own group has the same ranks."""
+    """The parts that both have: the planned group, plain buffers, and the check that FSDP's own group has the same ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -28,7 +28,7 @@ __all__ = ["compressed_axis", "gradient_axes", "reduce_replicated_gradients", "s
 _COMPRESSED: WeakKeyDictionary[FoldedMesh, dict[tuple[str, WirePolicy | None], CompressedGroup | None]] = (
     WeakKeyDictionary()
 )
-"""By mesh, then axis and policy: what a governor has found out in one step holds in the next."""
+"""The governors, by mesh, then axis and policy: what a governor has found out in one step holds in the next."""
 
 
 def gradient_axes(module: nn.Module) -> dict[str, list[nn.Parameter]]:

@@ -215,7 +215,7 @@ class MoELanguageModel(nn.Module):
         return stage, [(mine.shape[0], size, self.config.hidden) for size in sizes]
 
     def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
-        """Those of the last step, unless parameters were replaced or frozen since, or the configuration was."""
+        """The buckets of the last step, unless parameters were replaced or frozen since, or the configuration was."""
         buckets, bucket_bytes = _BUCKETS.get(self), self.config.bucket_bytes
         if buckets is None or not buckets.fit(self, bucket_bytes=bucket_bytes, wire=wire):
             if buckets is not None:

@@ -129,7 +129,7 @@ class _Kept:
 
 
 class _Entered(threading.local):
-    """Those entered on this thread, the innermost last: as torch's own hooks."""
+    """The blocks entered on this thread, the innermost last: as torch's own hooks."""
 
     def __init__(self) -> None:
         self.stack: list[Rematerialise] = []

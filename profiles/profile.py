@@ -343,7 +343,7 @@ def _refuse_twins(field: str, keys: list[Any]) -> None:
 
 
 def _content(profile: Profile) -> dict[str, Any]:
-    """What is in the file. Profiles without what came later are as they were before there were such fields."""
+    """The content of the file. Profiles without what came later are as they were before there were such fields."""
     content: dict[str, Any] = msgspec.to_builtins(profile)
     for later in ("plan_from_bytes", "slow_links"):
         if not content[later]:

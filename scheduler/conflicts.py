@@ -170,7 +170,7 @@ def slowdown(
 
 
 def _loads(program: Sequence[Item], profile: Profile, *, by_connection: bool) -> dict[str, tuple[Load, ...]]:
-    """Those of every call, by its name; a step's calls mostly share a few plans, which are looked at once each."""
+    """The loads of every call, by its name; a step's calls mostly share a few plans, which are looked at once each."""
     kept: dict[tuple[int, tuple[float, ...] | None], tuple[Load, ...]] = {}
     found: dict[str, tuple[Load, ...]] = {}
     for item in program:

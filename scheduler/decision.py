@@ -37,7 +37,7 @@ _MAX_GROUPS = 64
 _OVER_NODES = (Strategy.HIERARCHICAL, Strategy.PIPELINED)
 _MOST_BASES = 3
 _BASES = ("measured", "interpolated", "derived")
-"""Of curves, the most certain first."""
+"""The bases of curves, the most certain first."""
 _EXACTNESS = {wire_format: place for place, wire_format in enumerate(WireFormat)}
 _SIMPLICITY = {strategy: place for place, strategy in enumerate(Strategy)}
 
@@ -305,7 +305,7 @@ def _legs(plan: Plan) -> tuple[Strategy, WireFormat]:
 
 
 def _simplicity(timeline: Timeline) -> tuple[int, int, int]:
-    """What is exact before what is rounded, and that before what is rounded more; then fewer stages, then fewer chunks."""
+    """The rank in simplicity: exact, rounded, rounded more; then fewer stages, then fewer chunks."""
     plan = timeline.plan
     return _EXACTNESS[plan.wire.format], _SIMPLICITY[plan.strategy], plan.chunks
 

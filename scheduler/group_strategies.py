@@ -50,7 +50,7 @@ _OVER_NODES = {**group_legs.OVER_NODES, "all_to_all_v": TWO_LEVEL, "broadcast": 
 _IN_PIECES = ("all_gather", "all_reduce", "reduce_scatter")
 _PIECES = (16, 12, 8, 6, 4, 3, 2)
 _FINE_COUNTS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-"""Of a call that yields to others: more than it takes to fill a pipeline."""
+"""The numbers of chunks of a call that yields to others: more than it takes to fill a pipeline."""
 _LEAST_DUPLEX = 16
 """Chunks of an all_reduce on unequal cards, at least, where its size allows it."""
 _WHOLE = (Strategy.FLAT, Strategy.DIRECT, Strategy.HIERARCHICAL, Strategy.LEADERS)

@@ -37,7 +37,7 @@ CHUNKS_IN_FLIGHT = 2
 """One on the wire and one behind it, so that the wire does not wait for a rank to wake up. More only adds to what is in the
 way of a higher lane."""
 _LONGEST_HOLD_US = 200_000.0
-"""Of any chunk, whatever a profile says: timeouts count holds too."""
+"""The longest hold of any chunk, whatever a profile says: timeouts count holds too."""
 
 _AXIS_LANES = {
     "etp": "ep",

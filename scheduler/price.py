@@ -203,7 +203,7 @@ def _queues(plan: Plan) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Companies:
-    """By the set of busy resources, a bit mask: how many times as long each of them takes, and which they are."""
+    """The slowdowns by the set of busy resources, a bit mask: how many times as long each of them takes, and which they are."""
 
     stretches: list[list[float]]
     members: list[tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""What jobs of many ranks in these tests share: dtypes, a timeout that nobody waits for, and how a rank stays away."""
+"""The parts that jobs of many ranks in these tests share: dtypes, a timeout that nobody waits for, and how a rank stays away."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES = [
     torch.complex64,
     torch.complex128,
 ]
-"""What collectives that only move bytes must move."""
+"""The dtypes that collectives must move which only move bytes."""
 HALF_AN_HOUR = 1800.0
 """A timeout in seconds that no test waits for: a job that ends before the time limit of its run ends for another reason."""
 

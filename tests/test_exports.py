@@ -54,7 +54,7 @@ def lazy(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def imported_for_type_checkers(module: ModuleType) -> set[str]:
-    """What type checkers see of a lazy package: the names under ``if TYPE_CHECKING:``, and those that it loads at once."""
+    """The names that type checkers see of a package: the names under ``if TYPE_CHECKING:``, and those that it loads at once."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]

@@ -84,7 +84,7 @@ def rooms_on_disk() -> set[str]:
 
 
 def rooms_listed(text: str) -> list[str]:
-    """What stands before the colon of each line of the list."""
+    """The words before the colon of each line of the list."""
     return re.findall(r"^ *- `([\w/]+/)`: ", text, re.M)
 
 

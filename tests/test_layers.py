@@ -92,7 +92,7 @@ def loaded_by(*packages: str) -> set[str]:
 
 
 def strangers(loaded: set[str], *floors: str) -> set[str]:
-    """Of ``loaded``: heavy libraries, and modules of commlayer that are not on ``floors``."""
+    """The wrong ones of ``loaded``: heavy libraries, and modules of commlayer that are not on ``floors``."""
     ours = {name for name in loaded if name.startswith("commlayer.")}
     return loaded & HEAVY | {name for name in ours if not f"{name}.".startswith(tuple(f"{floor}." for floor in floors))}
 

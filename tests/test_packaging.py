@@ -1,4 +1,4 @@
-"""What users install: every package, the catalogue, and nothing beside `commlayer` in site-packages."""
+"""The wheel that users install: every package, the catalogue, and nothing beside `commlayer` in site-packages."""
 
 from __future__ import annotations
 

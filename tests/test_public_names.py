@@ -1,4 +1,4 @@
-"""What README.md and docs/ show is importable from where they import it: three modules, and a list of documented ones."""
+"""Names that README.md and docs/ show are importable from where they import it: three modules, and a list of documented ones."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ RUNNERS = {"eval", "exec", "all_gather_object", "broadcast_object_list", "scatte
 
 
 def running(source: str) -> set[str]:
-    """What ``source`` has that makes code of data."""
+    """The calls in ``source`` that make code of data."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

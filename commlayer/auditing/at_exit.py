@@ -7,6 +7,7 @@ So the file is written anew every half a minute too, as often as anybody scrapes
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from commlayer.auditing.audit_words import AUDIT_COLUMNS, MOST_EVENTS, call_cell
 from commlayer.auditing.job_audit import merge_audits
 from commlayer.auditing.ledger import audit, learnt_profiles
 from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.profile import Profile
 from commlayer.version import __version__
 
 __all__ = [
@@ -64,7 +66,7 @@ class AuditReport:
         self._ended = threading.Event()
         self.is_over = False
         """Whether the job's default group is gone: what is written then is all there is."""
-        self._learnt: dict[str, tuple[str, Path]] = {}
+        self._learnt: dict[tuple[str, tuple[int, ...]], tuple[str, Path]] = {}
         self._complaint = ""
         if folder is not None:
             threading.Thread(target=self._keep, name="commlayer-audit", daemon=True).start()
@@ -109,10 +111,9 @@ class AuditReport:
     def _write_learnt(self, folder: Path) -> None:
         found = learnt_profiles()
         for group, profile in found.items():
-            fingerprint, path = self._learnt.get(group, ("", folder / f"learnt-{_file_name(group)}.json"))
+            fingerprint, path = self._learnt.get(group, ("", None))
             if fingerprint != profile.fingerprint:
-                profile.save(path)
-                self._learnt[group] = profile.fingerprint, path
+                self._learnt[group] = profile.fingerprint, _saved(profile, folder, group[0], path)
         for group in self._learnt.keys() - found.keys():  # links are again as the job found them
             _, path = self._learnt.pop(group)
             path.unlink(missing_ok=True)
@@ -163,6 +164,23 @@ def _fitting(group: object) -> object:
     if isinstance(group, dict):
         return {key: _fitting(value) for key, value in group.items()}
     return [_fitting(each) for each in group] if isinstance(group, list) else group
+
+
+def _saved(profile: Profile, folder: Path, group: str, path: Path | None) -> Path:
+    """Write what a group has learnt over what it had at ``path``, or, the first time, to a file of its own, and return that:
+    another job's, or that of a group of a like name, stays."""
+    if path is not None:
+        profile.save(path)
+        return path
+    for number in itertools.count(1):
+        path = folder / f"learnt-{_file_name(group)}{f'-{number}' if number > 1 else ''}.json"
+        try:
+            profile.save(path, new_only=True)
+        except FileExistsError:
+            continue
+        break
+    assert path is not None
+    return path
 
 
 def _file_name(group: str) -> str:

@@ -99,6 +99,10 @@ class AuditedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     comparable_calls: _Count
     late: tuple[AuditedLateness, ...]
     events: tuple[PlanEvent, ...]
+    beside_calls: _Count = 0
+    beside_promised_us: _Us = 0.0
+    beside_measured_us: _Us = 0.0
+    held_us: _Us = 0.0
 
     def __post_init__(self) -> None:
         members = set(self.ranks)

@@ -47,10 +47,29 @@ def _short_name(group: GroupTotals) -> str:
 def group_lines(group: GroupTotals) -> list[str]:
     """Sentences on one group: what was lost, to whom, and over which links. Events are :func:`event_lines`."""
     lines = [_lost_line(group)] if group.calls else []
+    lines += _shared_lines(group)
     lines += _late_lines(group)
     if abs(group.fabric_rate - 1.0) > 1e-6:
         lines.append(f"links between nodes: planned with at {group.fabric_rate:.0%} of their rate at the start")
     lines += [f"slow: {node}" for node in group.slow_nodes]
+    return lines
+
+
+def _shared_lines(group: GroupTotals) -> list[str]:
+    """The part of other groups: calls that ran beside theirs, against those that ran alone, and holds for lanes."""
+    lines, beside = [], group.beside
+    if beside.rank_calls and beside.promised_us:
+        num_calls = sum(calls.rank_calls for calls in group.calls)
+        ratio = beside.measured_us / beside.promised_us
+        alone = f"; alone, they took {group.alone_ratio:.2f} times" if group.alone_ratio else ""
+        lines.append(
+            f"{beside.rank_calls} of {num_calls} calls, counted on every rank, ran beside calls of other groups of their rank, "
+            f"which share its links and cores: they took {ratio:.2f} times what was promised{alone}"
+        )
+    if group.held_us:
+        lines.append(
+            f"its chunks were held for {format_us(group.held_us / max(1, len(group.told)))} a rank for lanes before"
+        )
     return lines
 
 
@@ -80,7 +99,7 @@ def _lost_line(group: GroupTotals) -> str:
         else (f" (by {group.compared_calls} of {group.comparable_calls} calls)")
     )
     waiting = f"{format_us(group.late_us)} waiting for ranks that came late{part}"
-    return f"{lost}: {waiting}, {signed_us(group.plan_us)} by plans and links"
+    return f"{lost}: {waiting}, {signed_us(group.plan_us)} by plans, links and what shares these"
 
 
 def signed_us(time_us: float) -> str:

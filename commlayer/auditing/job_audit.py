@@ -103,6 +103,10 @@ class GroupTotals:
     has_first: bool = False
     calls: list[CallTotals] = field(default_factory=list)
     comparable_calls: int = 0
+    beside: CallTotals = field(default_factory=lambda: CallTotals("", "", 1))
+    """The calls that ran beside those of other groups of their ranks."""
+    held_us: float = 0.0
+    """For how long chunks were held for lanes that go before, of all ranks."""
     late: list[AuditedLateness] = field(default_factory=list)
     events: list[PlanEvent] = field(default_factory=list)
 
@@ -135,8 +139,17 @@ class GroupTotals:
 
     @property
     def plan_us(self) -> float | None:
-        """The rest of :attr:`lost_us`, which plans and links are to blame for, µs; None where nobody knows who came late."""
+        """The rest of :attr:`lost_us`, which plans, links and what shares these are to blame for, µs; None where nobody knows who
+        came late."""
         return None if self.late_us is None else self.lost_us - self.late_us
+
+    @property
+    def alone_ratio(self) -> float:
+        """Measured over promised of the calls that ran beside none of another group; 0: there are none."""
+        promised_us = sum(calls.promised_us for calls in self.calls) - self.beside.promised_us
+        measured_us = sum(calls.measured_us for calls in self.calls) - self.beside.measured_us
+        has_some = self.beside.rank_calls < sum(calls.rank_calls for calls in self.calls)
+        return max(measured_us, 0.0) / promised_us if has_some and promised_us > 0 else 0.0
 
     @property
     def name(self) -> str:
@@ -201,6 +214,10 @@ def _add(totals: GroupTotals, audit: RankAudit, group: AuditedGroup) -> None:
     totals.began_s = min(totals.began_s or group.began_s, group.began_s)
     totals.ended_s = max(totals.ended_s, audit.written_s)
     totals.profile = group.profile
+    totals.held_us += group.held_us
+    totals.beside.rank_calls += group.beside_calls
+    totals.beside.promised_us += group.beside_promised_us
+    totals.beside.measured_us += group.beside_measured_us
     if audit.rank != group.ranks[0]:
         return
     totals.has_first = True

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
+from commlayer.auditing.beside import calls_under_way
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.profiles.learnt import Learning, learnt_profile
@@ -72,7 +74,8 @@ class GroupAudit(TypedDict):
     ``nodes``: its global ranks, by node. ``began_s``: when it was made, Unix time. ``profile``: by which it plans now;
     ``fabric_rate``: the rate of links between nodes by which it plans, of that at its start; ``node_rates``: that of the card of
     each of ``nodes`` beside the usual one, empty where all are alike. ``comparable_calls``: those that ranks compare, of which
-    ``late`` counts as many as were compared.
+    ``late`` counts as many as were compared. ``beside_calls``: calls that ran beside one of another group of this rank, with what
+    they were promised to take and took; ``held_us``: for how long chunks were held for lanes that go before the group's.
     """
 
     group: str
@@ -84,6 +87,10 @@ class GroupAudit(TypedDict):
     fabric_rate: float
     node_rates: list[float]
     calls: list[AuditRow]
+    beside_calls: int
+    beside_promised_us: float
+    beside_measured_us: float
+    held_us: float
     comparable_calls: int
     late: list[LateRank]
     events: list[Event]
@@ -119,6 +126,8 @@ class Ledger:
 
     def __init__(self, counters: GroupCounters, planned: PlannedGroup) -> None:
         self._counters = counters
+        self._planned, self._key = weakref.ref(planned), id(planned)
+        self._beside, self._traffic = _Row(), calls_under_way()
         self._choices: Choices = planned.choices
         self._at_start: Choices = planned.choices
         self._nodes = [[planned.global_ranks[member] for member in node] for node in planned.nodes]
@@ -175,6 +184,11 @@ class Ledger:
         row.promised_us += promised_us
         row.measured_ns += spent_ns
         row.logical_bytes += num_bytes
+        if self._traffic.is_beside(self._key, time.perf_counter_ns() - spent_ns):
+            beside = self._beside
+            beside.calls += 1
+            beside.promised_us += promised_us
+            beside.measured_ns += spent_ns
         if sent[0] >= 0:
             row.inter += sent[0]
             row.intra += sent[1]
@@ -221,7 +235,7 @@ class Ledger:
         """Return what is known by now."""
         if self._last is not None:
             return self._last[0]
-        planner = self._choices.planner
+        planner, planned = self._choices.planner, self._planned()
         return {
             "group": self._counters.group,
             "description": self._counters.describe(),
@@ -232,6 +246,10 @@ class Ledger:
             "fabric_rate": self._fabric_rate,
             "node_rates": list(self._choices.rates),
             "calls": [_read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])],
+            "beside_calls": self._beside.calls,
+            "beside_promised_us": self._beside.promised_us,
+            "beside_measured_us": self._beside.measured_ns / 1000,
+            "held_us": 0.0 if planned is None else planned.held_s * 1e6,
             "comparable_calls": self.numbered,
             "late": sorted(map(_copied, list(self.late.values())), key=lambda late: -late["waited_us"]),
             "events": list(self.events),
@@ -309,9 +327,10 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def learnt_profiles() -> dict[str, Profile]:
-    """Return what :meth:`Ledger.learnt` says, by the names of the groups where it says something."""
-    found = {ledger.group: ledger.learnt() for ledger in _ledgers}
+def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:
+    """Return what :meth:`Ledger.learnt` says, by the names and ranks of the groups where it says something: of a group that was
+    made again, what the latest says."""
+    found = {(ledger.group, tuple(ledger._counters.ranks)): ledger.learnt() for ledger in _ledgers}
     return {group: profile for group, profile in found.items() if profile is not None}
 
 

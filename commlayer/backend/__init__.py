@@ -20,15 +20,26 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from commlayer.backend.group import CommlayerGroup
 
 __all__ = ["autoload"]
 
 
 def _create(opts: Any, pg_options: Any) -> CommlayerGroup:
+    from commlayer.backend.joining import GroupRequest, join_group
+
+    request = GroupRequest.of_torch(opts)
+    joined = join_group(request)
+    create_group = joined.load(_creator)
+    return create_group(request, joined, pg_options)
+
+
+def _creator() -> Callable[..., CommlayerGroup]:
     from commlayer.backend.create import create_group
 
-    return create_group(opts, pg_options)
+    return create_group
 
 
 def autoload() -> None:

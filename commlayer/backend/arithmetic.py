@@ -130,7 +130,7 @@ def _integer(kind: ReduceOp.RedOpType, dtype: torch.dtype, group_size: int) -> C
 
 
 def _unsigned_64(kind: ReduceOp.RedOpType) -> Carrier:
-    """As int64: sums, products and bits are the same; for the order of MIN and MAX the sign bit is turned over."""
+    """The values as int64: sums, products and bits are the same; for the order of MIN and MAX the sign bit is turned over."""
     if kind == AVG:
         raise _cannot(kind, torch.uint64)
     if kind in (MIN, MAX):

@@ -48,7 +48,7 @@ _TAG = (1 << 31) - 1
 """Beyond what programs use: torch's tags are 32 bits."""
 _TAGS = 1 << 16
 _PACE = 0.8
-"""Of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
+"""The part of the time that a chunk takes on an idle link, until the next one goes: a thread wakes up late."""
 
 
 class Batch(Work):
@@ -254,13 +254,13 @@ class Batches:
 
     @cached_property
     def _seconds_per_byte(self) -> float:
-        """Of what goes to another node, while all ranks of this one send: each has a share of the link, or a card of its own."""
+        """The seconds of a byte to another node, while all ranks of this one send: each has a share of the link, or a card."""
         curve = self._link_curve
         return 2e-9 / curve.algbw_gbps(curve.bytes[-1]) if curve is not None else 0.0
 
     @cached_property
     def _chunk_bytes(self) -> int:
-        """Of what goes to another node: the smallest message, a power of two, that keeps the link's efficiency; 0: whole."""
+        """The smallest message to another node, a power of two, that keeps the link's efficiency; 0: whole."""
         curve, planner = self._link_curve, self._inner.planned.choices.agreed.job_planner
         if curve is None:
             return 0
@@ -272,7 +272,7 @@ class Batches:
 
     @cached_property
     def _link_curve(self) -> Curve | None:
-        """Of messages between two nodes."""
+        """The curve of messages between two nodes."""
         planner: Any = self._inner.planned.choices.agreed.job_planner
         return None if planner is None else planner.profile.find("all_to_all", Resource.INTER, 2)
 

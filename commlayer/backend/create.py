@@ -21,6 +21,7 @@ from commlayer.backend import world
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.inner import InnerGroups
+from commlayer.backend.joining import GroupRequest, Joined, join_group
 from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
@@ -31,11 +32,11 @@ from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
 from commlayer.failures.descriptors import of_gloo, require
-from commlayer.failures.detector import FailureDetector, job_detector, set_job_detector
+from commlayer.failures.detector import set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
-from commlayer.failures.waits import Watched, bounded, within
-from commlayer.profiles.errors import BLAMING, CollectiveTimeoutError, PeerError
+from commlayer.failures.waits import Watched, bounded
+from commlayer.profiles.errors import BLAMING
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
@@ -48,23 +49,6 @@ __all__ = ["create_group", "make_group"]
 _CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 
 
-def create_group(opts: Any, pg_options: Any) -> CommlayerGroup:
-    """Make a group for ``init_process_group`` and ``new_group`` (torch's extended_api). Collective over the group's ranks.
-
-    Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together.
-    """
-    is_default = not opts.global_ranks_in_group
-    return make_group(
-        name=opts.group_id,
-        rank=opts.group_rank,
-        global_ranks=list(range(opts.group_size)) if is_default else list(opts.global_ranks_in_group),
-        store=opts.store,
-        timeout=opts.timeout,
-        is_default=is_default,
-        nccl_options=pg_options,
-    )
-
-
 def make_group(
     *,
     name: str,
@@ -72,36 +56,40 @@ def make_group(
     global_ranks: Sequence[int],
     store: Store,
     timeout: timedelta,
-    is_default: bool = False,
     nccl_options: Any = None,
 ) -> CommlayerGroup:
     """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone."""
+    request = GroupRequest(name, rank, tuple(global_ranks), store, timeout)
+    return create_group(request, join_group(request), nccl_options)
+
+
+def create_group(request: GroupRequest, joined: Joined, nccl_options: Any) -> CommlayerGroup:
+    """Make the group ``request``, whose ranks have ``joined``. Collective over the group's ranks.
+
+    Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together.
+    """
     skip_methods()
     teach_monitored_barrier()
     teach_timeouts()
-    me = global_ranks[rank]
-    where = f"rank {me}, group {name} of {len(global_ranks)} ranks, which is being made"
-    store, generation = _own_keys(store, len(global_ranks), timeout.total_seconds(), where)
-    shared = None if is_default else job_detector(global_ranks)
-    detector = shared or FailureDetector(PrefixStore("detector/", store), me, global_ranks, timeout.total_seconds())
-    board = FailureBoard(detector, f"{name}#{generation}", me, global_ranks)
+    detector, me = joined.detector, request.global_rank
+    board = FailureBoard(detector, f"{request.name}#{joined.generation}", me, request.global_ranks)
     try:
-        connect = _Connector(name, rank, global_ranks, store, timeout, board)
-        group = _make(connect, is_default=is_default, nccl_options=nccl_options)
+        connect = _Connector(request.name, request.rank, request.global_ranks, joined.store, request.timeout, board)
+        group = _make(connect, is_default=request.is_default, nccl_options=nccl_options)
     except BaseException as error:
         why = why_left(error)
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
-        if shared is None:
-            detector.close(why, is_failure=True, is_consequence=isinstance(error, BLAMING))
+        if joined.is_own:
+            detector.fail(why, is_consequence=isinstance(error, BLAMING))
         raise
-    if shared is None:
+    if joined.is_own:
         group.own_detector(detector)
         if group.remembers_calls:
-            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", store), group.diagnose_dir))
+            group.own_inquiry(Inquiry(detector, PrefixStore("diagnosis/", joined.store), group.diagnose_dir))
     inquiry = inquiry_of(detector)
     if inquiry is not None:
         board.on_timeout, board.diagnosed = inquiry.timed_out, inquiry.diagnosed
-    if is_default:
+    if request.is_default:
         set_job_detector(detector)
     end_with_program(group)
     disown_in_child(group)
@@ -159,27 +147,6 @@ def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int,
         open_audit_report(job=name, rank=me, world_size=world_size, folder=settings.audit, is_printed=is_printed)
     if is_printed:
         print_at_exit()
-
-
-def _own_keys(store: Store, size: int, timeout_s: float, where: str) -> tuple[Store, str]:
-    """``store`` without what an earlier group of the same name has left in it, and the group's size and number, from 0.
-
-    Names are given anew after destroy_process_group, and the store may be the same one: addresses that are no more would be
-    found there. All ranks come once for each group, so the count of arrivals says which group of the name and size this is.
-
-    Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
-    """
-    host = "look at the process that hosts it (rank 0's, or torchrun's), and whether it can be reached from here"
-    try:
-        arrived = within(timeout_s, lambda: store.add(f"commlayer/arrivals/{size}", 1))
-    except TimeoutError as error:
-        raise CollectiveTimeoutError(
-            f"{where}: the job's store did not answer within {timeout_s:g} s: {host}"
-        ) from error
-    except RuntimeError as error:
-        raise PeerError(f"{where}: the job's store is gone: {host} ({error})") from error
-    generation = f"{size}.{(arrived - 1) // size}"
-    return PrefixStore(f"{generation}/", store), generation
 
 
 @dataclass(frozen=True)

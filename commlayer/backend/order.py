@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from commlayer.auditing.beside import calls_under_way
 from commlayer.auditing.watch import GroupWatch
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.members import Members
@@ -61,6 +62,7 @@ class Order:
         self.sequence = 0
         self.record: CallRecord | None = None
         self.watch: GroupWatch | None = None
+        self.traffic, self.key = calls_under_way(), id(inner.planned)
         self.is_watched = False  # a lane or a recorder wants to see calls
         self.is_direct = (
             False  # until the lane is known, at the first call: torch describes a group after it has made it
@@ -96,11 +98,15 @@ class Order:
         """``task(*args)``, call ``number`` of the group, which has ended when it returns."""
         if self.watch is not None:
             self.watch.next_call()  # here, and not where calls are issued: all ranks run them in one order
+        call = object()
+        self.traffic.begin(call, self.key)
         try:
             task(*args)
         except UsageError:
             self.track.take_back(number)
             raise
+        finally:
+            self.traffic.end(call, now())
         self.track.done = number
 
     @property

@@ -166,7 +166,7 @@ class Messages:
             found = board.diagnosed()
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
-                f"message: {text}" + (f"\n{found}" if found else "")
+                f"message: {text}" + (f"\n{found.words}" if found.words else "")
             )
         culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
         return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")

@@ -28,7 +28,7 @@ _END_S = 10.0
 """For how long a rank waits at the end for the others, to compare clocks once more."""
 
 _OF_PLANS = {"all_to_all": "all_to_all_v"}
-"""What the planner calls a collective of the backend, where it is something else."""
+"""The planner's name of a collective of the backend, where it is something else."""
 
 
 def new_record(planned: PlannedGroup, lane: str, description: str, collective: str) -> CallRecord:

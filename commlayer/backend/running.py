@@ -6,6 +6,7 @@ The bodies of the verbs (gathers.py, reductions.py, exchanges.py) say what a cal
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -211,6 +212,7 @@ class Calls:
         number = track.issued  # this thread has just noted it
 
         def end(error: RuntimeError | None) -> None:
+            order.traffic.end(call, now())
             if error is not None:
                 self._fail(error, collective, sequence, started, opts)
             track.done = number
@@ -220,6 +222,8 @@ class Calls:
 
         self.counters.flat[collective].add(num_bytes, 0, *sent)
         issued = IssuedWork(order.progress, collective, outputs, work, self.inner.planned.board, end)
+        call, of = object(), weakref.ref(issued)  # what is under way must not hold the call's tensors
+        order.traffic.begin(call, order.key, lambda: (kept := of()) is None or kept.has_come)
         issued.noted, issued.number = track, number
         order.latest = issued
         if order.coalescing is not None:

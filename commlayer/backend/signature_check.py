@@ -143,7 +143,7 @@ class SignatureCheck:
         ]
 
     def _last_call(self, store: Store, member: int, sequence: int) -> str | None:
-        """What ``member`` called last, where that is before ``sequence``; or why it could not make that call."""
+        """The call that ``member`` made last, where that is before ``sequence``; or why it could not make that call."""
         last, refused = self._read(store, f"{member}"), self._read(store, f"refused/{member}")
         if last is not None and last[0] >= sequence:
             return None
@@ -152,7 +152,7 @@ class SignatureCheck:
         return "has called nothing yet" if last is None else f"its last call was #{last[0]} {last[1]}"
 
     def _read(self, store: Store, name: str) -> tuple[int, str] | None:
-        """What stands under that name: the number of a call, and text."""
+        """The words under that name: the number of a call, and text."""
         key = f"{self._key}{name}"
         if not store.check([key]):
             return None

@@ -172,7 +172,7 @@ def agree(
 
 
 def _of_the_machine(settings: Settings) -> dict[str, str]:
-    """What decides beside the settings which groups are made: ranks that differ in it would wait for each other."""
+    """The variables that decide beside the settings which groups are made: ranks that differ in it would wait for each other."""
     return {
         "TORCH_DISTRIBUTED_DEBUG": get_debug_level().name,
         "whether ranks of a node share memory (COMMLAYER_INTRA)": str(wants_shared_memory(settings)),

@@ -140,7 +140,7 @@ def bench_job(
 
 
 def _latest(result: BenchResult) -> str:
-    """What was just measured, in a few words."""
+    """The measurement just made, in a few words."""
     from commlayer.units import format_bytes
 
     point = result.points[-1]

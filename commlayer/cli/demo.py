@@ -77,7 +77,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
 
 def _where(place: Place, shape: str) -> str:
-    """As the place is, not as was asked for: a machine that grants no namespaces has no rates."""
+    """The cluster as it is, not as was asked for: a machine that grants no namespaces has no rates."""
     if place.inter is None:
         return (
             f"{shape} on loopback, with a declared topology and no shaping: this shows that the plans run, not how fast"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["emulate"]
 
 _TIMED_OUT = 124
-"""As timeout(1)."""
+"""The exit status that timeout(1) has, too."""
 
 _MODES = click.Choice(["auto", "netns", "loopback"])
 
@@ -80,7 +80,7 @@ def emulate(
       commlayer emulate --per-node -- torchrun --nproc-per-node 4 train.py
 
     Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well. Which ranks failed, how, and
-    the last line that they said, is told on stderr.
+    the error that they said last, is told on stderr.
     """
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
@@ -99,6 +99,8 @@ def emulate(
 
 def _slow_down(cluster: EmulatedCluster, node: int, rate: str) -> None:
     """Give a node's interface another rate. Raises UsageError naming the option; RightsError where nothing is shaped."""
+    if not 0 <= node < cluster.nodes:
+        raise UsageError(f"--slow-node {node}:{rate}: expected a node of 0 to {cluster.nodes - 1}, got {node}")
     try:
         cluster.shape(inter=rate, node=node)
     except UsageError as error:
@@ -145,16 +147,16 @@ def _run(
 
 
 def _failed(failures: Sequence[RankFailure], per_node: bool) -> str:
-    """The ranks that failed by themselves, in the order of time, each with the last line of its stderr, of which all has been
-    passed on; then those that were ended for it."""
+    """The ranks that failed by themselves, in the order of time, each with the line of its stderr that says its error, or the
+    last one, of which all has been passed on; then those that were ended for it."""
+    from commlayer.emulation.output import error_line
+
     lines = []
     for failure in failures:
         if not failure.by_cluster:
-            words = [line for line in failure.traceback.splitlines() if line.strip()]
-            lines.append(
-                f"{_name(failure, per_node)} {failure.reason}{'; the last line of its stderr:' if words else ''}"
-            )
-            lines += [f"    {line}" for line in words[-1:]]
+            said = error_line(failure.traceback)
+            lines.append(f"{_name(failure, per_node)} {failure.reason}{'; it said:' if said else ''}")
+            lines += [f"    {said}"] if said else []
     ended = [failure for failure in failures if failure.by_cluster]
     if ended:
         lines.append(f"{', '.join(_name(failure, per_node) for failure in ended)}: {ended[0].reason}")

@@ -77,7 +77,7 @@ def trace(
 
 
 def _about(ranks: Sequence[Selected]) -> dict[str, Any]:
-    """What the merged trace says of itself."""
+    """The facts that the merged trace says of itself."""
     first = ranks[0].trace
     errors = {str(rank.trace.rank): rank.trace.error_ns / 1e3 if rank.trace.error_ns >= 0 else None for rank in ranks}
     return {"job": first.job, "world_size": first.world_size, "versions": first.versions, "clock_error_us": errors}
@@ -89,7 +89,7 @@ def _missing(ranks: Sequence[Selected]) -> list[int]:
 
 
 def _notes(ranks: Sequence[Selected]) -> list[str]:
-    """What a reader must know of these traces before believing them."""
+    """The cautions that a reader must know of these traces before believing them."""
     notes = []
     if missing := _missing(ranks):
         notes.append(

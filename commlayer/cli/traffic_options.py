@@ -16,7 +16,7 @@ from commlayer.units import format_bytes
 __all__ = ["GROUPS", "group_traffic", "size_of", "traffic_for", "wires_for", "words"]
 
 _ROW_ELEMENTS = 1024
-"""Of rows that share scales, where --hidden says nothing."""
+"""The elements of rows that share scales, where --hidden says nothing."""
 GROUPS = ("world", "node", "rail")
 """The groups that may call: all ranks, those of a node, one on each node."""
 

@@ -124,7 +124,7 @@ def what_if_command(measure: str, report: Path | None, picture: Path | None, as_
 
 
 def _estimated(request: Request, variation: Variation, ways: Sequence[Alternative], hold: bool) -> dict[str, WhatIf]:
-    """By the name of the way ("" where there is one)."""
+    """The answers by the name of the way ("" where there is one)."""
     found = {}
     for way in ways:
         setup = None
@@ -155,7 +155,7 @@ def _check_some(found: dict[str, WhatIf]) -> None:
 
 
 def _narrowed(space: Space, pair: str | None, way: Alternative) -> Space:
-    """What the command line leaves of the space, with the way's own choice."""
+    """The part that the command line leaves of the space, with the way's own choice."""
     name = _CHOICES.get(pair or "")
     return replace(space, **{name: getattr(way.space, name)}) if name else space
 

@@ -42,7 +42,7 @@ def _spread(low: float, high: float, points: int) -> tuple[float, ...]:
 
 
 def _doubled(low: int, high: int) -> tuple[int, ...]:
-    """From the least on twice as many each; the greatest last. In between most degrees would not divide."""
+    """The values from the least on, twice as many each; the greatest last. In between most degrees would not divide."""
     found = [max(low, 1)]
     while found[-1] * 2 < high:
         found.append(found[-1] * 2)

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
 from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall, Trouble, Waiter
 from commlayer.profiles.printable import printable
-from commlayer.units import format_bytes
+from commlayer.units import format_binary
 
-__all__ = ["call_words", "headline", "in_words", "log_words", "ranks_words"]
+__all__ = ["call_words", "headline", "in_words", "log_words", "one_line", "ranks_words", "short_call"]
 
 _MOST_RANKS = 16
 _MOST_CALLS = 8
 _LAST_CALLS = 10
+_WAYS = {"send": "to", "recv": "from"}
 
 
 def in_words(diagnosis: Diagnosis) -> str:
@@ -28,6 +29,15 @@ def in_words(diagnosis: Diagnosis) -> str:
     if diagnosis.without:
         lines.append(f"no log of {ranks_words(diagnosis.without)}, of {len(diagnosis.ranks)}")
     return "\n".join(lines)
+
+
+def one_line(diagnosis: Diagnosis) -> str:
+    """The first finding in one sentence, and how many more there are."""
+    found = [*diagnosis.findings, *diagnosis.waits]
+    if not found:
+        return in_words(diagnosis).splitlines()[0]
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{headline(found[0])}{more}"
 
 
 def headline(finding: Trouble) -> str:
@@ -113,24 +123,19 @@ def _waiters(waiters: Sequence[Waiter]) -> list[tuple[list[int], Waiter]]:
 
 
 def _short(call: NamedCall) -> str:
-    if call.kind == "send":
-        return f"send #{call.number} to {_peer(call.peer)}{_tag(call.tag)}"
-    if call.kind == "recv":
-        return f"recv #{call.number} from {_peer(call.peer)}{_tag(call.tag)}"
-    return f"{call.kind} #{call.number}"
+    return f"{short_call(call)}, tag {call.tag}," if call.tag and call.kind in _WAYS else short_call(call)
 
 
-def _peer(peer: int) -> str:
-    return "any rank" if peer < 0 else f"rank {peer}"
-
-
-def _tag(tag: int) -> str:
-    return f", tag {tag}," if tag else ""
+def short_call(call: NamedCall) -> str:
+    """A call's kind and number, and a message's other end."""
+    if call.kind not in _WAYS:
+        return f"{call.kind} #{call.number}"
+    return f"{call.kind} #{call.number} {_WAYS[call.kind]} {'any rank' if call.peer < 0 else f'rank {call.peer}'}"
 
 
 def call_words(call: NamedCall) -> str:
     """A call: its kind and number, what it moves, and its group."""
-    about = [call.dtype, format_bytes(call.num_bytes) if call.num_bytes >= 0 else "", call.op]
+    about = [call.dtype, format_binary(call.num_bytes) if call.num_bytes >= 0 else "", call.op]
     about.append(f"root {call.root}" if call.root >= 0 else "")
     inside = ", ".join(word for word in about if word and call.kind != "barrier")
     return f"{_short(call)}{f' ({inside})' if inside else ''} of group {call.group}"
@@ -159,17 +164,6 @@ def log_words(log: RankLog) -> str:
 
 
 def _logged(log: RankLog, call: CallLog) -> str:
-    shown = NamedCall(
-        rank=log.rank,
-        group=str(log.groups[call.group]),
-        kind=call.kind,
-        number=call.number,
-        dtype=call.dtype,
-        num_bytes=max(call.sent, call.received),
-        op=call.op,
-        root=call.root,
-        peer=call.peer,
-        tag=call.tag,
-    )
+    shown = NamedCall.of_log(log.rank, str(log.groups[call.group]), call)
     age_s = (log.now_ns - call.issued_ns) / 1e9
     return f"{call.state:7} {call_words(shown)}, at {call.site}, {age_s:.1f} s ago"

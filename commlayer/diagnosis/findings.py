@@ -34,6 +34,23 @@ class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
     tag: int = 0
     thread: str = ""
 
+    @classmethod
+    def of_log(cls, rank: int, group: str, call: CallLog) -> NamedCall:
+        """The call ``call`` in the log of ``rank``, of the group that people call ``group``."""
+        return cls(
+            rank=rank,
+            group=group,
+            kind=call.kind,
+            number=call.number,
+            site=call.site,
+            dtype=call.dtype,
+            num_bytes=max(call.sent, call.received),
+            op=call.op,
+            root=call.root,
+            peer=call.peer,
+            tag=call.tag,
+        )
+
 
 class CycleStep(msgspec.Struct, frozen=True, kw_only=True):
     """A rank of a circle: blocked in ``call`` at ``site``, which needs ``missing`` of the next one."""
@@ -102,6 +119,11 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     def has_found(self) -> bool:
         """Whether something is wrong."""
         return bool(self.findings) or (self.is_timeout and bool(self.waits))
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether calls are found to be wrong, and not only ranks that do not come: then no rank's log says more."""
+        return any(isinstance(finding, Mismatch | Cycle) for finding in self.findings)
 
 
 def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
@@ -375,19 +397,7 @@ def _blocked_call(graph: Graph, blocked: Blocked) -> NamedCall:
 
 
 def _call(graph: Graph, rank: int, key: str, call: CallLog) -> NamedCall:
-    return NamedCall(
-        rank=rank,
-        group=graph.names.get(key, key),
-        kind=call.kind,
-        number=call.number,
-        site=call.site,
-        dtype=call.dtype,
-        num_bytes=max(call.sent, call.received),
-        op=call.op,
-        root=call.root,
-        peer=call.peer,
-        tag=call.tag,
-    )
+    return NamedCall.of_log(rank, graph.names.get(key, key), call)
 
 
 def _needed(graph: Graph, node: Node) -> NamedCall:

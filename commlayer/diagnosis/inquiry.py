@@ -2,9 +2,9 @@
 
 The rank that asks tells the failure detector, which passes it on at once; every rank that hears of it takes a snapshot on the
 detector's thread, whatever its program does, also inside Gloo, and before it hears of anything that the failure breaks. The
-logs meet in the job's store, where the first rank to ask collects them, and finds and prints what is wrong; ranks that ask at
-the same time read there what it has found. Each step has a limit, and where the store is gone, every rank that asked prints its
-own log.
+logs meet in the job's store, where the first rank to ask collects them, and finds what is wrong. It is printed once, by the
+lowest rank that lives and answers (else by the one that asked); the errors of all ranks say it in one line. Each step has a
+limit, and where the store is gone, every rank that asked prints its own log.
 
 SIGUSR1 is taken only where nothing else takes it when the job starts, and given back only where nothing else has taken it since.
 Python runs handlers when the main thread comes back to
@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from commlayer.diagnosis.call_logs import RankLog
-from commlayer.diagnosis.diagnosis_words import in_words, log_words
+from commlayer.diagnosis.diagnosis_words import in_words, log_words, one_line
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.log_files import folder_of, folder_path, write_log
 from commlayer.diagnosis.snapshot import rank_log
-from commlayer.failures.board import own_client
+from commlayer.failures.board import Diagnosed, own_client
 from commlayer.failures.detector import Asked, FailureDetector, Record
 from commlayer.failures.waits import within
 
@@ -64,6 +64,16 @@ _ACTION_BYTES = 512
 """More than the system's struct sigaction has."""
 
 
+class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The result, in the store. ``text``: all of it, which the rank ``printer`` prints; ``line``: for errors; ``has_cause``: it
+    names calls that are wrong, and not only a rank that is missing."""
+
+    text: str
+    line: str
+    has_cause: bool
+    printer: int
+
+
 class Inquiry:
     """Asks and answers for this rank, of a job whose ranks are those of ``detector``; ``store`` is its own in the job.
 
@@ -79,8 +89,10 @@ class Inquiry:
         self._lock = threading.Lock()
         self._asking = -1
         self._found = threading.Event()
-        self._text = ""
-        """The result of the round ``_asking``."""
+        self._printed = -1
+        """The last round whose result this rank has printed, or has left to another one."""
+        self._result = Diagnosed()
+        """The finding of the round ``_asking``."""
         self._threads: list[threading.Thread] = []
         detector.attach(self)
         _inquiries.append(self)
@@ -92,10 +104,10 @@ class Inquiry:
         """A call of this rank has taken too long: ask everybody, and print what is wrong. Returns at once."""
         self._ask(is_timeout=True)
 
-    def diagnosed(self) -> str:
-        """The words of what was found when :meth:`timed_out` asked; empty where nothing is known in time."""
+    def diagnosed(self) -> Diagnosed:
+        """The finding of the time when :meth:`timed_out` asked, in a line; without words where nothing is known in time."""
         self._found.wait(_RESULT_S)
-        return self._text
+        return self._result
 
     def signalled(self) -> None:
         """Print this rank's own log, and ask everybody. Returns at once."""
@@ -109,8 +121,8 @@ class Inquiry:
             age_s = began - self._answered_s
             is_same = (age_s < _AGAIN_S and self._was_timeout) if is_timeout else age_s < _SIGNALS_S
             asked = self._round - 1 if is_same else self._round
-            if asked != self._asking or not self._text:
-                self._asking, self._text = asked, ""
+            if asked != self._asking or not self._result.words:
+                self._asking, self._result = asked, Diagnosed()
                 self._found.clear()
         log = None
         if not is_same:  # else it has been asked already, and this rank has answered
@@ -155,7 +167,7 @@ class Inquiry:
 
     def _lead_or_follow(self, asked: int, log: RankLog | None, began: float) -> None:
         """Find out what is wrong, or read what the rank has found that asked first. ``log`` None: of this rank it has one."""
-        text = ""
+        result = Diagnosed()
         try:
             store = self._client()
             is_first = log is not None and within(_STORE_S, lambda: store.add(f"{asked}/asked", 1)) == 1
@@ -163,37 +175,54 @@ class Inquiry:
                 store.set("job", secrets.token_hex(8))
             if log is not None:
                 log = self._publish(store, asked, log)
-            text = self._lead(store, asked, log, began) if is_first and log else self._result(store, asked)
+            found = self._lead(store, asked, log, began) if is_first and log else self._read(store, asked)
+            result = self._say(asked, found)
         except Exception:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
-                text = log_words(log)
-                print(f"commlayer: the job's store does not answer; {text}", file=sys.stderr, flush=True)
+                result = Diagnosed(log_words(log))
+                print(f"commlayer: the job's store does not answer; {result.words}", file=sys.stderr, flush=True)
         finally:
             with self._lock:
                 if asked == self._asking:  # else another question is newer, whose error this answer does not explain
-                    self._text = text or self._text
+                    self._result = result if result.words else self._result
                     self._found.set()
         if log is not None:
             self._write(log)
 
-    def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> str:
+    def _lead(self, store: Store, asked: int, log: RankLog, began: float) -> _Found:
         logs = self._gathered(store, asked, began, log)
-        found = diagnose(logs)
-        text = in_words(found)
+        diagnosis = diagnose(logs)
         where = folder_path(log.job, self._folder)
-        print(
-            f"commlayer: rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-            f"{time.monotonic() - began:.2f} s:\n{text}\nEach rank's last calls are in {where} of its machine: see `commlayer "
-            "diagnose`",
-            file=sys.stderr,
-            flush=True,
+        text = (
+            f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
+            f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}\nEach rank's last calls are in {where} of its machine: "
+            "see `commlayer diagnose`"
         )
-        store.set(f"{asked}/found", text)
-        return text
+        offered = int(store.get(f"{asked}/prints")) if store.check([f"{asked}/prints"]) else self.rank
+        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=offered)
+        store.set(f"{asked}/found", msgspec.json.encode(found).decode())
+        return found
+
+    def _say(self, asked: int, found: _Found | None) -> Diagnosed:
+        """Print what was found, once, if that falls to this rank; the line of it for an error."""
+        if found is None:
+            return Diagnosed()
+        with self._lock:  # one that has answered may then time out itself
+            is_mine, self._printed = found.printer == self.rank and asked > self._printed, max(asked, self._printed)
+        if is_mine:
+            print(f"commlayer: {found.text}", file=sys.stderr, flush=True)
+        return Diagnosed(f"{found.line} (rank {found.printer} has printed all of it)", found.has_cause)
+
+    def _is_lowest(self, log: RankLog) -> bool:
+        """Whether no lower rank is known to live."""
+        return self.rank == min(rank for rank in self.ranks if rank == self.rank or rank not in log.gone)
 
     def _answer(self, asked: int, log: RankLog) -> None:
         try:
-            log = self._publish(self._client(), asked, log)
+            store = self._client()
+            log = self._publish(store, asked, log)
+            if self._is_lowest(log):
+                self._say(asked, self._read(store, asked))
         finally:
             self._write(log)
 
@@ -202,7 +231,10 @@ class Inquiry:
         return within(_STORE_S, lambda: own_client(self._store))
 
     def _publish(self, store: Store, asked: int, log: RankLog) -> RankLog:
-        """Put the log into the store; returns it with the name of the job, which the first one that ever leads gives it."""
+        """Put the log into the store; returns it with the name of the job, which the first one that ever leads gives it. The
+        lowest rank offers to print what is found."""
+        if self._is_lowest(log):
+            store.set(f"{asked}/prints", str(self.rank))
         store.set(f"{asked}/log/{self.rank}", _packed(log))  # type: ignore[arg-type]  # it takes bytes too
         until = time.monotonic() + _STORE_S
         while not store.check(["job"]) and time.monotonic() < until:
@@ -225,13 +257,14 @@ class Inquiry:
             time.sleep(_LOOK_S)
         return list(logs.values())
 
-    def _result(self, store: Store, asked: int) -> str:
+    @staticmethod
+    def _read(store: Store, asked: int) -> _Found | None:
         until = time.monotonic() + _RESULT_S
         while time.monotonic() < until:
             if store.check([f"{asked}/found"]):
-                return store.get(f"{asked}/found").decode(errors="replace")
+                return msgspec.json.decode(store.get(f"{asked}/found"), type=_Found)
             time.sleep(_LOOK_S)
-        return ""
+        return None
 
     def _write(self, log: RankLog) -> None:
         try:

@@ -219,18 +219,7 @@ class Silent(Track):
     def __init__(self) -> None:
         super().__init__(_calls.append, "", "", (), str, str)
 
-    def note(
-        self,
-        kind: str,
-        dtype: Any,
-        sent: int,
-        received: int,
-        opts: Any,
-        is_async: bool,
-        splits: Any = None,
-        issued_ns: int = 0,
-        depth: int = 3,
-    ) -> int:
+    def note(self, *_: Any, **__: Any) -> int:
         return 0
 
     def note_message(self, kind: str, dtype: Any, num_bytes: int, member: int, tag: int) -> tuple[str, int, int, int]:

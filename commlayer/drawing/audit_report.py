@@ -25,7 +25,9 @@ _GUIDE = """<dl>
 <dt>ratio</dt><dd>measured over promised: above 1 slower than promised.</dd>
 <dt>late</dt><dd>of a call that ends on no rank before all have come, the rank of the shortest time came last, and the others
 waited for it: by how much longer the middle rank took is what that cost. The group's first rank compares what it comes to.</dd>
-<dt>plans and links</dt><dd>what is left of measured minus promised without that waiting.</dd>
+<dt>plans, links and what shares these</dt><dd>what is left of measured minus promised without that waiting.
+A call that runs beside one of another group shares links and cores with it: where only such calls are slow, the plan is not to
+blame.</dd>
 <dt>events</dt><dd>plans changed on all ranks before the same call, or links were measured and were found to be as they were.</dd>
 <dt>up to</dt><dd>a size class: calls of more than half of that, and no more than it.</dd>
 </dl>"""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["efficiency_figure"]
 
 _REACH = 4.0
-"""By which factor extrapolated lines go on beyond what was measured."""
+"""The factor by which extrapolated lines go on beyond what was measured."""
 
 
 @styled

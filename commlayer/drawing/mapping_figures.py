@@ -31,9 +31,9 @@ _BAR = 0.66
 _ROW = 0.52
 """Height of a row in inches."""
 _LEAST = 0.004
-"""Of the longest bar: parts that are shorter at every mapping are put together as ``other``."""
+"""The least share of the longest bar that is drawn: parts that are shorter at every mapping are put together as ``other``."""
 _END = 0.13
-"""Of the longest bar: what is written behind a memory bar."""
+"""The room, as a part of the longest bar, for what is written behind a memory bar."""
 _OTHER = "other"
 _REST = "#4f5963"
 """Colour of parts that have none of their own."""

@@ -169,7 +169,7 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> Iterable[str]:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = -1) -> str:
-    """Of text; columns as :mod:`commlayer.drawing.mapping_cells` names them."""
+    """A table of text; columns as :mod:`commlayer.drawing.mapping_cells` names them."""
     looks = [
         f' style="text-align:{"right" if column.startswith(">") else "left"}{";white-space:normal" * column.startswith("~")}"'
         for column in columns

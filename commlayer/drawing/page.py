@@ -19,7 +19,8 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --faint: #97a1ab; --grid: #323a42; --paper: #14181c;
   --tint: #1c2227; --accent: #5db5e8; --good: #4cc79f; --bad: #ff8a80; --bar: #2f6a8f; --blue: #3b9de0; } }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", sans-serif;
+  overflow-wrap: anywhere; }
 main { max-width: 1080px; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .8rem; padding-bottom: .3rem; border-bottom: 1px solid var(--grid); }
@@ -50,9 +51,9 @@ tr.chosen td.bar i { background: var(--accent); }
 tr.limit td.bar i { background: none; border: 1px dashed var(--faint); }
 figure { margin: 1rem 0 1.6rem; }
 figure svg { width: 100%; min-width: 620px; height: auto; display: block; }
-dl { display: grid; grid-template-columns: minmax(9rem, max-content) 1fr; gap: .25rem 1.2rem; margin: 0; }
+dl { display: grid; grid-template-columns: fit-content(20rem) 1fr; gap: .25rem 1.2rem; margin: 0; }
 dt { color: var(--faint); }
-dd { margin: 0; overflow-wrap: anywhere; }
+dd { margin: 0; }
 @media (max-width: 640px) { dl { grid-template-columns: 1fr; } dd { margin-bottom: .5rem; } }
 @media print { details { break-inside: avoid; } }
 """
@@ -80,12 +81,13 @@ fitted as latency + bandwidth beyond what was measured.</dd>
 </dl>"""
 
 
-def page(title: str, parts: Iterable[str]) -> str:
-    """Return one HTML file without anything from outside. ``parts``: its elements; empty ones are left out."""
+def page(title: str, parts: Iterable[str], style: str = "") -> str:
+    """Return one HTML file without anything from outside. ``parts``: its elements; empty ones are left out. ``style``: rules of
+    its own, beside those of all pages."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -115,7 +117,9 @@ def definitions(facts: Iterable[tuple[str, str]]) -> str:
 def table(head: str, rows: Iterable[str]) -> str:
     """Return a table that scrolls where the page is narrow: ``head`` is the cells of its first row, ``rows`` are elements."""
     body = "\n".join(rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    named = head.replace("<th></th>", '<th aria-label="as a bar"></th>').replace("<th", '<th scope="col"')
+    # Who has no mouse scrolls what has the focus.
+    return f'<div class="scroll" tabindex="0"><table><thead><tr>{named}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 
 
 def figure(name: str, draw: Callable[[], Figure], label: str = "") -> str:

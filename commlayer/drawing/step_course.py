@@ -195,7 +195,7 @@ def _stage_rows(estimate: StepEstimate, tasks: list[Task]) -> Iterator[_Row]:
 
 
 def _scope(name: str, forecast: Forecast) -> str:
-    """What was simulated: all layers of a stage where data parallelism's calls meet them, else one layer."""
+    """The words on what was simulated: all layers of a stage where data parallelism's calls meet them, else one layer."""
     return f"{name} of a stage, at the step's edge" if "dp" in _lanes(forecast) else f"{name} of a layer"
 
 

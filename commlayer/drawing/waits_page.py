@@ -8,8 +8,8 @@ from html import escape
 from pathlib import PurePath
 
 from commlayer.diagnosis.call_logs import RankLog, Site
-from commlayer.diagnosis.diagnosis_words import call_words, headline, in_words, ranks_words
-from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall
+from commlayer.diagnosis.diagnosis_words import call_words, headline, in_words, ranks_words, short_call
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
 from commlayer.drawing.page import cards, page, section, table
 
 __all__ = ["waits_page"]
@@ -18,7 +18,7 @@ _WIDTH, _BOX, _HEIGHT = 1000.0, 300.0, 84.0
 _ROOM = 160.0
 _MOST_BOXES = 12
 _MOST_ROWS = 256
-_STYLE = """<style>
+_STYLE = """
 .waits rect { fill: var(--tint); stroke: var(--accent); stroke-width: 1.4; }
 .waits .lost rect { stroke: var(--bad); stroke-dasharray: 6 4; }
 .waits text { fill: var(--ink); font: 13px system-ui, "Segoe UI", sans-serif; }
@@ -27,16 +27,16 @@ _STYLE = """<style>
 .waits .place, .waits .needs { fill: var(--faint); font-size: 12px; }
 .waits path { fill: none; stroke: var(--bad); stroke-width: 2; }
 .waits polygon { fill: var(--bad); }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--tint); padding: .7rem .9rem; font-size: .86rem; }
-td.place { white-space: normal; overflow-wrap: anywhere; text-align: left; }
-</style>"""
+pre { white-space: pre-wrap; background: var(--tint); padding: .7rem .9rem; font-size: .86rem; }
+td.place { white-space: normal; min-width: 14rem; text-align: left; }
+"""
 
 Point = tuple[float, float]
 
 
 def waits_page(logs: Sequence[RankLog], found: Diagnosis) -> str:
     """Return the page, one HTML file without anything from outside."""
-    parts = [_STYLE, "<h1>Who waits for whom</h1>", _summary(found)]
+    parts = ["<h1>Who waits for whom</h1>", _summary(found)]
     for finding in found.findings:
         title = headline(finding)
         if isinstance(finding, Cycle):
@@ -48,7 +48,7 @@ def waits_page(logs: Sequence[RankLog], found: Diagnosis) -> str:
     parts += [section(headline(missing), _star(missing)) for missing in found.waits]
     parts.append(section("In words", f"<pre>{escape(in_words(found))}</pre>"))
     parts.append(section("The last call of each rank", _ranks(logs)))
-    return page("Who waits for whom", parts)
+    return page("Who waits for whom", parts, _STYLE)
 
 
 def _summary(found: Diagnosis) -> str:
@@ -68,9 +68,9 @@ def _circle(cycle: Cycle) -> str:
     lines = []
     for number, step in enumerate(steps):
         there = places[(number + 1) % len(steps)]
-        lines.append(_arrow(places[number], there, f"needs {_named(step.missing)}"))
+        lines.append(_arrow(places[number], there, f"needs {short_call(step.missing)}"))
     boxes = [
-        _box(place, f"rank {step.call.rank}", f"in {_named(step.call)} of {step.call.group}", step.site)
+        _box(place, f"rank {step.call.rank}", f"in {short_call(step.call)} of {step.call.group}", step.site)
         for place, step in zip(places, steps, strict=True)
     ]
     label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
@@ -86,10 +86,10 @@ def _star(missing: Missing) -> str:
     lines, boxes = [], []
     for number, waiter in enumerate(waiters):
         place = (_BOX / 2 + 10, 15 + (_HEIGHT + 30) * (number + 0.5))
-        needs = f"needs {_named(missing.call)}" if number == 0 else ""
+        needs = f"needs {short_call(missing.call)}" if number == 0 else ""
         lines.append(_arrow(place, centre, needs, bend=0.0))
         call = waiter.call
-        boxes.append(_box(place, f"rank {call.rank}", f"in {_named(call)} of {call.group}", waiter.site))
+        boxes.append(_box(place, f"rank {call.rank}", f"in {short_call(call)} of {call.group}", waiter.site))
     state = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log"}[missing.why]
     boxes.append(_box(centre, f"rank {missing.call.rank}", state, missing.at, is_lost=True))
     more = len(missing.waiting) - len(waiters)
@@ -170,14 +170,6 @@ def _svg(parts: Sequence[str], height: float, label: str) -> str:
         f'<figure><svg class="waits" role="img" aria-label="{escape(label, quote=True)}" '
         f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}">{"".join(parts)}</svg></figure>'
     )
-
-
-def _named(call: NamedCall) -> str:
-    if call.kind == "send":
-        return f"send #{call.number} to rank {call.peer}"
-    if call.kind == "recv":
-        return f"recv #{call.number} from {'any rank' if call.peer < 0 else f'rank {call.peer}'}"
-    return f"{call.kind} #{call.number}"
 
 
 # Tables

@@ -22,9 +22,9 @@ _LOOPBACK_PORTS = range(20_000, 30_000)
 """Below those that Linux hands out by itself, from 32768 on: between the choice of a port and its use nobody is given it."""
 _MOST_TRIES = 100
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
-"""What torchrun takes its options from when they are not on its command line."""
+"""The variables from which torchrun takes its options when they are not on its command line."""
 _REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN)
-"""What a rank must not inherit from a parent that runs under torchrun or in a cluster itself."""
+"""The variables that a rank must not inherit from a parent that runs under torchrun or in a cluster itself."""
 
 
 @dataclass(frozen=True)

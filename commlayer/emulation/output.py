@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import selectors
 import time
 from collections import deque
 from collections.abc import Iterable
 
-__all__ = ["OutputStream", "RankOutput", "drain"]
+__all__ = ["OutputStream", "RankOutput", "drain", "error_line"]
 
 _READ_BYTES = 1 << 16
 _LONGEST_LINE_BYTES = 1 << 16
 """The longest line that is passed on whole; a longer one goes in pieces."""
 _LAST_LINES = 20
 _LAST_LINE_CHARACTERS = 500
+_ERROR = re.compile(
+    rb"(\[rank\d+\]: ?)?([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit|Interrupt|Timeout|Failure|Fault)(: |:?\r?$)"
+)
+"""The first line of an exception at the end of a traceback, before which torch puts the rank."""
+
+
+def error_line(words: str) -> str:
+    """The line of ``words``, the last of a program, that says what went wrong: the first line of the last exception of Python's;
+    the last line where there is none. Empty where nothing was said."""
+    lines = [line for line in words.splitlines() if line.strip()]
+    said = [line for line in lines if _ERROR.match(line.encode(errors="replace"))]
+    return (said or lines or [""])[-1]
 
 
 class OutputStream:
@@ -25,6 +38,8 @@ class OutputStream:
         self.read_fd, self.write_fd = os.pipe()
         os.set_blocking(self.read_fd, False)
         self.last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self.error_line: bytes | None = None
+        """The last line that says an exception of Python's: what follows it, such as a diagnosis, may be longer than is kept."""
         self._prefix, self.target = prefix, target
         self._rest = b""
         self.is_open = True
@@ -63,6 +78,8 @@ class OutputStream:
             self._rest = b""
         for line in lines:
             self.last_lines.append(line)
+            if _ERROR.match(line):
+                self.error_line = line
             _write(self.target, self._prefix + line)
 
     def close(self) -> None:
@@ -94,8 +111,12 @@ class RankOutput:
                 os.close(stream.write_fd)
 
     def last_words(self) -> str:
-        """The last lines on stderr."""
-        lines = (line.decode(errors="replace").rstrip("\r\n") for line in self.streams[1].last_lines)
+        """The last lines on stderr, and before them that of the last exception, where it is not one of them."""
+        errors = self.streams[1]
+        kept = list(errors.last_lines)
+        if errors.error_line is not None and errors.error_line not in kept:
+            kept.insert(0, errors.error_line)
+        lines = (line.decode(errors="replace").rstrip("\r\n") for line in kept)
         return "\n".join(line[:_LAST_LINE_CHARACTERS] for line in lines)
 
     def close(self) -> None:

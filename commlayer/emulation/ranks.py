@@ -34,8 +34,8 @@ FRAME_RESULT = b"R"
 FRAME_ERROR = b"E"
 """The kind of message whose payload is a pickled `RaisedInRank`."""
 
-STACKS_SIGNAL = signal.SIGUSR1
-"""The signal on which a rank writes where its threads are."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""The signal on which a rank writes where its threads are. SIGUSR1 asks a job who waits for whom, also on an emulated cluster."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ _RECEIVE_BUFFER_BYTES = 16 << 20
 _SEND_BUFFER_BYTES = 3 << 19
 """The kernel doubles it: 3 MiB, below the token bucket's 4 MiB, so that a full wire holds frames back here and drops none."""
 _QUEUE_BYTES = 64 << 20
-"""What one destination may have waiting; beyond, frames are dropped, as a switch does."""
+"""The bytes that one destination may have waiting; beyond, frames are dropped, as a switch does."""
 
 
 def _open_port(name: str) -> socket.socket:

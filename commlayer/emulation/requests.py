@@ -6,6 +6,7 @@ import enum
 import json
 import os
 import socket
+import sys
 
 from commlayer.emulation.protocol import CONTROL_ADDRESS, MESSAGE_BYTES, raise_reply
 from commlayer.profiles.errors import RightsError, UsageError
@@ -37,7 +38,7 @@ def pair_message(sender: int, receiver: int, rate: str | None) -> dict[str, obje
 
 
 def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None) -> None:
-    """Change rates of the emulated cluster in which this process runs; back when the new rate is in force.
+    """Change rates of the emulated cluster in which this process runs; back when the new rate is in force, and said on stderr.
 
     Works in a rank, in a program that a rank became, and in their children: the cluster listens inside every node.
 
@@ -66,3 +67,13 @@ def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None =
     if not reply:
         raise RightsError("the emulated cluster of this rank is gone")
     raise_reply(json.loads(reply))
+    print(f"commlayer: emulated cluster: {_in_words(inter, intra, node)} from now on", file=sys.stderr, flush=True)
+
+
+def _in_words(inter: str | Keep | None, intra: str | Keep | None, node: int | None) -> str:
+    rates = ", ".join(
+        f"{name} {rate or 'unshaped'}"
+        for name, rate in (("inter", inter), ("intra", intra))
+        if not isinstance(rate, Keep)
+    )
+    return f"{'all nodes' if node is None else f'node {node}'}: {rates or 'as before'}"

@@ -133,10 +133,11 @@ class Gate:
     asked, as sums and copies do. ``budget_s``: for which the whole call is held at most: timeouts count holds too.
     """
 
-    __slots__ = ("_budget_s", "_lanes", "_level", "_steps")
+    __slots__ = ("_budget_s", "_lanes", "_level", "_steps", "held_s")
 
     def __init__(self, lanes: Lanes, level: int, steps: Sequence[tuple[float, bool]], budget_s: float) -> None:
         self._lanes, self._level, self._steps, self._budget_s = lanes, level, steps, budget_s
+        self.held_s = 0.0
 
     def __call__(self, index: int) -> int:
         step_us, crosses = self._steps[index]
@@ -144,6 +145,7 @@ class Gate:
             return 0
         held_s = self._lanes.hold(self._level, longest_hold_us(step_us, self._lanes.policy), crosses=crosses)
         self._budget_s -= held_s
+        self.held_s += held_s
         return int(held_s * 1e9)
 
 

@@ -106,6 +106,8 @@ class PlannedGroup:
         self._agreed: AgreedMaximum | None = None
         self._measured: dist.ProcessGroup | None = None
         self.level = 0
+        self.held_s = 0.0
+        """For how long chunks of its planned calls were held at their edges, on a lane that yields to others."""
         self._exchanges = Kept[tuple[int, Splits], SplitExchange](_MAX_EXCHANGES)
         self._edges = Kept[int, tuple[Plan, tuple[tuple[float, bool], ...]]](_MAX_KEPT)
 
@@ -214,6 +216,8 @@ class PlannedGroup:
             call.finish()
         else:
             record_steps(record, plan, call, recorded(plan, call, gate))
+        if gate is not None:
+            self.held_s += gate.held_s
 
     def predicted(self, plan: Plan) -> Timeline | None:
         """The plan's timeline by the profile; None without one, or where it does not know its operations."""

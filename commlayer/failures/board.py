@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import Asked, FailureDetector, Gone, Left, Record, Report, told
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 __all__ = [
+    "Diagnosed",
     "FailedConnection",
     "FailedStep",
     "FailedWait",
@@ -60,6 +61,13 @@ _LATE = "did not answer"
 
 _PHASE = "_commlayer_phase"
 """The attribute of an error that says what was going on: notes of exceptions are younger than Python 3.10."""
+
+
+class Diagnosed(NamedTuple):
+    """The words of what was found out about who waits for whom, empty: nothing; and whether they say what is to be mended."""
+
+    words: str = ""
+    is_cause: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +176,8 @@ class FailureBoard:
         """Whether a collective was let go of: then a thread of Gloo's still waits in one of the group's inner groups."""
         self.on_timeout: Callable[[], None] = lambda: None
         """Called when a wait of this rank has lasted too long, before anybody is told and any connection is closed."""
-        self.diagnosed: Callable[[], str] = str
-        """Says in words what has been found out since about who waits for whom, and waits a moment for it. Empty: nothing."""
+        self.diagnosed: Callable[[], Diagnosed] = Diagnosed
+        """Says what has been found out since about who waits for whom, and waits a moment for it."""
         self._breaking = threading.Lock()
         self._first: Report | None = None
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -282,11 +290,14 @@ class FailureBoard:
         culprit = _named(verdict.ranks)
         seen = "" if verdict.seen_by in (wait.rank, *verdict.ranks) else f" (seen by rank {verdict.seen_by})"
         kind = CollectiveTimeoutError if verdict.what.startswith(_LATE) else PeerError
-        found = self.diagnosed() if failure.is_timeout else ""
-        diagnosed = f"\n{found}" if found else ""  # on lines of its own: the first one is what programs search
+        found = self.diagnosed() if failure.is_timeout else Diagnosed()
+        diagnosed = (
+            f"\n{found.words}" if found.words else ""
+        )  # on lines of its own: the first one is what programs search
+        remedy = "mend what is found below" if found.is_cause else f"look at the log of {culprit}"
         return kind(
-            f"{culprit} {verdict.what}{seen}; here: {wait}. Nothing more can be sent here: look at the "
-            f"log of {culprit}, then restart the job{diagnosed}"
+            f"{culprit} {verdict.what}{seen}; here: {wait}. Nothing more can be sent here: {remedy}, then restart the job"
+            f"{diagnosed}"
         )
 
     def culprit(self) -> str:

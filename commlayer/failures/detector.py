@@ -14,8 +14,10 @@ timeouts. Rejected:
   tells nobody (its pairs signal an error to pending operations, not to the one that has begun; see commlayer/failures/waits.py).
 - *A full mesh*: a process of 16,384 ranks would hold as many descriptors.
 
-A connection that ends is dialled again, and only where an address refuses at which a rank of the job has answered before is
-its rank called dead; so what a firewall drops, or a peer that has no time to answer, costs nothing.
+A rank's first act is to listen and to say so in the store, before its thread starts: the kernel accepts who dials it from then
+on, and closes their connections when the rank ends. A connection that ends is dialled again, and only where an address refuses at
+which a rank of the job has answered before, or a port at which a connection has been closed, is its rank called dead; so what a
+firewall drops, or a peer that has no time to answer, costs nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from commlayer.failures.descriptors import explained, set_aside
 from commlayer.failures.forks import disown_in_child
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
-from commlayer.failures.waits import within
+from commlayer.failures.waits import on_a_thread, within
 from commlayer.profiles.errors import BLAMING, ClusterError, CollectiveTimeoutError, DisagreementError, PeerError
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
 _NAP_S = 0.05
-_NEWS_S, _HOST_NEWS_S = 0.5, 1.0
+_NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 2.0
 _MOST_STRANGERS = 64
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6))
 """A firewall forgets connections on which nothing is sent, and would swallow the news that one is over."""
@@ -79,6 +81,8 @@ _SECRET_BYTES = 16
 _STORE_GRACE_S = 2.0
 """How much longer than its own timeout the store is waited for: it says itself what it waited for."""
 _MOST_NAMED = 8
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_LOOPBACK = ("127.", "::1")
 _Answer = TypeVar("_Answer")
 _MOST_ROUNDS = 64
 """So many of the last questions are remembered; older ones are no news."""
@@ -209,9 +213,12 @@ class FailureDetector:
         self._strangers: list[_Link] = []  # who have not said yet who they are
         # Where a rank of the job has answered: a refusal there means something.
         self._answering: set[str] = set()
+        # Addresses and ports where a process that listened has closed a connection: a refusal there means that it is no more.
+        self._closed: set[tuple[str, int]] = set()
         self._heard: set[int] = set()  # the ranks with which there has been a link
         self._cards: dict[int, _Card] = {}
         self._is_closed = self._is_linked = False
+        self._staying: threading.Thread | None = None
         if store is None or len(self.ranks) < 2:
             return
         self._secret = os.urandom(_SECRET_BYTES)
@@ -228,17 +235,19 @@ class FailureDetector:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell, selectors.EVENT_READ)
         _detectors.add(self)
-        set_aside(self)
         disown_in_child(self)
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="commlayer-detector", daemon=True
         )
-        self._thread.start()
+        # One limit for all that is asked of the store, whose own waits would add up, or have none (where its host is stopped).
+        until = time.monotonic() + timeout_s
         try:
-            self._join(store, timeout_s)
+            self._say_where(store, timeout_s, until)
+            set_aside(self)
+            self._thread.start()
+            self._join(store, timeout_s, until)
         except BaseException as error:
-            is_consequence = isinstance(error, BLAMING)
-            self.close(f"could not join its job: {error}", is_failure=True, is_consequence=is_consequence)
+            self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
             raise
         speak_before_sigterm(self)
 
@@ -300,9 +309,40 @@ class FailureDetector:
             if was_closed:  # another thread has been quicker
                 return
             os.eventfd_write(self._bell, 1)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
             self._thread.join(_FLUSH_S)
         self._release()
+
+    def fail(self, why: str, *, is_consequence: bool = False) -> None:
+        """Leave a job that is starting: say why, also to those that come later, for two seconds at most. Returns at once.
+
+        Who dials a rank that has let go of its port before it could say why takes it for the first that died.
+        """
+        if self._is_closed or not self._is_linked:
+            return
+        self.tell(Left(self.rank, told(why), is_failure=True, is_consequence=is_consequence))
+        self._staying = threading.Thread(target=self._stay, args=(why,), name="commlayer-leave", daemon=True)
+        try:
+            self._staying.start()
+        except RuntimeError:  # as many threads as may be, or the interpreter is ending
+            self._staying = None
+            self.close(why)
+
+    def _stay(self, why: str) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self._is_closed or not self._unaware(), _LATE_S)
+        self.close(why)
+
+    def _unaware(self) -> set[int]:
+        """The ranks with which this one has yet to have a connection."""
+        size, me = len(self.ranks), self.ranks.index(self.rank)
+        dialling = {self.ranks[me - (1 << k)] for k in range((size - 1).bit_length())}
+        return dialling.union(self._neighbours()) - self._heard - self.gone.keys() - self.left.keys()
+
+    def linger(self) -> None:
+        """Wait, before the process ends, until those have heard whom :meth:`fail` waits for."""
+        if self._staying is not None:
+            self._staying.join(_LATE_S)
 
     def last_words(self) -> None:
         """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a rank die sooner than this one."""
@@ -316,13 +356,14 @@ class FailureDetector:
 
     # Joining
 
-    def _join(self, store: Store, timeout_s: float) -> None:
+    def _say_where(self, store: Store, timeout_s: float, until: float) -> None:
+        """Tell the others where this rank listens: its sign of life, without which it is a rank that never came."""
         card = _Card(tuple(_addresses(store)), self._listener.getsockname()[1], self._secret)
         self._answering |= set(card.addresses)  # of this machine: a port that is closed there has nobody behind it
-        # One limit for all that is asked of the store, whose own waits would add up, or have none (where its host is stopped).
-        until = time.monotonic() + timeout_s
         words = msgspec.msgpack.encode(card)
         self._asked(lambda: store.set(f"detector/{self.rank}", words), store, (), timeout_s, until)  # type: ignore[arg-type]
+
+    def _join(self, store: Store, timeout_s: float, until: float) -> None:
         for peer in self._neighbours():
             theirs = self._card_of(peer, store, timeout_s, until)
             if theirs.trouble:
@@ -350,10 +391,12 @@ class FailureDetector:
         self, ask: Callable[[], _Answer], store: Store, peers: tuple[int, ...], timeout_s: float, until: float
     ) -> _Answer:
         """Return the answer of ``store``, about ``peers``. Raises CollectiveTimeoutError where it or they do not come until then,
-        PeerError where the store is gone."""
+        PeerError where the store is gone, and, at once, where a rank of the job has failed meanwhile."""
         me = f"rank {self.rank}, joining the job of {len(self.ranks)} ranks"
         try:
-            return within(max(until - time.monotonic(), 0.0) + _STORE_GRACE_S, ask)
+            return self._answered(ask, max(until - time.monotonic(), 0.0) + _STORE_GRACE_S, me)
+        except PeerError:
+            raise
         except TimeoutError as error:
             raise CollectiveTimeoutError(
                 f"{me}: its store did not answer within {timeout_s:g} s: look at the process that hosts it (rank 0's, or "
@@ -372,12 +415,43 @@ class FailureDetector:
                 f"{me}: {names}{more} did not come within {timeout_s:g} s: look at the log of each"
             ) from error
 
-    def _host_lost(self) -> str:
-        """The words to say where the store is gone: others may know which rank has died, and so has perhaps hosted it."""
+    def _answered(self, ask: Callable[[], _Answer], seconds: float, me: str) -> _Answer:
+        """``ask()``, on a thread that is let go of after ``seconds``, or when a rank of the job has failed.
+
+        Raises what it raises, TimeoutError, PeerError with the words of that failure, and ``me`` before them.
+        """
+        answer = on_a_thread(ask)
+        answer.add_done_callback(lambda _: self._notify())
         with self.changed:
-            self.changed.wait_for(lambda: self.gone, _HOST_NEWS_S)
-            gone = next(iter(self.gone), None)
-        return "look at the process that hosts it" if gone is None else f"rank {gone} died: its process has ended"
+            self.changed.wait_for(lambda: answer.done() or self.ended, seconds)
+            failure = self._failure()
+        if answer.done():
+            return answer.result()
+        if failure:
+            raise PeerError(f"{me}: {failure}")
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _failure(self) -> str:
+        """Who has failed first, in words, as far as is known; empty: nobody. With the lock held."""
+        for record in sorted(self.ended, key=lambda each: isinstance(each, Left) and each.is_consequence):
+            if isinstance(record, Left):
+                return f"rank {record.rank} {record.why}"
+            return f"rank {record.rank} died: its process has ended (seen by rank {record.seen_by})"
+        return ""
+
+    def _host_lost(self) -> str:
+        """The words to say where the store is gone: others may know which rank has failed, and so has perhaps hosted it."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended, _HOST_NEWS_S)
+            if self.ended:
+                return self._failure()
+        if os.environ.get(_AGENT_STORE) == str(True):
+            return "look at torchrun, whose agent hosts it"
+        return "rank 0 hosts it, unless the program has made a store of its own: look at the log of rank 0"
 
     def _missing(self, store: Store) -> tuple[int, ...]:
         """The ranks that have not said in the store where they are, as far as that answers soon."""
@@ -411,7 +485,8 @@ class FailureDetector:
             try:
                 connection = self._greeted(address, card)
             except ConnectionRefusedError:  # noqa: PERF203  addresses are few
-                if address in self._answering and peer not in self.left and not self._is_closed:
+                is_known = address in self._answering or (address, card.port) in self._closed
+                if is_known and peer not in self.left and not self._is_closed:
                     self._learn(Gone(peer, self.rank, is_unheard=peer not in self._heard), None)
                     return None
             except (OSError, msgspec.MsgspecError, EOFError):
@@ -429,8 +504,14 @@ class FailureDetector:
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(socket.create_connection((address, card.port), _DIAL_S))
             connection.settimeout(_DIAL_S)
-            connection.sendall(_framed(_Hello(self.rank, card.secret, self._secret, self._listener.getsockname()[1])))
-            if _received(connection) != _Welcome(self._secret):
+            hello = _Hello(self.rank, card.secret, self._secret, self._listener.getsockname()[1])
+            try:
+                connection.sendall(_framed(hello))
+                answer = _received(connection)
+            except (ConnectionResetError, BrokenPipeError):
+                self._closed.add((address, card.port))
+                raise
+            if answer != _Welcome(self._secret):
                 raise EOFError("a stranger")
             stack.pop_all()
         return connection
@@ -459,7 +540,15 @@ class FailureDetector:
                     "should it die, that is perhaps noticed late. GLOO_SOCKET_IFNAME names the interface to use",
                     file=sys.stderr,
                 )
-            time.sleep(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S))
+            self._pause(min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S), card)
+
+    def _pause(self, seconds: float, card: _Card) -> None:
+        """Wait so long, or until a rank has answered at an address of ``card``: then a refusal there means something."""
+        with self.changed:
+            known = self._answering.intersection(card.addresses)
+            self.changed.wait_for(
+                lambda: self._is_closed or self._answering.intersection(card.addresses) != known, seconds
+            )
 
     def _serve_link(self, link: _Link) -> None:
         """Tell the other end all that is known, and listen to it."""
@@ -470,6 +559,7 @@ class FailureDetector:
             self._links.append(link)
             self._num_linked += 1
             self._heard.add(link.rank)
+            self.changed.notify_all()
             for record in self._known():
                 link.outbox += _framed(record)
             self._push(link)
@@ -517,8 +607,8 @@ class FailureDetector:
             data = link.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
-        except OSError:
-            self._end(link, is_lost=True)
+        except OSError as error:
+            self._end(link, is_lost=True, is_closed=isinstance(error, ConnectionResetError))
             return
         link.inbox += data
         try:
@@ -528,7 +618,7 @@ class FailureDetector:
             self._end(link, is_lost=False)  # whoever speaks another language is no rank of this job
             return
         if not data:
-            self._end(link, is_lost=True)
+            self._end(link, is_lost=True, is_closed=True)
 
     def _take(self, link: _Link, frame: _Frame) -> None:
         if isinstance(frame, _Hello):
@@ -551,17 +641,21 @@ class FailureDetector:
         else:
             self._learn(frame, link)
 
-    def _end(self, link: _Link, *, is_lost: bool) -> None:
-        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead."""
+    def _end(self, link: _Link, *, is_lost: bool, is_closed: bool = False) -> None:
+        """A connection is over; ``is_lost``: and that of a rank of the job, which may be dead; ``is_closed``: by its other
+        end."""
         with self.changed:
+            card = None if link.card is None else self._cards.get(link.rank, link.card)
+            if is_closed and card is not None:
+                self._closed |= {(address, card.port) for address in card.addresses}
             for links in (self._links, self._strangers):
                 if link in links:
                     links.remove(link)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(link.socket)
             link.socket.close()
-        if link.card is not None and is_lost and not self._is_closed:
-            self._start_asking(link.rank, self._cards.get(link.rank, link.card))
+        if card is not None and is_lost and not self._is_closed:
+            self._start_asking(link.rank, card)
 
     def _learn(self, record: Record, source: _Link | None) -> None:
         with self.changed:
@@ -658,7 +752,7 @@ class FailureDetector:
             set_job_detector(None)
         if self._is_closed or not self._is_linked:
             return
-        self._is_closed = True
+        self._is_closed, self._staying = True, None
         sockets = (self._listener, *(link.socket for link in (*self._links, *self._strangers)))
         for descriptor in (self._bell, *(each.detach() for each in sockets)):
             with contextlib.suppress(OSError):
@@ -717,6 +811,10 @@ def _addresses(store: Store) -> list[str]:
     for find in finders[:2] if "GLOO_SOCKET_IFNAME" in os.environ else finders[1:]:
         with contextlib.suppress(OSError, AttributeError, KeyError):
             found.append(find())
+        # Looking up a host's own name may take seconds, and many answer with an address of the loopback, where another machine
+        # would find itself, and nobody behind the port.
+        if found and not found[-1].startswith(_LOOPBACK):
+            return list(dict.fromkeys(found))
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 
@@ -760,7 +858,8 @@ def _frames(inbox: bytearray) -> list[_Frame]:
 
 
 def _received(connection: socket.socket) -> _Frame:
-    """One frame, from a socket that blocks. Raises EOFError, OSError, MsgspecError."""
+    """One frame, from a socket that blocks. Raises OSError (ConnectionResetError where the other end closes it), EOFError,
+    MsgspecError."""
     frame: _Frame = _decode_frame(_exactly(connection, _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]))
     return frame
 
@@ -772,7 +871,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = connection.recv(size - len(data))
         if not more:
-            raise EOFError
+            raise ConnectionResetError("closed by its other end")
         data += more
     return data
 
@@ -797,6 +896,7 @@ def set_job_detector(detector: FailureDetector | None) -> None:
 def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False) -> None:
     """Leave every job of this process: it ends."""
     for detector in list(_detectors):
+        detector.linger()
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "is_timeout",
     "join_abandoned",
     "keep",
+    "on_a_thread",
     "wait",
     "within",
 ]
@@ -264,7 +265,7 @@ def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: st
                 _await_news(board)
             raise
 
-    answer = _on_a_thread(heard)
+    answer = on_a_thread(heard)
     until = time.monotonic() + timeout_s
     patience_s = _PARTING_S  # a rank that leaves in good order may have made its connection first
     while True:
@@ -286,7 +287,8 @@ def _await_news(board: Board) -> None:
         time.sleep(_LOOK_S)
 
 
-def _on_a_thread(task: Callable[[], Result]) -> Future[Result]:
+def on_a_thread(task: Callable[[], Result]) -> Future[Result]:
+    """``task()``, which may wait for ever, on a thread that its caller may let go of (:func:`join_abandoned`)."""
     answer: Future[Result] = Future()
 
     def run() -> None:
@@ -331,7 +333,7 @@ def within(seconds: float, ask: Callable[[], Result]) -> Result:
 
     Raises what it raises, TimeoutError.
     """
-    answer = _on_a_thread(ask)
+    answer = on_a_thread(ask)
     try:
         return answer.result(seconds)
     except FutureTimeoutError:

@@ -10,6 +10,7 @@ and each plans by its own. A cache that cannot be used costs a line and the next
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -28,7 +29,7 @@ from commlayer.measure.profiler import HOSTS, SweepOptions, measure_cluster, nod
 from commlayer.measure.recheck import drift
 from commlayer.profiles.catalog import load_profile
 from commlayer.profiles.errors import CommlayerError, DisagreementError, ProfileError, TopologyError
-from commlayer.profiles.files import read_file
+from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import printable, shortened
 from commlayer.profiles.profile import Profile, check_shape, parse_profile
 from commlayer.profiles.sampling import doubts
@@ -36,7 +37,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
 
-__all__ = ["PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
+__all__ = ["CHECKED", "PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
 
 PROBE = SweepOptions(
     min_bytes=4096,
@@ -51,6 +52,8 @@ PROBE = SweepOptions(
     budget_s=2.5,
 )
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
+CHECKED = ".checked"
+"""The suffix of the empty file beside a cached profile whose time says when the check of a start has last accepted that."""
 _PROBE_ERROR = 0.25
 """The error of curves from one to three samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
 say how much a curve bends, not how wrong it is."""
@@ -157,6 +160,7 @@ def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout
         profile = parse_profile(cached, f"the cached profile {key}")
         off = _moved(profile, topology, ranks) or drift(profile, ranks)
         if not off:
+            _note_check(entry)
             return profile
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
     return _measured(topology, ranks, timeout_s, entry)
@@ -272,6 +276,14 @@ def _keep(profile: Profile, entry: _Entry) -> str:
         return _first_kept(profile, path)
     except (OSError, ProfileError) as error:
         return f"and could not keep it ({error}: COMMLAYER_CACHE names another folder)"
+
+
+def _note_check(entry: _Entry) -> None:
+    """Note beside a profile that a start's check has just accepted it, for ``commlayer doctor``. Raises nothing: a job needs it
+    not."""
+    if entry.path is not None:
+        with contextlib.suppress(OSError):
+            write_file(entry.path.with_suffix(CHECKED), "", follow_links=False)
 
 
 def _first_kept(profile: Profile, path: Path) -> str:

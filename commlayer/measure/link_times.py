@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from commlayer.engine.planned import PlannedGroup
-from commlayer.failures.waits import wait
+from commlayer.measure.group_calls import largest, swap
 from commlayer.profiles.pairs import Pair, pair_rounds
 
 __all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
@@ -45,33 +43,12 @@ def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> list[f
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
     place = members.index(planned.rank)
     mine = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < places else None
-    times = torch.zeros(len(pairs), dtype=torch.float64)
-    _largest(planned, times)  # all start together
+    times, limit_s = [0.0] * len(pairs), planned.timeout_s
+    data, arrived = (torch.zeros(max(1, num_bytes // places), dtype=torch.uint8) for _ in range(2))
+    largest(planned, times, limit_s, _WHAT)  # all start together
     if mine is not None:
         peer = planned.nodes[sum(pairs[mine]) - node][place]
         begin = time.perf_counter()
-        _swap(planned, peer, max(1, num_bytes // places))
+        swap(planned, peer, data, arrived, timeout_s=limit_s, what=_WHAT, tag=_TAG)
         times[mine] = (time.perf_counter() - begin) * 1e6
-    _largest(planned, times)
-    return [float(value) for value in times]
-
-
-def _swap(planned: PlannedGroup, peer: int, num_bytes: int) -> None:
-    """Send so many bytes to member ``peer`` while as many of its own arrive."""
-    own, limit, begin = planned.connect_own_calls(), timedelta(seconds=planned.timeout_s), time.monotonic()
-    data, arrived = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
-    try:
-        for work in [own.recv([arrived], peer, _TAG), own.send([data], peer, _TAG)]:
-            planned.wait_for_message(work, limit)
-    except RuntimeError as error:
-        raise planned.explain(error, _WHAT, 0, time.monotonic() - begin, planned.timeout_s) from error
-
-
-def _largest(planned: PlannedGroup, values: torch.Tensor) -> None:
-    """Make each value the largest over ranks."""
-    options, began = dist.AllreduceOptions(), time.monotonic()
-    options.reduceOp, options.timeout = dist.ReduceOp(dist.ReduceOp.MAX), timedelta(seconds=planned.timeout_s)
-    try:
-        wait(planned.connect_own_calls().allreduce([values], options), planned.board)
-    except RuntimeError as error:
-        raise planned.explain(error, _WHAT, 0, time.monotonic() - began, planned.timeout_s) from error
+    return largest(planned, times, limit_s, _WHAT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -21,6 +20,7 @@ from commlayer.failures.board import FailureBoard, phase, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.calls import CodedCall, GridCall, IdleCall, MessageCall, OwnCall, StepCall, TimedCall
+from commlayer.measure.group_calls import swap
 from commlayer.profiles.errors import BLAMING, ClusterError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.pairs import Pair, pair_rounds
@@ -237,7 +237,10 @@ class Prober:
                     self.ranks.barrier()
                     begin = time.perf_counter()
                     if pair is not None:
-                        self._swap(planned, self._topology.nodes[sum(pair) - node][place], data, arrived)
+                        peer = self._topology.nodes[sum(pair) - node][place]
+                        swap(
+                            planned, peer, data, arrived, timeout_s=self._timeout_s, what="send_recv between two nodes"
+                        )
                 times.append((time.perf_counter() - begin) * 1e6)
             if pair is not None:
                 mine.append(_PairTime(pair, min(times)))
@@ -246,16 +249,6 @@ class Prober:
             for each in told.times:
                 found[each.pair] = max(each.time_us, found.get(each.pair, 0.0))
         return found
-
-    def _swap(self, planned: PlannedGroup, peer: int, data: torch.Tensor, arrived: torch.Tensor) -> None:
-        """Send ``data`` to rank ``peer`` of the world while its own arrives."""
-        own, limit, begin = planned.connect_own_calls(), timedelta(seconds=self._timeout_s), time.monotonic()
-        try:
-            for work in [own.recv([arrived], peer, 0), own.send([data], peer, 0)]:
-                planned.wait_for_message(work, limit)
-        except RuntimeError as error:
-            waited_s = time.monotonic() - begin
-            raise planned.explain(error, "send_recv between two nodes", 0, waited_s, self._timeout_s) from error
 
     def is_one_call(self, plan: Plan) -> bool:
         """Whether the transports of all ranks run ``plan`` as one call of the backend's own."""

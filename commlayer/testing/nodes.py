@@ -80,7 +80,7 @@ def _seats(cluster: EmulatedCluster, sizes: Sequence[int], cyclic: bool) -> list
 
 
 class _Seated:
-    """What runs in every process of the cluster: an empty seat returns None, the others learn their new rank."""
+    """The body of every process of the cluster: an empty seat returns None, the others learn their new rank."""
 
     def __init__(
         self,

@@ -144,7 +144,7 @@ def _step(call: CallRecord, step: StepRecord) -> Event:
 
 
 def _predicted(calls: Sequence[CallRecord], resource: str) -> _Slices:
-    """From the start of each call, as if nothing else ran."""
+    """The predicted steps from the start of each call, as if nothing else ran."""
     return [
         ((call.start_ns + round(start * 1e3), call.start_ns + round(end * 1e3)), partial(_predicted_step, call, step))
         for call in calls

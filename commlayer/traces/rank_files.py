@@ -63,7 +63,7 @@ class _File(msgspec.Struct):
 
 
 class _Head(msgspec.Struct):
-    """What is read of a file before it is known to be one that is wanted."""
+    """The part that is read of a file before it is known to be one that is wanted."""
 
     format: int
     job: str = ""

@@ -262,7 +262,7 @@ class GlooCall:
         self._sends: list[tuple[Waitable, int, int]] = []
         """Work, step, and the place of the member that it goes to."""
         self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}
-        """By step: what comes from neighbours, and what comes from others, with their places."""
+        """The messages by step: what comes from neighbours, and what comes from others, with their places."""
         for index in script.receiving:  # receives first: a message that finds no receive waits a round trip for it
             self._expect(index)
 

@@ -128,7 +128,7 @@ def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) ->
 
 
 _agreed_experts: weakref.WeakKeyDictionary[dist.ProcessGroup, set[int]] = weakref.WeakKeyDictionary()
-"""Of each group, the numbers of experts that its ranks have agreed on."""
+"""The numbers of experts that the ranks of each group have agreed on."""
 
 
 def agree_on_experts(grid: ExpertGrid) -> None:

@@ -19,7 +19,7 @@ from commlayer.profiles.errors import TensorError, UsageError
 __all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm", "swiglu"]
 
 _BLOCK_BYTES = 1 << 18
-"""What SwiGLU works on at a time of each of its five tensors: together they stay in a core's cache."""
+"""The bytes that SwiGLU works on at a time of each of its five tensors: together they stay in a core's cache."""
 
 
 def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:

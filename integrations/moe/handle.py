@@ -131,7 +131,7 @@ class ChoiceCounts:
         return self._most(self.counts.sum(2))
 
     def _most(self, counts: torch.Tensor) -> int:
-        """Of ``counts`` [EP, ETP, E]."""
+        """The most rows of ``counts`` [EP, ETP, E]."""
         received = _by_rank(counts.sum(0), self.grid.experts)
         return int(torch.maximum(counts.sum(2).max(), received.max()))
 

@@ -29,7 +29,7 @@ _REPEATS = 5
 _FEWEST_ROWS, _TRUST = 64, 2
 """Experts are measured on as many rows at least; and all anew where a call has this many times more than were measured."""
 _PARTS = (8, 2, 1)
-"""Of a call's rows, the fractions 1/8, 1/2 and all are timed."""
+"""The divisors of a call's rows: the fractions 1/8, 1/2 and all are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def _measure_levels(like: torch.Tensor, own: int, shape: MoveShape) -> float:
 
 
 def _pass_on(like: torch.Tensor, way: TwoLevelWay, rows: RowMap, shape: MoveShape) -> torch.Tensor:
-    """As two_level; what would arrive is copied."""
+    """The moves of two_level; what would arrive is copied."""
     maps = way.rails, way.inside
     out = like.new_ones(way.rails.row_of_choice.shape[0], like.shape[1])
     arrived = _out(out, maps, rows)
@@ -191,7 +191,7 @@ def _home(x: torch.Tensor, maps: tuple[RowMap, RowMap]) -> torch.Tensor:
 
 
 def _exchange(like: torch.Tensor, rows: RowMap, shape: MoveShape) -> torch.Tensor:
-    """As all_to_all; what would arrive is copied."""
+    """The moves of all_to_all; what would arrive is copied."""
     tokens, top_k = rows.row_of_choice.shape
     weights, x = _weights(like, tokens, top_k), like.new_ones(tokens, like.shape[1])
     back = _there_and_back(gather_rows(x, rows), shape)
@@ -204,7 +204,7 @@ def _exchange(like: torch.Tensor, rows: RowMap, shape: MoveShape) -> torch.Tenso
 
 
 def _weights(like: torch.Tensor, tokens: int, top_k: int) -> torch.Tensor:
-    """As of the router: in FP32 at least."""
+    """The weights as the router makes them: in FP32 at least."""
     return like.new_ones(tokens, top_k, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -217,7 +217,7 @@ def _there_and_back(rows: torch.Tensor, shape: MoveShape) -> torch.Tensor:
 
 
 def _gather(like: torch.Tensor, rows: RowMap, own: int, shape: MoveShape) -> torch.Tensor:
-    """As all_gather; what would arrive is written."""
+    """The moves of all_gather; what would arrive is written."""
     tokens, top_k = rows.row_of_choice.shape
     weights, x = _weights(like, tokens, top_k), like.new_ones(tokens, like.shape[1])
     taken = gather_rows(x, rows)
@@ -242,7 +242,7 @@ def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, size
 
 
 def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
-    """What ``call`` takes on the device of ``like``."""
+    """The time that ``call`` takes on the device of ``like``."""
     if like.is_cuda:
         torch.cuda.synchronize(like.device)
     started = time.perf_counter()

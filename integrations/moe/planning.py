@@ -329,7 +329,7 @@ def _all_known(times: Iterable[float | None]) -> list[float] | None:
 
 
 def _rows_of(like: torch.Tensor) -> RowsOf:
-    """Of tokens [T, H]: what decides how they may be encoded."""
+    """The part of tokens [T, H] that decides how they may be encoded."""
     return like.shape[1], like.dtype
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _BLOCK_BYTES = 1 << 20
-"""What combine_rows and spread_rows work on at a time: it stays in a core's cache between the gather, the product and the sum."""
+"""The bytes that combine_rows and spread_rows take at a time: they stay in a core's cache until they are summed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +205,7 @@ def _is_on_host(x: torch.Tensor) -> bool:
 
 
 def _blocks(count: int, like: torch.Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Of ``count`` rows such as ``like``'s as many at a time as stay in a cache; on a GPU all, whose kernels are one loop."""
+    """Slices of ``count`` rows such as ``like``'s, each as many as stay in a cache; on a GPU all, whose kernels are one loop."""
     size = max(1, _BLOCK_BYTES // max(1, like.shape[1] * dtype.itemsize) if _is_on_host(like) else count)
     return (slice(start, start + size) for start in range(0, count, size))
 

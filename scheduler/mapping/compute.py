@@ -23,7 +23,7 @@ DEFAULT_FACTOR = 1.0
 """The factor that public benchmarks reach, as declared in :class:`Gpu`."""
 
 _ACCUMULATED_BYTES = 8
-"""Of an FP32 sum: read and written."""
+"""The bytes of an element of an FP32 sum: read and written."""
 _ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
 
 

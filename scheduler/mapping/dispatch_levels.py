@@ -86,7 +86,7 @@ class DispatchLevels:
         return replace(flat, name=_named(flat.name, which), logical_bytes=size, over=over)
 
     def _of_all(self, flat: StepCollective, which: str, each: int, collective: str) -> StepCollective:
-        """What all ranks tell each other of all their choices."""
+        """The call by which all ranks tell each other all of their choices."""
         size = self.tokens * self.setup.ep * self.job.model.top_k * each
         return replace(flat, name=_named(flat.name, which), logical_bytes=size, collective=collective)
 

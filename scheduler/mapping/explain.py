@@ -109,7 +109,7 @@ def _memory(best: StepEstimate) -> str:
 
 
 def _changes(one: Setup, other: Setup) -> str:
-    """What ``one`` does in place of what."""
+    """Say what ``one`` does in place of what."""
     words = [
         f"{axis.upper()}{getattr(one, axis)} instead of {axis.upper()}{getattr(other, axis)}"
         for axis in _DEGREES

@@ -107,7 +107,7 @@ def torchtitan(job: Job, setup: Setup) -> Section:
 
 
 _DEFAULT_CHUNKS = (1, 2)
-"""Of a pipeline rank, by torchtitan's two schedules, where no layers per stage are given."""
+"""The chunks of a pipeline rank, by torchtitan's two schedules, where no layers per stage are given."""
 
 
 def _layers_per_stage(job: Job, setup: Setup) -> int:

@@ -18,7 +18,7 @@ from commlayer.scheduler.mapping.model import ModelShape
 __all__ = ["megatron", "megatron_notes", "refuse"]
 
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
-"""Of Megatron-FSDP, by ZeRO's stage."""
+"""The strategy of Megatron-FSDP, by ZeRO's stage."""
 
 
 def megatron(job: Job, setup: Setup) -> list[str]:

@@ -250,7 +250,7 @@ def _fits(world_size: int, degrees: Mapping[str, int], changed: Sequence[str]) -
 
 
 def _distance(sizes: Mapping[str, int], wanted: Mapping[str, int]) -> float:
-    """As ratios: 2 is as far from 4 as 8 is."""
+    """The distance of two sizes as a ratio: 2 is as far from 4 as 8 is."""
     return sum(abs(math.log(size / wanted[axis])) for axis, size in sizes.items())
 
 

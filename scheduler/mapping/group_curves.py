@@ -34,9 +34,9 @@ SIZES = tuple(1 << power for power in range(10, 34))
 """Bytes, 1 KiB to 8 GiB."""
 
 _STEPS = ("all_gather", "all_to_all")
-"""What plans call between their ranks; both by messages."""
+"""The collectives that plans call between their ranks; both by messages."""
 _TREE_RATE = 0.9
-"""Of a ring's, by NCCL's tuning model."""
+"""The part of a ring's rate that a tree has, by NCCL's tuning model."""
 
 _MEMORY_TRAFFIC = {
     "copy": 1.0,  # reads S, writes S: what the device's peak counts as S
@@ -65,7 +65,7 @@ class Declared(Protocol):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a group's times depend on: ranks, domains, the fewest and the most ranks on one of them."""
+    """The shape on which a group's times depend: ranks, domains, the fewest and the most ranks on one of them."""
 
     ranks: int
     domains: int
@@ -122,7 +122,7 @@ class _Times:
         return total
 
     def _ring_shares(self) -> tuple[float, float]:
-        """Of S, what one rank sends over its card and over NVLink in one turn."""
+        """The parts of S that one rank sends over its card and over NVLink in one turn."""
         shape = self.shape
         inter = (shape.ranks - shape.fewest) / (shape.ranks * shape.fewest)
         return inter, (shape.ranks - 1) / shape.ranks if shape.most > 1 else 0.0
@@ -165,12 +165,12 @@ class _Times:
         return self._sampled("messages", (shape.domains - 1) / shape.domains, 0.0, beyond)
 
     def inside(self) -> list[float]:
-        """Of a plan's stage inside the fullest domain."""
+        """The times of a plan's stage inside the fullest domain."""
         most = self.shape.most
         return self._sampled("messages", 0.0, (most - 1) / most, self._beyond(0, most - 1, "message_us"))
 
     def send(self) -> list[float]:
-        """From one rank to another."""
+        """The time of a message from one rank to another."""
         crosses = self.shape.domains > 1
         return self._sampled("messages", float(crosses), float(not crosses))
 
@@ -201,7 +201,7 @@ def curves_of_group(cluster: Declared, nodes: tuple[int, ...]) -> tuple[Curve, .
 
 
 def _stage_curves(cluster: Declared, whole: _Shape) -> tuple[Curve, ...]:
-    """Of steps between one rank of each domain, and between the ranks of the fullest."""
+    """The curves of steps between one rank of each domain, and between the ranks of the fullest."""
     across, inside = _Shape(whole.domains, whole.domains, 1, 1), _Shape(whole.most, 1, whole.most, whole.most)
     # Among even groups the first depends on the domains alone, and the second always on the fullest alone.
     by = across if whole.fewest == whole.most else whole

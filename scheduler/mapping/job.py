@@ -182,7 +182,7 @@ class Setup:
             )
 
     def __str__(self) -> str:
-        """Such as ``TP2 CP1 EP8 ETP1 PP8 VPP7 DP8 mb1 bf16 all_to_all``."""
+        """The mapping in words, such as ``TP2 CP1 EP8 ETP1 PP8 VPP7 DP8 mb1 bf16 all_to_all``."""
         words = [
             f"TP{self.tp} CP{self.cp} EP{self.ep} ETP{self.etp} PP{self.pp} VPP{self.vpp} DP{self.dp}",
             f"micro-batch {self.micro_batch}",

@@ -207,7 +207,7 @@ class _Layer(NamedTuple):
 
 
 class _Keeps(NamedTuple):
-    """What software keeps of what it gathered, until the backward pass."""
+    """Whether software keeps what it gathered, by kind, until the backward pass."""
 
     sequence: bool
     ffn_sequence: bool
@@ -222,7 +222,7 @@ def _keeps(setup: Setup, software: Software) -> _Keeps:
 
 @lru_cache(maxsize=4096)
 def _layer_elements(layer: _Layer, keeps: _Keeps) -> tuple[LayerElements, LayerElements]:
-    """What is kept, and what recomputation brings back for the layer whose backward pass runs.
+    """The elements that are kept, and those that recomputation brings back for the layer whose backward pass runs.
 
     Selective recomputation gathers sequences again, and keeps what attention itself works on.
     """

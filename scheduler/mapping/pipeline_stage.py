@@ -25,11 +25,11 @@ from commlayer.scheduler.traffic import link_over
 __all__ = ["Exposed", "boundary_us", "ends", "exposed_gradients", "exposed_parameters"]
 
 _MOST_CALLS = 2
-"""Of one axis for each layer, in the simulation."""
+"""The most calls of one axis for each layer, in the simulation."""
 _SIZES = 16
-"""That bounds are priced at, between one power of two bytes and the next."""
+"""The sizes at which bounds are priced, between one power of two bytes and the next."""
 _FINER = 0.95
-"""Of a plan's time: on lanes others may be found, cut finer than all candidates, but hardly faster."""
+"""The part of a plan's time at which it is bounded: lanes may have finer cuts than all candidates, but hardly faster ones."""
 Template = Callable[[bool], tuple[list[Item], float]]
 """One layer, with experts or a dense FFN: its program, and the µs that it takes."""
 

@@ -35,7 +35,7 @@ CLOSEST = 3
 MOST_GPUS = 65_536
 """Up to here :func:`smallest_fit` looks."""
 _ROUNDING = 1e-9
-"""By what part a bound may exceed an estimate, as its sums are rounded in another order."""
+"""The part by which a bound may exceed an estimate, as its sums are rounded in another order."""
 
 Progress = Callable[[int, int], None]
 
@@ -157,7 +157,7 @@ class _Entry:
 
 
 class _Frontier:
-    """What may still be the fastest."""
+    """The candidates that may still be the fastest."""
 
     def __init__(self, estimator: Estimates, space: Space, progress: Progress | None) -> None:
         self._estimator, self._progress = estimator, progress
@@ -275,7 +275,7 @@ def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
 
 
 def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[Memory, Setup]) -> str:
-    """What is in the way, and what would do."""
+    """Say what is in the way, and what would do."""
     needed, setup = lightest
     limit = estimator.memory_limit
     message = (

@@ -170,7 +170,7 @@ class Estimator:
             yield note
 
     def _doubts(self, mfu: float) -> Iterator[str]:
-        """What a reader of an estimate should know about its inputs."""
+        """The cautions that a reader of an estimate should know about its inputs."""
         gpus, domain = self.job.gpus, self.cluster.domain
         if gpus > domain and gpus % domain:
             yield (
@@ -205,7 +205,7 @@ class Estimator:
         return found
 
     def _layer_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
-        """Of one layer, forward and backward."""
+        """The times of one layer, forward and backward."""
 
         def times() -> tuple[Breakdown, Breakdown]:
             time = run_alone if is_bound else self._builder(setup).timed
@@ -222,7 +222,7 @@ class Estimator:
         return _kept(self._known, ("programs", *self._layer_key(setup, is_moe)), programs)
 
     def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
-        """What a layer's program depends on: not on the pipeline, unless it sends to the whole stage."""
+        """The key on which a layer's program depends: not on the pipeline, unless it sends to the whole stage."""
         degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch, setup.folded)
         ways = (setup.recompute, setup.precision, setup.dispatch, setup.attention, max(setup.zero, 1))
         # The ranks of a stage matter to what is sent to all of them, and to groups that lie in dp.
@@ -274,7 +274,7 @@ class Estimator:
         return total
 
     def _pass_us(self, setup: Setup, is_moe: bool, side: int, calls: bool) -> float:
-        """Of one layer: forward (side 0) or backward (1)."""
+        """The time of one layer: forward (side 0) or backward (1)."""
         if calls:
             return self._layer_times(setup, is_moe, is_bound=True)[side].total_us
         return self._computed_us(setup, is_moe)[side]
@@ -292,7 +292,7 @@ class Estimator:
         return _kept(self._known, key, times)
 
     def _stage_us(self, setup: Setup, stage: Stage, calls: bool) -> float:
-        """Of one micro-batch through ``stage``; without ``calls`` of computation alone."""
+        """The time of one micro-batch through ``stage``; without ``calls`` of computation alone."""
         total = 0.0
         for is_moe in (True, False):
             if number := (stage.sparse if is_moe else stage.dense):
@@ -330,7 +330,7 @@ class Estimator:
         return self._builder(setup).job
 
     def _builder(self, setup: Setup) -> LayerBuilder:
-        """Of this setup's imbalance, which depends on ep where experts' popularity is given."""
+        """The builder for this setup's imbalance, which depends on ep where experts' popularity is given."""
         ratio = self.job.imbalance
         if self.loads is not None:
             rows = round(tokens_of(self.job, setup)[1] * setup.ep * self.job.model.top_k)
@@ -369,7 +369,7 @@ _WORK = ("attention", "experts", "dense", "memory", "head", "recompute", "optimi
 
 
 def _kept(kept: dict[tuple[object, ...], Any], key: tuple[object, ...], make: Callable[[], _Value]) -> _Value:
-    """What was made for ``key``, or is made now: a search asks the same of thousands of setups."""
+    """Return what was made for ``key``, or is made now: a search asks the same of thousands of setups."""
     if key not in kept:
         kept[key] = make()
     value: _Value = kept[key]

@@ -286,7 +286,7 @@ def _check_links(cluster: Cluster, kind: VariationKind) -> None:
 
 
 def _renamed(model: ModelShape, what: str, **changes: Any) -> ModelShape:
-    """Of the same family, for its efficiency is that of the same kernels; and of no published size."""
+    """A model of the same family, for its efficiency is that of the same kernels; and of no published size."""
     return replace(model, name=f"{model.name}, {what}", family=model.family or model.name, published=0.0, **changes)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other is data: the codec, its fuzz, and a check that the source has no other way of reading."""
+"""Ranks tell each other data only: the codec, its fuzz, and a check that the source has no other way of reading."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from commlayer.profiles.errors import InternalError
 
 
 class Gone(Exception):
-    """What a member raises that has waited for too long."""
+    """The error of a member that has waited for too long."""
 
 
 class FakeStore:
@@ -246,7 +246,7 @@ class Job:
             self.ended.add(member)
 
     def let_others_go_on(self, waited_s: float) -> None:
-        """What happens while a member waits for a decision: the others' threads talk."""
+        """The events while a member waits for a decision: the others' threads talk."""
         if waited_s > 8.0:  # more than the leader's patience
             raise Gone
         for _ in range(3):

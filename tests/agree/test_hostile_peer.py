@@ -42,7 +42,7 @@ class Opens:
 
 
 def speak(group: Any, words: bytes, announced: int | None = None) -> None:
-    """What a gather puts on the wire, with any bytes. ``announced``: a length instead of theirs, and then nothing."""
+    """The frame that a gather puts on the wire, with any bytes. ``announced``: a length instead of theirs, and then nothing."""
     size = group.size()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     mine = len(words) if announced is None else announced

@@ -1,4 +1,4 @@
-"""What ranks write and print of their audits: at exit, meanwhile, and not in children; two jobs on the emulated cluster."""
+"""Audits as ranks write and print them: at exit, meanwhile, and not in children; two jobs on the emulated cluster."""
 
 from __future__ import annotations
 
@@ -171,6 +171,18 @@ def test_a_job_leaves_a_file_of_each_rank_and_a_table_of_rank_0(
     assert "half (" in text
     assert "learnt" not in text  # links are as the profile says
     assert not list((tmp_path / "audit").glob("learnt-*"))
+
+
+def test_a_file_of_what_was_learnt_is_never_another_groups(tmp_path: Path) -> None:
+    """Nor another job's: a group writes again to its own only."""
+    profile = profile_2x2()
+    first = at_exit._saved(profile, tmp_path, "mesh/dp", None)
+    second = at_exit._saved(profile, tmp_path, "mesh_dp", None)
+    assert [first.name, second.name] == ["learnt-mesh_dp.json", "learnt-mesh_dp-2.json"]
+    other = profile_at(profile, 0.5)
+    assert at_exit._saved(other, tmp_path, "mesh/dp", first) == first
+    assert read_profile(first) == other
+    assert read_profile(second) == profile
 
 
 def test_what_a_job_has_learnt_is_offered_beside_its_profile(emulated_cluster: ClusterFactory, tmp_path: Path) -> None:

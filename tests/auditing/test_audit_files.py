@@ -109,7 +109,7 @@ def test_what_is_written_is_read(folder: Path) -> None:
 
 
 def changed(folder: Path, change: Callable[[Any], None]) -> str:
-    """What reading says of rank 1's file after ``change``."""
+    """The error that reading gives of rank 1's file after ``change``."""
     path = folder / audit_name(1)
     content = json.loads(path.read_text())
     change(content)
@@ -239,6 +239,22 @@ def test_waiting_for_late_ranks_is_told_from_what_plans_cost(folder: Path) -> No
     assert late == "rank 3 came last to 8 of 10 calls that were compared; the others waited 1.6 ms for it"
     assert fabric == "links between nodes: planned with at 25% of their rate at the start"
     assert slow == "slow: node 1 of the group (node1), ranks 2, 3: 40% of the usual rate"
+
+
+def test_calls_beside_other_groups_are_told_from_those_alone() -> None:
+    shared = {"beside_calls": 4, "beside_promised_us": 4000.0, "beside_measured_us": 12_000.0, "held_us": 500.0}
+    alike = {"calls": (calls_of(measured_us=18_000.0),), "late": (), "node_rates": (), "fabric_rate": 1.0}
+    (group,) = merge_audits([audit_of(rank, group_of(rank, **alike, **shared)) for rank in range(4)]).groups
+    assert group.alone_ratio == pytest.approx(1.0)
+    _, beside, held = group_lines(group)
+    assert beside == (
+        "16 of 40 calls, counted on every rank, ran beside calls of other groups of their rank, which share its links and cores: "
+        "they took 3.00 times what was promised; alone, they took 1.00 times"
+    )
+    assert held == "its chunks were held for 500 µs a rank for lanes before"
+    (crowded,) = merge_audits([audit_of(0, group_of(0, **alike, **(shared | {"beside_calls": 10})))]).groups
+    assert crowded.alone_ratio == 0.0
+    assert "alone" not in group_lines(crowded)[1]
 
 
 def test_where_ranks_take_turns_in_coming_last_none_is_named() -> None:

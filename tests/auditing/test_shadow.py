@@ -249,7 +249,7 @@ CORRUPTIONS = 24
 
 
 def every_corruption_is_caught(folder: str) -> list[tuple[str, str, Any, list[str], str]]:
-    """Of each corruption: what was called, by which plan, what was flipped where, what was said, and whether it is well."""
+    """The call of each corruption, its plan, what was flipped where, what was said, and whether it is well."""
     group = start(COMMLAYER_CACHE=folder)
     calls, shadow, chooser = Calls(group), group._calls.shadow, random.Random(17)
     names = sorted(name for name in vars(Calls) if not name.startswith("_"))

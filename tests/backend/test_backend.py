@@ -86,7 +86,7 @@ def test_sync_and_async_calls_keep_one_order(emulated_cluster: ClusterFactory) -
 
 
 def test_callbacks_issue_collectives(emulated_cluster: ClusterFactory) -> None:
-    """As PowerSGD's hook does: a callback's collective runs right after the call that it belongs to, on every rank."""
+    """A hook works as PowerSGD's does: a callback's collective runs right after the call that it belongs to, on every rank."""
 
     def job() -> list[float]:
         rank, size, _ = start()
@@ -590,7 +590,7 @@ def test_split_group(emulated_cluster: ClusterFactory) -> None:
 def test_a_planned_all_to_all_is_counted_and_its_steps_recorded(
     emulated_cluster: ClusterFactory, tmp_path: Path
 ) -> None:
-    """By the splits of each call: the rank's own, which it has twice, and others."""
+    """Results by the splits of each call: the rank's own, which it has twice, and others."""
 
     def job() -> None:
         os.environ.update(COMMLAYER_PLAN="hierarchical", COMMLAYER_TRACE=str(tmp_path))

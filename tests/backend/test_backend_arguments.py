@@ -42,7 +42,7 @@ BEYOND = {
     "splits": "a tensor or an iterator of integers",
     "generator": "pybind11 uses one up before it finds the form of the call that is meant",
 }
-"""What is taken beyond Gloo, and why Gloo does not take it. All else is refused on both or on neither."""
+"""The arguments that are taken beyond Gloo, and why Gloo does not take it. All else is refused on both or on neither."""
 MOVED = [
     torch.float32,
     torch.bfloat16,
@@ -607,7 +607,7 @@ def difference(call: Call, seed: str, rank: int, ours: Any, gloo: Any) -> tuple[
 
 
 def without_names(error: Exception) -> tuple[type, str]:
-    """What torch.distributed itself raised, before it asked any group."""
+    """The error that torch.distributed itself raised, before it asked any group."""
     return type(error), re.sub("<.*?>", "", str(error))
 
 

@@ -1,4 +1,4 @@
-"""What torch itself builds on a process group, on this backend and on Gloo: the same numbers.
+"""The parts of torch that build on a process group, on this backend and on Gloo: the same numbers.
 
 Every client runs three times: on gloo, on commlayer with flat calls (bit-equal), and on commlayer with one plan for every
 call to which it applies (equal up to the order of sums). Models are tiny; ranks hold different data, and weights where

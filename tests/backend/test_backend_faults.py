@@ -1,4 +1,4 @@
-"""What becomes of planned calls of the backend when ranks die, links fail or programs are wrong: an error that says so."""
+"""Planned calls of the backend when ranks die, links fail or programs are wrong: an error that says so."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_rank_killed_at_any_stage_is_named_by_all_others(emulated_cluster: Clu
 
 
 LARGE = 1 << 20
-"""Of float32: 4 MiB, in mid-message for longer than anything else on a link of 400 Mbit/s."""
+"""Elements of float32: 4 MiB, in mid-message for longer than anything else on a link of 400 Mbit/s."""
 
 
 def until_an_error(call: Any, patience_s: float = 60.0) -> tuple[str, str]:
@@ -189,7 +189,7 @@ def test_a_death_ends_calls_that_gloo_makes_itself(emulated_cluster: ClusterFact
 
 @pytest.mark.parametrize("purpose", ["messages", "agreement", "gloo", "direct", "control"])
 def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFactory, purpose: str) -> None:
-    """Those of the first planned call, and those of another group."""
+    """The connections of the first planned call, and those of another group."""
 
     def job() -> tuple[str, str]:
         rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_INTRA="gloo", COMMLAYER_DEBUG="detail")

@@ -1,4 +1,4 @@
-"""What the backend does that Gloo does not: dtypes, operations, shapes, uneven lists, layouts; and clear refusals.
+"""Calls that the backend takes and Gloo does not: dtypes, operations, shapes, uneven lists, layouts; and clear refusals.
 
 Every result is held against one computed from all ranks' inputs, which each rank can make for itself.
 """
@@ -35,7 +35,7 @@ def start() -> tuple[int, int, Any]:
 
 
 def payload(rank: int, count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """What ``rank`` holds: random bytes, NaN payloads included."""
+    """The tensor of ``rank``: random bytes, NaN payloads included."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -421,7 +421,7 @@ def test_sparse_gradients(emulated_cluster: ClusterFactory) -> None:
 
 
 def test_tensors_of_inference_mode_and_parameters(emulated_cluster: ClusterFactory) -> None:
-    """What needs a copy back must not trip over autograd, on either thread."""
+    """A result that needs a copy back must not trip over autograd, on either thread."""
 
     def job() -> None:
         rank, size, _ = start()

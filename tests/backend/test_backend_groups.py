@@ -136,7 +136,7 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
 def test_a_probe_is_found_by_a_job_whose_hosts_have_other_names_and_checked(
     emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As the pods of a Kubernetes job have each time."""
+    """Hosts have other names, as the pods of a Kubernetes job have each time."""
     cluster = emulated_cluster(2, 2)
 
     def job(pod: str) -> str:

@@ -38,7 +38,7 @@ def test_a_row_is_a_method_under_all_of_its_names(row: Verb) -> None:
 
 
 def test_every_collective_of_torch_is_in_the_table() -> None:
-    """Those that are not overridden would go to the inner Gloo, unplanned and in no order."""
+    """Verbs that are not overridden would go to the inner Gloo, unplanned and in no order."""
     words = ("gather", "scatter", "reduce", "all_to_all", "alltoall", "broadcast")
     torchs = {name for name in vars(dist.ProcessGroup) if any(word in name for word in words)}
     rows = {name for row in VERBS for name in row.names.split()}

@@ -1,4 +1,4 @@
-"""What commlayer moves equals what Gloo moves, bit for bit: verbs × dtypes × splits × world sizes × nodes × plans.
+"""Bytes that commlayer moves equal what Gloo moves, bit for bit: verbs × dtypes × splits × world sizes × nodes × plans.
 
 One start of the processes covers all verbs, dtypes, splits and plans of a layout. Every rank compares its own outputs, and the
 statistics say that the forced plan really ran. (Reductions here are of integer values, which any order adds to the same.)

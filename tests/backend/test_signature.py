@@ -1,4 +1,4 @@
-"""What COMMLAYER_DEBUG=detail says of ranks that do not come, without processes."""
+"""The words of COMMLAYER_DEBUG=detail of ranks that do not come, without processes."""
 
 from __future__ import annotations
 

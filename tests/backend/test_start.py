@@ -27,7 +27,7 @@ from commlayer.testing.plugin import ClusterFactory
 pytestmark = pytest.mark.cluster
 
 GATHERS_OF_INIT, GATHERS_OF_GROUP = 3, 1
-"""What ranks must agree on, where they run, the second mesh; and of a later group the second mesh alone."""
+"""The gathers: what ranks must agree on, where they run, the second mesh; and of a later group the second mesh alone."""
 
 
 def counted(inner: Store) -> CountingStore:

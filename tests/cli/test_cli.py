@@ -484,7 +484,7 @@ def test_emulate_says_which_rank_failed_and_what_it_said() -> None:
     )
     assert done.returncode == 7
     said = done.stderr.partition("commlayer emulate: rank 2 (node 1) ")[2].splitlines()
-    assert said[:2] == ["exited with code 7; the last line of its stderr:", "    hello from 2"]
+    assert said[:2] == ["exited with code 7; it said:", "    hello from 2"]
     assert said[2] == "rank 0 (node 0), rank 1 (node 0), rank 3 (node 1): killed by the cluster after rank 2 failed"
     assert "[rank 2] first\n" in done.stderr  # all of it has been passed on: it is not said again
     assert "[rank 2] hello from 2" in done.stderr

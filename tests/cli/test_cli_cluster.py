@@ -53,7 +53,7 @@ def shell(*arguments: object, status: int = 0, **environment: str) -> subprocess
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few rounds as are asked for: ranks are forks of this process."""
+    """The rounds are as few as are asked for: ranks are forks of this process."""
     monkeypatch.setattr("commlayer.measure.benchmark._SIZE_BUDGET_US", 0.0)
     monkeypatch.setattr("commlayer.measure.benchmark._PAIR_BUDGET_US", 0.0)
 

@@ -1,4 +1,4 @@
-"""What files and variables hold is printed so that a terminal shows it and obeys none of it."""
+"""The contents of files and variables are printed so that a terminal shows it and obeys none of it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _STATUSES = ("passed", "failed", "error", "skipped")
 
 
 class WorldSet(msgspec.Struct, forbid_unknown_fields=True):
-    """What is expected at one world size, names of tests."""
+    """The expectations at one world size, names of tests."""
 
     gloo: list[str]
     """Pass on Gloo with the gates open."""

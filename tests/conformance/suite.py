@@ -61,7 +61,7 @@ class _OpenGate(str):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test: passed, failed (a rank raised or ended wrongly), error (it hung), or skipped."""
+    """The outcome of one test: passed, failed (a rank raised or ended wrongly), error (it hung), or skipped."""
 
     name: str
     status: str
@@ -162,7 +162,7 @@ class _Meeting:
     """Stands before the suite's own base classes: how its ranks meet before and after a test."""
 
     def _barrier(self, wait_for: int | None = None, timeout: float = 30.0) -> None:
-        """What the suite's file barrier does, polling every 2 ms instead of 100: two of them frame each test."""
+        """The work of the suite's file barrier, polling every 2 ms instead of 100: two of them frame each test."""
         folder = Path(os.environ["TEMP_DIR"]) / "barrier"
         count = getattr(self, "_meetings", 0) + 1
         self._meetings = count
@@ -176,7 +176,7 @@ class _Meeting:
 
 
 def _meaning(code: Any, pipe: Any) -> str:
-    """What the exit status of a rank means to the suite: fine, skipped (the reason is returned), or failed (raises)."""
+    """The meaning of a rank's exit status to the suite: fine, skipped (the reason is returned), or failed (raises)."""
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     if not code:
@@ -188,7 +188,7 @@ def _meaning(code: Any, pipe: Any) -> str:
 
 
 def _judge(outcomes: Sequence[RankOutcome]) -> tuple[str, str]:
-    """As the suite's own parent process judges: a failure of any rank fails; else rank 0 says whether it was skipped."""
+    """The verdict of the suite's own parent: a failure of any rank fails; else rank 0 says whether it was skipped."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     if failures:
         first = [failure for failure in failures if not failure.by_cluster] or failures

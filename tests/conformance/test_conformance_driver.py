@@ -83,7 +83,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, str]]:
-    """What the driver returned and printed, for each of RUNS."""
+    """The results that the driver returned and printed, for each of RUNS."""
     folder = tmp_path_factory.mktemp("backends")
     (folder / "made_up.py").write_text(BACKENDS, encoding="utf-8")
     result = subprocess.run(

@@ -35,7 +35,7 @@ def test_a_program_that_all_ranks_run_alike_is_right() -> None:
 
 
 def test_one_that_waits_later_is_right_too() -> None:
-    """Of the reason why holds have an end (commlayer/scheduler/lanes.py): one rank waits for both, the other in between."""
+    """This is the reason why holds have an end (commlayer/scheduler/lanes.py): one rank waits for both, the other in between."""
     gradients, exchange, own, its = call("dp"), call("ep"), call("dp"), call("ep")
     programs: dict[int, Sequence[Item]] = {
         0: [Issue(gradients), Issue(exchange), Wait(exchange), Wait(gradients)],

@@ -145,7 +145,7 @@ def test_pages_of_all_kinds_of_findings_are_whole(tmp_path: Path) -> None:
 
 
 def analysed(folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> str:
-    """What torch's own analyzer says of the dumps in ``folder``."""
+    """The words of torch's own analyzer of the dumps in ``folder``."""
     from torch.distributed.flight_recorder.components.builder import build_db
     from torch.distributed.flight_recorder.components.config_manager import JobConfig
     from torch.distributed.flight_recorder.components.loader import read_dir

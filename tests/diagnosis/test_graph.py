@@ -15,7 +15,7 @@ from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, di
 
 
 def diagnosed(job: Job, reason: str = "timeout", absent: tuple[int, ...] = ()) -> Diagnosis:
-    """What the logs say when nobody can go on: ranks whose program is over have left."""
+    """The diagnosis when nobody can go on: ranks whose program is over have left."""
     gone = {
         rank: "its program has ended" for rank, here in job.ranks.items() if here.at >= len(here.program)
     } | dict.fromkeys(absent, "died")
@@ -72,7 +72,7 @@ def test_wrong_order_over_three_groups_is_a_circle_of_three() -> None:
 
 
 def test_the_smallest_of_two_circles_is_told() -> None:
-    """Of 0, 1 and 2, and of 1 and 2 alone."""
+    """The smaller one is found of two circles: of 0, 1 and 2, and of 1 and 2 alone."""
     groups: Groups = {"a": (0, 1), "b": (1, 2)}
     ops = {name: Op("all_reduce", name, index, 10 * index) for index, name in enumerate(groups, 1)}
     both = Op("all_reduce", "world", 9, 90)

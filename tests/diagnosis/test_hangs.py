@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,8 @@ def group_of(*ranks: int, name: str) -> Any:
 def texts(
     emulated_cluster: ClusterFactory, folder: Path, program: Callable[[int], None], ranks: int = 4, **environment: str
 ) -> str:
-    """What the ranks raise that time out, of a program that hangs. Ranks that others break raise another error."""
+    """The errors of the ranks that time out, of a program that hangs, and what one rank prints. Ranks that others break raise
+    another error."""
 
     def job() -> str:
         os.environ.update(environment)
@@ -54,13 +55,28 @@ def texts(
             return str(error)
         return ""
 
-    outcomes = emulated_cluster(nodes=2, ranks_per_node=ranks // 2).run(job, check=False, grace_s=30.0, timeout_s=60.0)
-    return "\n".join(str(outcome.value) for outcome in outcomes if outcome.failure is None)
+    cluster = emulated_cluster(nodes=2, ranks_per_node=ranks // 2)
+    with printed(folder.parent / f"{folder.name}.stderr") as lines:
+        outcomes = cluster.run(job, check=False, grace_s=30.0, timeout_s=60.0)
+    errors = [str(outcome.value) for outcome in outcomes if outcome.failure is None]
+    said = "".join(lines)
+    if "has printed all of it" in "".join(errors):
+        assert said.count("asked all ranks what they wait for") == 1, said  # once a job
+    return "\n".join([*errors, said])
+
+
+@contextlib.contextmanager
+def printed(path: Path) -> Iterator[list[str]]:
+    """The lines that Python writes to stderr inside, in the forked ranks too, once it ends."""
+    lines: list[str] = []
+    with path.open("w") as file, contextlib.redirect_stderr(file):
+        yield lines
+    lines += path.read_text().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize("plan", ["flat", "hierarchical"])
 def test_wrong_order_over_two_groups(emulated_cluster: ClusterFactory, tmp_path: Path, plan: str) -> None:
-    """Of Gloo's own calls, and of planned ones."""
+    """The calls are Gloo's own, or planned."""
     x = torch.ones(1 << 16)
 
     def program(rank: int) -> None:
@@ -72,7 +88,9 @@ def test_wrong_order_over_two_groups(emulated_cluster: ClusterFactory, tmp_path:
             dist.all_reduce(x, group=group)
 
     text = texts(emulated_cluster, tmp_path, program, COMMLAYER_PLAN=plan)
-    assert "2 wait for each other, in a circle of 2" in text, text
+    assert "2 wait for each other, in a circle of 2 (rank 0 has printed all of it)" in text, text
+    assert "look at the log" not in text, text  # no log says more than the circle
+    assert "mend what is found below, then restart the job" in text, text
     assert "rank 2 waits in all_reduce #2 (float32, 256 KiB, SUM) of group second" in text, text
     assert "which has not come to all_reduce #2 of group first" in text
     assert f"{HERE}:" in text
@@ -170,7 +188,6 @@ def test_a_signal_finds_a_rank_that_waits_in_gloo(emulated_cluster: ClusterFacto
     """Python's own handlers do not run while a message is waited for. Nothing is wrong then: rank 1 is only late."""
 
     def job() -> list[str]:
-        faulthandler.unregister(signal.SIGUSR1)  # the emulated cluster's own, which a job leaves where it is
         rank = start(tmp_path, HALF_AN_HOUR)
         x = torch.ones(4)
         if rank == 0:

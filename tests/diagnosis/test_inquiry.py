@@ -172,16 +172,18 @@ def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp
 
 def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = asking(tmp_path)
-    monkeypatch.setattr(first, "_lead", lambda store, asked, log, began: f"found in {asked}")
+    monkeypatch.setattr(
+        first, "_lead", lambda store, asked, log, began: inquiry._Found("", f"found in {asked}", False, 1)
+    )
     monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
     first.timed_out()
-    assert first.diagnosed() == "found in 0"
+    assert first.diagnosed() == ("found in 0 (rank 1 has printed all of it)", False)
     monkeypatch.setattr(inquiry, "_RESULT_S", 0.01)
     monkeypatch.setattr(first, "_start", lambda *what: None)
     first.timed_out()
-    assert first.diagnosed() == ""
+    assert first.diagnosed().words == ""
     first._lead_or_follow(0, first._snapshot("timeout"), 0.0)  # the first question's thread has been slow
-    assert first.diagnosed() == ""
+    assert first.diagnosed().words == ""
 
 
 def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
@@ -190,3 +192,15 @@ def test_a_log_that_is_told_keeps_each_threads_last_call() -> None:
     log = RankLog(job="", rank=0, ranks=(0, 1), reason="timeout", calls=tuple(calls))
     told = inquiry._unpacked(inquiry._packed(log)).calls
     assert [call.number for call in told] == [2, *range(75, 203)]
+
+
+def test_a_result_is_printed_once_and_by_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that has answered may then time out itself."""
+    first, _ = asking(tmp_path)
+    found = inquiry._Found("all of it", "in a line", has_cause=True, printer=0)
+    for _ in range(2):
+        assert first._say(3, found) == ("in a line (rank 0 has printed all of it)", True)
+    assert capsys.readouterr().err == "commlayer: all of it\n"
+    assert first._say(4, inquiry._Found("all of it", "in a line", has_cause=False, printer=1)).words
+    assert first._say(5, None).words == ""
+    assert capsys.readouterr().err == ""

@@ -37,7 +37,7 @@ def decide(nbytes: int = 256_000_000) -> Decision:
 
 
 def measured(timeline: Timeline, factor: float = 1.1) -> Timeline:
-    """As if every step had ended late."""
+    """The timeline as if every step had ended late."""
     return Timeline(timeline.plan, tuple((start * factor, end * factor) for start, end in timeline.spans))
 
 

@@ -76,7 +76,7 @@ def texts(figure: Any, tmp_path: Path) -> str:
 
 
 def lengths(figure: Any) -> list[float]:
-    """Of the bars, each with all of its parts, from the top."""
+    """The widths of the bars, each with all of its parts, from the top."""
     found: dict[int, float] = {}
     for patch in figure.axes[0].patches:
         row = round(patch.get_y() + patch.get_height() / 2)

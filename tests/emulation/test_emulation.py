@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -593,7 +594,9 @@ def test_a_rank_can_ask_for_another_rate(netns_cluster: ClusterFactory) -> None:
         line = Line("10.77.0.1")
         fast_s = line.transfer_s(4_000_000)
         if line.first:
-            request_shape(inter="50mbit")
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                request_shape(inter="50mbit")
+            assert said.getvalue() == "commlayer: emulated cluster: all nodes: inter 50mbit from now on\n"
             with pytest.raises(UsageError, match="inter: unknown unit"):
                 request_shape(inter="50furlong")
         return fast_s, line.transfer_s(4_000_000)

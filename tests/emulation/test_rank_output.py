@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from commlayer.emulation.output import OutputStream, RankOutput, drain
+from commlayer.emulation.output import OutputStream, RankOutput, drain, error_line
 
 Passed = Callable[..., str]
 
 
 @pytest.fixture
 def passed(tmp_path: Path) -> Iterator[Passed]:
-    """What arrives if a rank writes such pieces."""
+    """The output that arrives if a rank writes such pieces."""
     printed = tmp_path / "printed"
     write_fd = os.open(printed, os.O_WRONLY | os.O_CREAT)
 
@@ -71,6 +71,41 @@ def test_the_last_words_are_the_last_lines_of_stderr() -> None:
     for stream in output.streams:
         os.close(stream.target)
     output.close()
+
+
+def test_the_line_that_says_the_error_is_kept_and_found() -> None:
+    output = RankOutput("rank 0")
+    for stream in output.streams:
+        stream.target = os.open(os.devnull, os.O_WRONLY)
+    said = "[rank0]: commlayer.profiles.errors.CollectiveTimeoutError: rank 1 did not answer within 3 s"
+    lines = ["ValueError: one before", "Traceback (most recent call last):", said, *["  a line of the diagnosis"] * 40]
+    os.write(output.streams[1].write_fd, "\n".join([*lines, "[W1] a warning of C++"]).encode())
+    output.close_writers()
+    drain(output.streams, timeout_s=10)
+    words = output.last_words()
+    assert words.splitlines()[0] == said
+    assert len(words.splitlines()) == 21
+    assert error_line(words) == said
+    for stream in output.streams:
+        os.close(stream.target)
+    output.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("", ""),
+        ("first\nlast\n\n", "last"),
+        (
+            "Traceback (most recent call last):\n  File\nKeyError: 'x'\n\nduring\n\nKeyboardInterrupt\n",
+            "KeyboardInterrupt",
+        ),
+        ("a.b.MyError: one\n  ValueError: indented\nError in C: 7", "a.b.MyError: one"),
+        ("no error: here\nMemory: 7 GB", "Memory: 7 GB"),
+    ],
+)
+def test_the_error_is_the_last_exceptions_first_line(words: str, line: str) -> None:
+    assert error_line(words) == line
 
 
 def test_a_stream_that_somebody_keeps_open_holds_nobody_up() -> None:

@@ -54,7 +54,7 @@ def test_what_is_started_gives_what_is_called(emulated_cluster: ClusterFactory, 
 
 
 LOG: list[str] = []
-"""Of this process: what was waited for, and what ran beside."""
+"""The events of this process: what was waited for, and what ran beside."""
 
 
 class Noted(torch.autograd.Function):
@@ -144,7 +144,7 @@ def test_a_second_derivative_is_right_or_refused(emulated_cluster: ClusterFactor
 
 
 def freed_and_written_over() -> None:
-    """What autograd has passed on and dropped, while it is still on its way."""
+    """The gradients that autograd has passed on and dropped, while it is still on its way."""
     ep = start()
     x = torch.full((ep.size * 4096, 64), float(ep.rank + 1), requires_grad=True)
     held = ep.hold(x * 1)

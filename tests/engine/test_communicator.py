@@ -491,7 +491,7 @@ def test_a_misspelt_variable_is_an_error(emulated_cluster: ClusterFactory) -> No
 
 
 def test_ranks_in_unequal_numbers_of_groups_find_each_other(emulated_cluster: ClusterFactory) -> None:
-    """As in any trainer: here node leaders have a group that the others are not in."""
+    """It is so in any trainer: here node leaders have a group that the others are not in."""
 
     def job() -> None:
         dist.init_process_group("gloo")

@@ -123,7 +123,7 @@ def test_sums_where_nodes_hold_different_numbers_of_ranks(
 
 
 def gathers_are_right(plan: str, scaling: Scaling) -> None:
-    """What every rank holds is what encoding and decoding makes of each block, the owner's copy too."""
+    """Every rank holds what encoding and decoding makes of each block, the owner's copy too."""
     n = 4
     group = start(plan, formats=(E4M3,), scaling=scaling)
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""What ranks record of their calls on an emulated cluster, and what the timelines prove: overlap, overtaking, where it waits."""
+"""The records of ranks' calls on an emulated cluster, and what the timelines prove: overlap, overtaking, where it waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from commlayer.traces.records import CallRecord, StepRecord
 pytestmark = pytest.mark.cluster
 
 COUNT = 1 << 19
-"""Of float32: 2 MiB, a third of a second on the wire."""
+"""Elements of float32: 2 MiB, a third of a second on the wire."""
 
 
 def start(folder: Path) -> int:

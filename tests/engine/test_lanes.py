@@ -177,7 +177,7 @@ def test_one_rank_on_each_node_is_cut_on_one_level() -> None:
 
 
 def test_no_more_than_the_credits_are_on_the_link() -> None:
-    """As the executor does it: when a chunk's exchange is posted, how many of its kind have not been waited for?"""
+    """Count as the executor does: when a chunk's exchange is posted, how many of its kind have not been waited for?"""
     plan = build_group(traffic(1 << 20, "dp"), Strategy.PIPELINED, 16)
     waited: set[int] = set()
     for index, step in enumerate(plan.steps):

@@ -1,4 +1,4 @@
-"""What a bounded wait has let go of does not take the program down when it ends."""
+"""Calls that a bounded wait has let go of do not take the program down when it ends."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ def test_every_rank_hears_how_another_ended(emulated_cluster: ClusterFactory, wa
 
 @pytest.mark.cluster
 def test_a_child_that_outlives_a_rank_does_not_hide_its_death(emulated_cluster: ClusterFactory) -> None:
-    """Such as a worker of a DataLoader, which has inherited the connections."""
+    """The child may be a worker of a DataLoader, which has inherited the connections."""
 
     def outlive(begun: int) -> None:
         os.setsid()  # or the cluster ends it with the rank

@@ -1,4 +1,4 @@
-"""What the program's end does with calls that nobody waited for. (Whole programs: tests/backend/test_backend.py.)"""
+"""The program's end, and calls that nobody waited for. (Whole programs: tests/backend/test_backend.py.)"""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def resident_kib() -> int:
 
 
 def settled(most: tuple[int, int], seconds: float = 30.0) -> tuple[int, int]:
-    """What is held once neither number is more than ``most``, or after ``seconds``. Nothing of ours is called meanwhile."""
+    """The numbers held once neither number is more than ``most``, or after ``seconds``. Nothing of ours is called meanwhile."""
     until = time.monotonic() + seconds
     while any(now > enough for now, enough in zip(held(), most, strict=True)) and time.monotonic() < until:
         time.sleep(0.01)
@@ -168,7 +168,7 @@ def settled(most: tuple[int, int], seconds: float = 30.0) -> tuple[int, int]:
 
 
 def at_rest(seconds: float = 0.5) -> tuple[int, int]:
-    """What is held once that has not changed for so long."""
+    """The numbers held once that has not changed for so long."""
     before, since = held(), time.monotonic()
     while time.monotonic() < since + seconds:
         time.sleep(0.01)
@@ -238,7 +238,7 @@ def test_groups_in_a_loop_under_a_low_limit_of_descriptors(emulated_cluster: Clu
 
 @pytest.mark.parametrize("how", ["destroy", "abort", "debug", "one rank", "registered backend"])
 def test_a_destroyed_group_gives_back_threads_and_descriptors(emulated_cluster: ClusterFactory, how: str) -> None:
-    """By themselves, without a further call; ``registered backend``: C++ has called it without asking Python."""
+    """They end by themselves, without a further call; ``registered backend``: C++ has called it without asking Python."""
 
     def job() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
         os.environ["COMMLAYER_PLAN"] = "hierarchical"

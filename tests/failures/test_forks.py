@@ -1,4 +1,4 @@
-"""What forked children make of the groups of their parent: nothing, and the parent goes on."""
+"""Forked children can do nothing with the groups of their parent, and the parent goes on."""
 
 from __future__ import annotations
 

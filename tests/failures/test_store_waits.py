@@ -1,4 +1,4 @@
-"""What is asked of the job's store is bounded, and its errors say who waits, for what, and who is missing."""
+"""Questions to the job's store are bounded, and its errors say who waits, for what, and who is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from commlayer.backend.create import _own_keys
+from commlayer.backend.joining import own_keys
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector
@@ -75,7 +75,7 @@ def test_a_store_that_is_gone_ends_joining() -> None:
 def test_making_a_group(silent: Any, is_silent: bool, error: type[ClusterError], words: str) -> None:
     store: Any = silent if is_silent else Gone()
     with pytest.raises(error, match=f"^rank 3, group ep: the job's store {words}"):
-        _own_keys(store, 4, 0.1, "rank 3, group ep")
+        own_keys(store, 4, 0.1, "rank 3, group ep")
 
 
 def checked(store: Any) -> SignatureCheck:
@@ -94,3 +94,14 @@ def test_comparing_a_call(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refusals: list[Callable[..., None]] = [checked(silent).refuse, checked(Gone()).refuse]
     for refuse in refusals:
         refuse(7, "barrier", TensorError(f"a tensor of {torch.int8}"))  # the caller's own mistake matters more
+
+
+@pytest.mark.parametrize(("is_agents", "host"), [("False", "rank 0 hosts it, unless"), ("True", "look at torchrun")])
+def test_whoever_hosts_a_store_that_is_gone_is_named(
+    is_agents: str, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", is_agents)
+    monkeypatch.setattr("commlayer.failures.detector._HOST_NEWS_S", 0.01)
+    gone: Any = Gone()
+    with pytest.raises(PeerError, match=f"its store is gone: {host}"):
+        FailureDetector(gone, 1, range(2), 30.0)

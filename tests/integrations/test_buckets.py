@@ -82,7 +82,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wanted(seeds: list[int], mesh: FoldedMesh | None = None) -> dict[str, torch.Tensor]:
-    """By synchronise_gradients."""
+    """The gradients by synchronise_gradients."""
     model = Layers()
     for seed in seeds:
         loss(model, seed).backward()

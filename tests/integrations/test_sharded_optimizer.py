@@ -37,7 +37,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def set_gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
-    """Of this rank and step, whatever the parameters are; returns their mean over ranks as DDP takes it."""
+    """Set the gradients of this rank and step, whatever the parameters are; returns their mean over ranks as DDP takes it."""
     means = []
     for index, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * step + 10 * index + dist.get_rank())
@@ -119,7 +119,7 @@ def test_a_group_of_one(emulated_cluster: ClusterFactory) -> None:
 
 
 def decoded(main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What every rank is to hold: each block of 128 elements rounded to FP8 once."""
+    """The values that every rank is to hold: each block of 128 elements rounded to FP8 once."""
     rows = main.to(dtype).view(-1, 1024)
     codec = Codec(Wire(WireFormat.FP8_E4M3, 1024, Scaling.BLOCK), dtype)
     message = torch.empty(codec.wire_bytes(len(rows)), dtype=torch.uint8)

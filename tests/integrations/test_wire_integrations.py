@@ -68,7 +68,7 @@ def small_model() -> torch.nn.Module:
 
 
 def gradients(model: torch.nn.Module, seed: int = 0) -> list[torch.Tensor]:
-    """Of one batch, which differs between ranks; whole."""
+    """The gradients of one batch, which differs between ranks; whole."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     model.zero_grad()
     model(torch.randn(6, 8, generator=generator)).square().mean().backward()
@@ -108,7 +108,7 @@ def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def calls(plan: str) -> dict[str, int]:
-    """Of planned groups, by collective: how often a plan with ``plan`` in its name ran."""
+    """The calls of planned groups, by collective: how often a plan with ``plan`` in its name ran."""
     found: dict[str, int] = {}
     for group in stats()["groups"]:
         for call in group["calls"]:
@@ -362,7 +362,7 @@ def test_fsdp_parameters(emulated_cluster: ClusterFactory, wire: str, dtype: tor
 
 
 def gathers_where_input_and_output_share_memory(plan: str, elements: int) -> None:
-    """As FSDP2 calls: the input is this rank's slice of the output."""
+    """The call is as FSDP2's: the input is this rank's slice of the output."""
     os.environ["COMMLAYER_PLAN"] = plan
     start()
     n, rank = dist.get_world_size(), dist.get_rank()

@@ -96,7 +96,7 @@ def test_the_file_of_a_probe_decides_as_the_job_that_measured_it(
 
 
 def plan_without(monkeypatch: pytest.MonkeyPatch, settings: Settings, name: str = "mine") -> Planner:
-    """Of a job whose measuring gives a profile of that name."""
+    """The planner of a job whose measuring gives a profile of that name."""
     monkeypatch.setattr(calibrate, "measure_cluster", lambda *_, **__: synthetic_profile().replace(name=name))
     ranks = cast("AllRanks", OneSpeaks())
     planner = calibrate.planner_for(settings, Topology.parse("2x4"), ranks, is_whole_job=True, timeout_s=1.0)

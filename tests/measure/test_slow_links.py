@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.emulation import EmulatedCluster
-from commlayer.measure import trials
+from commlayer.measure import prober, trials
 from commlayer.measure.prober import Prober
 from commlayer.scheduler import Strategy, build
 from commlayer.testing.plugin import ClusterFactory
@@ -91,6 +91,11 @@ def test_a_slow_node_without_a_rate_is_refused() -> None:
 
     from commlayer.cli.main import main
 
+    words = "--slow-node 4:10mbit: expected a node of 0 to 1, got 4"
+    assert (
+        words
+        in CliRunner().invoke(main, ["emulate", "--mode=loopback", "--slow-node", "4:10mbit", "--", "true"]).output
+    )
     result = CliRunner().invoke(main, ["emulate", "--slow-node", "3", "--", "true"])
     assert result.exit_code == 2
     assert "expected a node's number and its rate, such as 3:100mbit, got '3'" in result.output
@@ -148,7 +153,10 @@ def test_a_node_that_dies_while_it_is_measured_is_named_by_all_others(
             def die(*_: Any, **__: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            setattr(Prober, {"pair_times": "_swap", "times": "_time_us"}[step], die)
+            if step == "pair_times":
+                setattr(prober, "swap", die)  # noqa: B010  a name that the module does not export
+            else:
+                setattr(Prober, "_time_us", die)  # noqa: B010
         try:
             start(tmp_path)
         except RuntimeError as error:
@@ -170,7 +178,7 @@ def test_a_trial_in_which_a_rank_dies_names_it(emulated_cluster: ClusterFactory)
         os.environ.update({"COMMLAYER_PROFILE": "emulated-2x4", "COMMLAYER_TRIALS": "on"})
         dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
         if dist.get_rank() == 5:
-            trials._largest = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+            setattr(trials, "largest", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010  as above
         try:
             dist.all_reduce(torch.ones(1 << 16))
         except RuntimeError as error:

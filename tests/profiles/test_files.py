@@ -201,7 +201,7 @@ def test_the_first_one_wins_also_without_hard_links(tmp_path: Path, monkeypatch:
 
 
 def _profile(writer: int) -> Profile:
-    """Of another size for each writer, so that a mix of two would show."""
+    """The content, of another size for each writer, so that a mix of two would show."""
     return synthetic_profile().replace(source=f"writer {writer} " + "…" * 20_000 * writer)
 
 

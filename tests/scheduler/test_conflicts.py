@@ -380,7 +380,7 @@ def test_random_programs_keep_their_bounds(links: list[Resource], seed: int) -> 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_the_top_lane_is_delayed_by_no_more_than_what_is_in_flight(seed: int) -> None:
-    """From its start (calls of its own group go first) by the credits of each group below it; and nothing is idle for it."""
+    """It waits from its start (calls of its own group go first) for the credits of groups below; and nothing is idle for it."""
     program = random_program(seed, [Resource.INTER])
     course = simulate(program, PROFILE, STRICT)
     chunks: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What trials teach of a group, without processes."""
+"""The corrections that trials teach of a group, without processes."""
 
 from __future__ import annotations
 

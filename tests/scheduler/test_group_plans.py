@@ -133,7 +133,7 @@ def traffic_of(collective: str, size: int, nodes: Nodes) -> Traffic:
 
 
 def plans_of(traffic: Traffic) -> list[Plan]:
-    """Those of its plans that apply; the property tests would be empty without any."""
+    """The plans of a case that apply; the property tests would be empty without any."""
     wanted = [
         (Strategy.DIRECT, 1, 1, ""),
         (Strategy.DIRECT, 4, 1, "dp"),
@@ -469,7 +469,7 @@ def test_even_blocks_cover_everything_and_cut_no_element(size: int, parts: int) 
 
 
 def test_a_node_sends_each_byte_once_over_the_wire() -> None:
-    """What hierarchy is for: of an all_gather, (m−1)/m of the total enters a node, instead of l times that."""
+    """Hierarchy saves bytes: of an all_gather, (m−1)/m of the total enters a node, instead of l times that."""
     nodes, block, n = ((0, 1, 2, 3), (4, 5, 6, 7)), 1024, 8
     node_of = {rank: a for a, members in enumerate(nodes) for rank in members}
 

@@ -170,7 +170,7 @@ def test_a_planner_keeps_the_planners_of_its_groups() -> None:
 
 
 def test_ranks_of_several_groups_predict_a_shape_alike() -> None:
-    """Those of one that touches a slow node, of one that does not, and of one whose siblings were told."""
+    """The ranks of one that touches a slow node, of one that does not, and of one whose siblings were told."""
     planner = Planner(ideal("4x2").replace(slow_links=[SlowLink((3,), 0.25)]))
     groups = [Choices((1, 1), planner, Settings(), rates=rates) for rates in ((1.0, 1.0), (1.0, 0.25), ())]
     groups.append(Choices((2, 2, 2, 2), planner, Settings(), rates=(1.0, 1.0, 1.0, 0.25)))

@@ -1,4 +1,4 @@
-"""What is kept of what was once found out."""
+"""Kept answers: what was once found out is looked up, and the oldest forgotten."""
 
 from __future__ import annotations
 

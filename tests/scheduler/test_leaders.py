@@ -28,7 +28,7 @@ S = 960 * 64
 
 
 def crossing(plan: Plan, nodes: tuple[tuple[int, ...], ...]) -> dict[str, list[tuple[int, Message]]]:
-    """By leg the messages between nodes, each with its sender."""
+    """The messages of each leg between nodes, each with its sender."""
     traffic, node_of = plan.traffic, {rank: a for a, members in enumerate(nodes) for rank in members}
     n = traffic.group_size
     blocks = (traffic.logical_bytes // n,) * n if traffic.collective != "all_reduce" else owned_blocks(plan, nodes)

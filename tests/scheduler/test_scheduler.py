@@ -99,7 +99,7 @@ def test_interference_of_one_is_none_and_more_is_slower() -> None:
 def reference_fluid(
     plan: Plan, durations: list[float], slow: dict[tuple[Resource, Resource], float]
 ) -> list[tuple[float, float]]:
-    """What ``price`` does where resources interfere, in its plainest form: at every event look at everything anew."""
+    """The work of ``price`` where resources interfere, in its plainest form: at every event look at everything anew."""
     waiting: dict[Resource, list[int]] = {}
     for index, step in enumerate(plan.steps):
         waiting.setdefault(step.resource, []).append(index)
@@ -234,7 +234,7 @@ def test_probes_of_an_exchange_move_the_same_bytes_in_two_ways(group_size: int) 
 
 
 def test_contention_of_gather_and_copy_turns_o3_into_o2() -> None:
-    """What the paper observes at middle sizes, and what no model without contention can say (design rule 5)."""
+    """The model says what the paper observes at middle sizes, and what no model without contention can say (design rule 5)."""
     traffic = Traffic(2**22, 2, 4)
     policy = Policy(strategies=(Strategy.PIPELINED, Strategy.PIPELINED_COPY), gather=Gather.WHOLE)
     beta = {"inter": 400.0, "intra": 200.0, "device": 400.0}

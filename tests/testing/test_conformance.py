@@ -250,7 +250,7 @@ class OneWait:
 
 
 class MessagesOvertake(Wrong):
-    """Of two messages from the first rank to the last one, the second goes first."""
+    """The second of two messages from the first rank to the last one goes first."""
 
     def send(self, tensor: torch.Tensor, to: int, *, async_op: bool = False) -> AsyncCall | None:
         if (self.rank, to) != (0, self.size - 1):

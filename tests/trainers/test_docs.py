@@ -54,7 +54,7 @@ def import_what_is_imported(program: str) -> None:
 
 
 KEPT: list[object] = []
-"""What programs leave behind: freed in a rank, DDP's reducer may hang in the destructor of a Gloo group (see tiny_moe.py)."""
+"""Groups left behind: freed in a rank, DDP's reducer may hang in the destructor of a Gloo group (see tiny_moe.py)."""
 
 
 def perform(path: Path, environment: dict[str, str], arguments: list[str]) -> tuple[str, Stats]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cluster
 
 
 def on_two_nodes(run: Run) -> list[Trained]:
-    """What each of 2 x 2 ranks saw."""
+    """The results of each of 2 x 2 ranks."""
     _ = transformers().MixtralForCausalLM, transformers().Qwen3MoeForCausalLM  # before the fork: once, not in each rank
     with EmulatedCluster(nodes=2, ranks_per_node=2) as cluster:
         return cluster.run(train, run, timeout_s=60)

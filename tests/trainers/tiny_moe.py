@@ -159,7 +159,7 @@ def with_fsdp(model: Any, experts: set[torch.nn.Parameter], group: dist.ProcessG
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank does.
+    """The program of a rank.
 
     backend: of all groups. plan: COMMLAYER_PLAN. cache: COMMLAYER_CACHE, for plans from a measured profile. gradients: the
     backend of the gradients' group, where it is another one. functional: experts exchange by torch's functional all_to_all
@@ -179,7 +179,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a rank saw: its own loss at each step; rows that a broken all_to_all misplaced; statistics of the backend."""
+    """The results of a rank: its own loss at each step; rows that a broken all_to_all misplaced; statistics of the backend."""
 
     losses: list[float]
     num_misplaced: int

@@ -1,4 +1,4 @@
-"""What lanes mean to CUDA and NCCL, as far as it is arithmetic: it needs no device. With one: tests/gpu/test_lanes_gpu.py."""
+"""Lanes on CUDA and NCCL, as far as it is arithmetic: it needs no device. With one: tests/gpu/test_lanes_gpu.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIELDS = frozenset(CONFIG_SINCE) | {"min_ctas", "blocking"}
 
 
 def torch_options(*fields: str) -> SimpleNamespace:
-    """As ProcessGroupNCCL.Options of a torch that can set ``fields`` of NCCL's configuration."""
+    """A stand-in for ProcessGroupNCCL.Options of a torch that can set ``fields`` of NCCL's configuration."""
     return SimpleNamespace(
         is_high_priority_stream=False, config=SimpleNamespace(**dict.fromkeys(fields or FIELDS, UNDEFINED))
     )

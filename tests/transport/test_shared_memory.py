@@ -507,7 +507,7 @@ def sharing(nodes: Sequence[Sequence[int]], plan: str, timeout_s: float = 20.0) 
 
 
 def shared_by(group: PlannedGroup) -> SharedMemoryGroup | None:
-    """What carries the group's messages, if anything does yet."""
+    """The transport of the group's messages, if anything does yet."""
     runner: Any = group._runner
     return cast("SharedMemoryGroup", runner.transport.channels[Op.ALL_GATHER].group) if runner is not None else None
 

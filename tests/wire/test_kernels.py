@@ -286,7 +286,7 @@ CHECKS, COMPILED = named("check_"), named("compile_")
 
 
 def outcomes(checks: str, environment: dict[str, str]) -> dict[str, str | None]:
-    """What went wrong in each check of a process of its own, or None."""
+    """The error, if any, in each check of a process of its own, or None."""
     ended = subprocess.run(
         [sys.executable, __file__, checks],
         capture_output=True,

@@ -90,7 +90,7 @@ class Receive:
         self._group, self.mark = group, mark
         self.missing: list[Peer] = []
         self.first: Peer | None = None
-        """From whom the first one comes, or has come."""
+        """The rank from whom the first one comes, or has come."""
         self.error: RuntimeError | None = None
         """Why one of them ended without a message that fits."""
         self._blamed: Peer | None = None

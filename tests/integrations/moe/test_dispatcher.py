@@ -54,7 +54,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """What may go wrong, in every way of moving it."""
+    """Cases that may go wrong, in every way of moving it."""
     ways: list[dict[str, Any]] = [
         {},
         {"chunks": 2},
@@ -109,7 +109,7 @@ def near(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 def check(
     case: Case, ep: GroupCommunicator, etp: GroupCommunicator | None, both: GroupCommunicator | None
 ) -> list[str]:
-    """What differs from the reference on this rank."""
+    """The differences from the reference on this rank."""
     everyone = both or ep
     dispatcher = TokenDispatcher(
         case.experts,
@@ -369,7 +369,7 @@ def test_groups_that_are_no_grid(emulated_cluster: ClusterFactory) -> None:
 
 
 def refusals() -> dict[str, list[str]]:
-    """What each rank hears when rank 0 brings something else, and whether the next dispatch goes well."""
+    """The error that each rank hears when rank 0 brings something else, and whether the next dispatch goes well."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     ep = GroupCommunicator(dist.group.WORLD, "ep")

@@ -117,7 +117,7 @@ def _expected(key: str, case: Case) -> Expected:
 
 
 def run_case(case: Case) -> list[str]:
-    """What differs on this rank. Collective over all ranks."""
+    """The differences on this rank. Collective over all ranks."""
     with FoldedMesh(dict(case.degrees)) as mesh:
         return run_on(mesh, case)
 
@@ -261,7 +261,7 @@ def test_every_mapping_computes_the_same(emulated_cluster: ClusterFactory, world
 
 
 def edges(**degrees: int) -> list[Case]:
-    """What may go wrong, on a mapping whose tp · cp and dp have room for it."""
+    """Cases that may go wrong, on a mapping whose tp · cp and dp have room for it."""
     base = mapping(**degrees)
     changes: list[dict[str, Any]] = [
         {"rows": 13},
@@ -304,7 +304,7 @@ def test_three_ranks(emulated_cluster: ClusterFactory) -> None:
 
 
 def options() -> Iterator[Case]:
-    """What a layer can do, on mappings with and without ETP."""
+    """The options of a layer, on mappings with and without ETP."""
     folded, sharded = mapping(tp=2, cp=2, ep=4), mapping(tp=2, etp=2, ep=2)
     for case in (folded, sharded):
         for layer in (

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, or in one mode, is told on all: no garbage, no wait until a timeout."""
+"""Faults on one rank, or in one mode, is told on all: no garbage, no wait until a timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the dispatcher decides from predictions: the pipeline's closed forms, the kind, the chunks; no processes."""
+"""Decisions of the dispatcher from predictions: the pipeline's closed forms, the kind, the chunks; no processes."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_experts_are_measured_anew_for_more_than_twice_the_rows() -> None:
 
 
 def test_the_gradient_goes_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is moved in memory is measured with it."""
+    """The rows that are moved in memory are measured with it."""
     counted = Counted(monkeypatch)
     group = Predicted(4, {"all_to_all_v": 1.0, "all_gather": 1.0, "reduce_scatter": 1.0})
     forward, both = (

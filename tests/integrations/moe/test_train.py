@@ -43,7 +43,7 @@ CONFIG = ModelConfig(
 OPTIONS = TrainOptions(steps=50, sequence=16, batch=4, lr=0.1, optimizer="sgd", seed=3)
 TOLERANCE = 1e-4
 MARGIN = 5e-6
-"""Of probabilities, whose rounding is some 1e-8 in the first step."""
+"""The tolerance of probabilities, whose rounding is some 1e-8 in the first step."""
 
 
 def of_one_process(config: ModelConfig, options: TrainOptions) -> tuple[list[float], float]:
@@ -69,7 +69,7 @@ def reference() -> tuple[list[float], float]:
 
 
 def test_no_decision_is_close() -> None:
-    """What the comparisons below rest on; and that there is something to learn."""
+    """Equal runs, on which the comparisons below rest; and that there is something to learn."""
     losses, margin = reference()
     assert margin > MARGIN
     assert losses[-1] < losses[0] / 2
@@ -150,7 +150,7 @@ def test_alone() -> None:
 
 
 def test_torchrun() -> None:
-    """As users start it, on loopback; the default group may be another backend's."""
+    """The example is started as users start it, on loopback; the default group may be another backend's."""
     module = "commlayer.integrations.examples.train"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
     command = [*torchrun, *TINY, "--tp", "2", "--ep", "2", "--chunks", "4", "--dispatch", "all_to_all", "--json"]

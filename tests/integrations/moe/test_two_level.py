@@ -64,7 +64,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """What may go wrong, and routings as they come."""
+    """Cases that may go wrong, and routings as they come."""
     yield from (
         Case(),
         Case(tokens=(0, 4)),
@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Passed:
-    """What a kind made of a case: rows of the experts and their numbers, the output, gradients of tokens and weights."""
+    """The results of a kind in a case: rows of the experts and their numbers, the output, gradients of tokens and weights."""
 
     rows: torch.Tensor
     expert_rows: tuple[int, ...]
@@ -181,7 +181,7 @@ def test_ranks_may_lie_on_nodes_in_any_order(emulated_cluster: ClusterFactory, t
 
 
 def sent_bytes() -> dict[str, tuple[int, int]]:
-    """What each kind sends between nodes and inside them, out and home, without indices, counts and weights."""
+    """The bytes that each kind sends between nodes and inside them, out and home, without indices, counts and weights."""
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     ep = GroupCommunicator(dist.group.WORLD, "ep")
@@ -469,7 +469,7 @@ def test_routing_that_stays_on_one_node_is_counted_not_expected() -> None:
 
 
 def test_a_hot_rank_does_not_make_flat_look_slow() -> None:
-    """What its node's link carries is what counts there, and two levels carry as much of it."""
+    """The bytes on its node's link count there, and two levels carry as much of it."""
     found = layout(Lying(((0, 1), (2, 3))), APART, 16)
     assert (found.most_rows, found.most_rows_of_nodes) == (64, 32)
     even = layout(Lying(((0, 1), (2, 3))), torch.arange(16).view(16, 1), 16)

@@ -94,7 +94,7 @@ def test_fp8_tokens_stay_close(
 
 
 def rows_arrive_rounded() -> list[str]:
-    """What was native stays bit-equal; what crossed nodes is what the codec makes of it; the way home likewise."""
+    """Rows that were native stay bit-equal; those that crossed nodes are what the codec makes of it; the way home likewise."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_PLAN"] = "flat_direct:3"
     dist.init_process_group("commlayer")

@@ -1,4 +1,4 @@
-"""What a mapping is said to send is what the run time counts, call by call and byte by byte; and what the papers' formulas say.
+"""Mappings are said to send what the run time counts, call by call and byte by byte; and what the papers' formulas say.
 
 The model is the integrations' language model on a real, emulated cluster. Where sizes depend on the router's choices (rows that
 arrive, and their gradients on the way back) the sum over all ranks does not, and is compared.
@@ -160,7 +160,7 @@ STATISTICS = {"all_to_all_v": "all_to_all", "send_recv": "send"}
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank moves in a step, as it is counted and as it is described; ``routed``: axes on whose groups tokens go."""
+    """The bytes of one rank in a step, as counted and as described; ``routed``: axes on whose groups tokens go."""
 
     counted: dict[Key, Moved]
     described: dict[Key, Moved]
@@ -225,7 +225,7 @@ def run_cases(cases: list[Case]) -> list[Step]:
 
 
 def total(found: Sequence[dict[Key, Moved]]) -> dict[Key, Moved]:
-    """Of all ranks."""
+    """The bytes of all ranks."""
     sums: dict[Key, Moved] = {}
     for each in found:
         for key, (calls, size) in each.items():
@@ -265,7 +265,7 @@ TOKENS_OF = st.builds(
 
 
 def sent_elements(exchanges: Iterable[StepCollective], axis: str, ranks: int) -> float:
-    """That one rank sends on an axis of ``ranks``, each of its tokens to itself among them not counted."""
+    """The bytes that one rank sends on an axis of ``ranks``, each of its tokens to itself among them not counted."""
     total = 0.0
     for each in exchanges:
         if each.axis == axis and each.place != "counts" and "weights" not in each.name:
@@ -331,7 +331,7 @@ def test_megatron_gathers_a_sequence_again() -> None:
 
 @given(st.sampled_from([0, 1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([COMMLAYER, MEGATRON]))
 def test_every_parameter_is_summed_once(zero: int, pp: int, software: Software) -> None:
-    """Of all stages: as many gradient bytes as there are parameters on a rank, in each micro-batch or once."""
+    """The bytes of all stages: as many gradient bytes as there are parameters on a rank, in each micro-batch or once."""
     software = replace(software, bucket_bytes=None)
     model = replace(SHAPE, layers=5, dense_layers=1, dense_width=8, vocabulary=64)
     job = Job(model=model, gpus=8 * pp, global_batch=32, sequence=16)

@@ -41,7 +41,7 @@ def flat_us(cluster: Cluster, collective: str, size: float, nodes: tuple[int, ..
 
 
 def busbw(cluster: Cluster, collective: str, size: int, nodes: tuple[int, ...]) -> float:
-    """As nccl-tests prints it, GB/s."""
+    """The bus bandwidth as nccl-tests prints it, GB/s."""
     return size / flat_us(cluster, collective, size, nodes) / 1e3 * bus_factor(collective, sum(nodes))
 
 
@@ -69,7 +69,7 @@ def in_domains(ranks: tuple[int, ...], domain: int) -> tuple[int, ...]:
 
 
 def first_ranks(layout: tuple[tuple[int, int], ...], ranks: int) -> list[int]:
-    """Of all groups that lie within the job, by trying each rank."""
+    """The spans of all groups that lie within the job, by trying each rank."""
     reach = sum((size - 1) * stride for size, stride in layout)
     at_start = (rank for rank in range(ranks) if all(rank // stride % size == 0 for size, stride in layout))
     return [rank for rank in at_start if rank + reach < ranks]
@@ -83,7 +83,7 @@ def all_shapes(layout: tuple[tuple[int, int], ...], ranks: int, domain: int) -> 
 
 
 def slowest_of(shapes: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """What leaves a domain; of that the emptiest domain; of that the most domains, and the fullest."""
+    """The shapes that leave a domain; of these the emptiest domain; of these the most domains, and the fullest."""
     crossing = {nodes for nodes in shapes if len(nodes) > 1} or shapes
     emptiest = {nodes for nodes in crossing if min(nodes) == min(map(min, crossing))}
     most = {nodes for nodes in emptiest if len(nodes) == max(map(len, emptiest))}
@@ -306,7 +306,7 @@ def test_uneven_nodes_are_never_faster_than_even_ones(collective: str, size: int
 @pytest.mark.parametrize("collective", GROUP_COLLECTIVES)
 @pytest.mark.parametrize("size", [MIB, 64 * MIB, 1024 * MIB])
 def test_plans_on_uneven_nodes_never_take_less_time_than_their_emptiest_node(collective: str, size: int) -> None:
-    """What comes into a domain of one rank, or leaves it, crosses the one card there is, whatever the plan."""
+    """Bytes that come into a domain of one rank, or leave it, cross the one card there is, whatever the plan."""
     rack = clusters.load("gb200-nvl72")
     times = [Pricer(rack).us(collective, size, nodes) for nodes in ((32, 32), (16, 48), (8, 56), (2, 62), (1, 63))]
     assert times == sorted(times)

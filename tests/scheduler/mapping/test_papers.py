@@ -1,4 +1,4 @@
-"""What three papers publish beside what we predict: the parts of benchmarks/papers.py that must hold in every change."""
+"""Three papers' tables beside what we predict: the parts of benchmarks/papers.py that must hold in every change."""
 
 from __future__ import annotations
 

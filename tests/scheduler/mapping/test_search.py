@@ -389,7 +389,7 @@ def test_what_fits_nowhere_says_how_many_gpus_would_do() -> None:
 
 
 def test_the_smallest_fit_is_the_same_with_every_choice_left_open() -> None:
-    """What smallest_fit leaves out never takes less memory."""
+    """A mapping that smallest_fit leaves out never takes less memory."""
     job = Job(model=replace(catalog.load("mixtral-8x7b"), layers=8), gpus=1, global_batch=32, sequence=4096)
     cluster = clusters.load("h100-eos")
     fit = smallest_fit(job, cluster, memory_limit=30e9)

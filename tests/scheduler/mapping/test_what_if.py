@@ -1,4 +1,4 @@
-"""What would be different, and where two ways change places."""
+"""What-if: what would be different, and where two ways change places."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""The calls of this process that are under way, of all its groups: which calls run beside those of other groups.
+
+Such a call shares its links and this rank's cores with them, which its promise knows nothing of: a small one behind a large one
+takes many times what was promised, and its plan is not to blame. Groups of other ranks on the same links are not seen from here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+__all__ = ["CallsUnderWay", "calls_under_way", "never"]
+
+
+def never() -> bool:
+    """Say that a call has not ended: whoever began it notes its end."""
+    return False
+
+
+class CallsUnderWay:
+    """The calls under way in a process. Groups are told apart by numbers of their own, so that none is kept alive.
+
+    What is kept is added and looked up in single steps, so that calls on several threads need no lock; a call that begins or ends
+    in that very moment may be missed.
+    """
+
+    __slots__ = ("_ended", "_other", "_running")
+
+    def __init__(self) -> None:
+        self._running: dict[object, tuple[int, Callable[[], bool]]] = {}
+        self._ended = (0, 0)
+        """The group whose call ended last, and when, ns; before it the last of another group's."""
+        self._other = 0
+
+    def begin(self, call: object, group: int, is_over: Callable[[], bool] = never) -> None:
+        """Note that ``call`` of ``group`` has begun. ``is_over``: whether it has ended, where perhaps nobody notes that."""
+        self._running[call] = group, is_over
+
+    def end(self, call: object, ended_ns: int) -> None:
+        """Note that a call has ended; harmless when repeated."""
+        found = self._running.pop(call, None)
+        if found is None:
+            return
+        last, at_ns = self._ended
+        if last != found[0]:
+            self._other = at_ns
+        self._ended = found[0], ended_ns
+
+    def is_beside(self, group: int, began_ns: int) -> bool:
+        """Whether a call of ``group`` that began then, and ends now, ran beside one of another group."""
+        last, at_ns = self._ended
+        if (at_ns if last != group else self._other) > began_ns:
+            return True
+        is_beside = False
+        for call, (other, is_over) in list(self._running.items()):
+            if is_over():
+                self._running.pop(call, None)
+            elif other != group:
+                is_beside = True
+        return is_beside
+
+
+_under_way = CallsUnderWay()
+
+
+def calls_under_way() -> CallsUnderWay:
+    """The calls of this process."""
+    return _under_way
+
+
+def _in_child() -> None:
+    """Begin anew in a forked child, whose parent's calls never end here."""
+    _under_way.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,41 @@
+"""Calls that run beside those of other groups, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from commlayer.auditing.beside import CallsUnderWay
+
+
+def test_a_call_is_beside_what_ended_in_it_and_what_still_runs() -> None:
+    traffic = CallsUnderWay()
+    first, second = 7, 8
+    traffic.begin(1, first)
+    assert not traffic.is_beside(first, 100), "it is alone"
+    traffic.begin(2, second)
+    assert traffic.is_beside(first, 100), "another group's still runs"
+    traffic.end(2, 150)
+    assert traffic.is_beside(first, 100), "another group's has ended in it"
+    assert not traffic.is_beside(first, 160), "it began later"
+    traffic.end(1, 200)
+    assert traffic.is_beside(second, 140)
+    assert not traffic.is_beside(second, 210)
+
+
+def test_a_call_that_nobody_waits_for_ends_by_itself() -> None:
+    traffic, is_over = CallsUnderWay(), [False]
+    traffic.begin(1, 7, lambda: is_over[0])
+    assert traffic.is_beside(8, 100)
+    is_over[0] = True
+    assert not traffic.is_beside(8, 100)
+    assert not traffic._running
+
+
+def test_calls_of_the_same_group_are_no_others() -> None:
+    traffic = CallsUnderWay()
+    for call, group in ((1, 7), (2, 7), (3, 8)):
+        traffic.begin(call, group)
+    traffic.end(3, 50)
+    traffic.end(1, 100)
+    traffic.end(1, 120)  # again
+    assert not traffic.is_beside(7, 60), "only its own"
+    assert traffic.is_beside(7, 40)
+    assert traffic.is_beside(8, 60)

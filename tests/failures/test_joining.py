@@ -1,0 +1,213 @@
+"""Ranks that end while a job is joined: who has said where it listens is missed at once, and those that come late hear of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import HALF_AN_HOUR
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
+
+from commlayer.failures import detector as detectors
+from commlayer.failures.detector import FailureDetector
+from commlayer.profiles.errors import PeerError
+from commlayer.testing.plugin import ClusterFactory
+
+ELSEWHERE = "127.0.0.2"
+"""An address at which no rank of these tests but the one that ends has ever listened, as on a node of one rank."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found: list[FailureDetector] = []
+    yield found
+    for each in found:
+        each.close("the test is over")
+
+
+def say_where(store: HashStore, rank: int, port: int) -> None:
+    card = detectors._Card((ELSEWHERE,), port, b"secret")
+    store.set(f"detector/{rank}", msgspec.msgpack.encode(card))  # type: ignore[arg-type]  # it takes bytes too
+
+
+def end_once_dialled(listener: socket.socket) -> threading.Thread:
+    def end() -> None:
+        visitor, _ = listener.accept()
+        listener.close()
+        visitor.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    return thread
+
+
+def await_death(detector: FailureDetector) -> list[int]:
+    with detector.changed:
+        assert detector.changed.wait_for(lambda: bool(detector.gone), 30.0)
+        return list(detector.gone)
+
+
+def test_a_rank_that_ends_before_its_first_answer_is_dead(opened: list[FailureDetector]) -> None:
+    store = HashStore()
+    with socket.create_server((ELSEWHERE, 0)) as listener:
+        say_where(store, 1, listener.getsockname()[1])
+        ends = end_once_dialled(listener)
+        opened.append(FailureDetector(store, 0, (0, 1), 30.0))
+        ends.join()
+    assert await_death(opened[0]) == [1]
+
+
+def test_a_refusal_alone_is_no_death(opened: list[FailureDetector], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall refuses, too."""
+    store = HashStore()
+    with socket.create_server((ELSEWHERE, 0)) as listener:
+        port = listener.getsockname()[1]
+    say_where(store, 1, port)
+    monkeypatch.setattr(detectors, "_MOST_DIALS", 2)
+    threads = [thread.name for thread in threading.enumerate()]
+    opened.append(FailureDetector(store, 0, (0, 1), 30.0))
+    for thread in threading.enumerate():
+        if thread.name == "commlayer-ask" and thread.name not in threads:
+            thread.join(30.0)
+    assert not opened[0].gone
+
+
+def test_a_rank_that_comes_late_hears_why_others_have_left(
+    opened: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detectors, "_LATE_S", 60.0)
+    store = HashStore()
+    with socket.create_server((ELSEWHERE, 0)) as listener:
+        say_where(store, 1, listener.getsockname()[1])
+        ends = end_once_dialled(listener)
+        with pytest.raises(PeerError, match=r"^rank 0, joining the job of 3 ranks: rank 1 died: its process has ended"):
+            FailureDetector(store, 0, (0, 1, 2), 30.0)  # it waits for rank 2
+        ends.join()
+    try:
+        opened.append(FailureDetector(store, 2, (0, 1, 2), 30.0))
+    except PeerError as error:  # it has heard before it had asked for all that it dials
+        words = str(error)
+    else:
+        await_death(opened[0])
+        words = opened[0]._failure()
+    assert "rank 1 died: its process has ended (seen by rank 0)" in words
+
+
+def test_whoever_fails_at_the_start_waits_for_nobody_that_has_heard(opened: list[FailureDetector]) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        opened += pool.map(lambda rank: FailureDetector(store, rank, (0, 1), 30.0), (0, 1))
+    first, other = opened
+    with first.changed:
+        assert first.changed.wait_for(lambda: 1 in first._heard, 30.0)
+    assert not first._unaware()
+    first.fail("left with ValueError")
+    first.linger()
+    with other.changed:
+        assert other.changed.wait_for(lambda: bool(other.left), 30.0)
+        assert other._failure() == "rank 0 left with ValueError"
+
+
+def test_a_name_is_looked_up_only_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take seconds, or lead another machine to itself."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    store: Any = HashStore()
+    monkeypatch.setattr(detectors, "_address_towards", lambda store: "10.0.0.7")
+    assert detectors._addresses(store) == ["10.0.0.7"]
+    monkeypatch.setattr(detectors, "_address_towards", lambda store: "127.0.0.1")
+    assert detectors._addresses(store) == ["127.0.0.1", "127.0.1.1"]
+
+
+def test_a_rank_joins_before_it_loads_what_it_runs_on() -> None:
+    program = (
+        "import sys, torch.distributed, commlayer.backend.joining\n"
+        "heavy = ('commlayer.backend.create', 'commlayer.engine', 'commlayer.scheduler.decision', 'scipy')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# Processes
+
+
+def outcome() -> tuple[str, str]:
+    torch.set_num_threads(1)
+    os.environ["COMMLAYER_PROFILE"] = "none"
+    try:
+        dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR))
+    except Exception as error:  # noqa: BLE001  the tests ask which it was
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_rank_that_has_said_where_it_listens_and_dies_is_named(emulated_cluster: ClusterFactory, victim: int) -> None:
+    """Before it has dialled anybody, and before its thread runs."""
+
+    def job() -> tuple[str, str]:
+        if os.environ["RANK"] == str(victim):
+            say = FailureDetector._say_where
+
+            def say_and_die(*arguments: Any) -> None:
+                say(*arguments)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            FailureDetector._say_where = say_and_die  # type: ignore[method-assign, assignment]
+        return outcome()
+
+    for each in emulated_cluster(2, 2).run(job, check=False, grace_s=40.0):
+        if each.rank != victim:
+            assert each.value is not None, each.failure
+            kind, text = each.value
+            assert kind == "PeerError", text
+            assert f"rank {victim} died: its process has ended" in text.split("; here:")[0], text
+
+
+@pytest.mark.cluster
+def test_a_death_ends_the_wait_for_a_rank_that_has_not_come(emulated_cluster: ClusterFactory) -> None:
+    """Rank 0 waits for rank 2, which never comes, when rank 1 dies."""
+
+    def job() -> tuple[str, str]:
+        rank = int(os.environ["RANK"])
+        if rank == 2:  # it has come to the store, where rank 0 waits for all to come
+            FailureDetector._say_where = lambda *_: time.sleep(HALF_AN_HOUR)  # type: ignore[method-assign]
+        if rank == 1:
+            FailureDetector._card_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        return outcome()
+
+    outcomes = emulated_cluster(1, 3).run(job, check=False, grace_s=20.0)
+    assert outcomes[0].value is not None, outcomes[0].failure
+    kind, text = outcomes[0].value
+    assert kind == "PeerError", text
+    assert text.startswith("rank 0, joining the job of 3 ranks: rank 1 died: its process has ended"), text
+
+
+@pytest.mark.cluster
+def test_a_rank_that_cannot_load_what_it_runs_on_says_so(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[str, str]:
+        if os.environ["RANK"] == "1":
+            sys.modules["commlayer.backend.create"] = None  # type: ignore[assignment]
+        return outcome()
+
+    outcomes = emulated_cluster(1, 2).run(job, check=False, grace_s=40.0)
+    assert outcomes[1].value[0] == "ModuleNotFoundError"
+    kind, text = outcomes[0].value
+    assert kind == "PeerError", text
+    assert text.startswith("rank 1 left with ModuleNotFoundError: import of commlayer.backend.create halted"), text
