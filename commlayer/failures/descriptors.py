@@ -48,9 +48,9 @@ def of_gloo(size: int) -> int:
 
 
 def of_shared_memory(size: int) -> int:
-    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank, the memory and the poll,
-    and one for each rank's slab, which Python's mmap keeps open."""
-    return 2 * size + 1
+    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank, the memory, the poll, and for
+    a moment the socket at which they meet."""
+    return size + 2
 
 
 def limit() -> int:
