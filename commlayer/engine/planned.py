@@ -1,8 +1,8 @@
 """Planned collectives of one group of CPU ranks: which plan a call gets, and running it.
 
-The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the backend's own calls use, under
-tags of their own. What they need beside that, the memory that a node's ranks share, is made at the first planned call, which all
-members make together: most groups of a trainer never need it.
+The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the backend's own calls use,
+under tags of their own. What they need beside that, the memory that a node's ranks share, is made at the first planned call,
+which all members make together: most groups of a trainer never need it.
 """
 
 from __future__ import annotations

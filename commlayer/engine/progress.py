@@ -1,8 +1,9 @@
 """One order for all collectives of a group, and the Work objects that callers hold.
 
 Per group: first in, first out, the same on all ranks, because all ranks issue in program order. A synchronous call runs
-on its caller's thread when nothing is queued; everything else runs on one progress thread, which the group has while something
-is queued, and gives back to the process's (workers.py). A call made *on* the progress thread (by a callback of a future, such as PowerSGD's hook) runs there and then: queued, it would wait behind itself.
+on its caller's thread when nothing is queued; everything else runs on one progress thread, which the group has while
+something is queued (:mod:`commlayer.engine.workers` lends it). A call made *on* the progress thread (by a callback of a
+future, such as PowerSGD's hook) runs there and then: queued, it would wait behind itself.
 Futures complete on the progress thread, and the next call waits for their callbacks, so that what a callback issues comes
 right after the call that it belongs to, on every rank.
 
@@ -193,7 +194,7 @@ class StreamWork(_Done):
 
 
 class ProgressQueue:
-    """The order of one group's collectives. ``name`` is that of the thread that runs them; ``who`` names rank and group in errors."""
+    """The order of one group's collectives. ``name`` is the progress thread's; ``who`` names rank and group in errors."""
 
     def __init__(self, name: str, who: Callable[[], str]) -> None:
         self.name, self.who = name, who

@@ -1,7 +1,8 @@
-"""The threads of a process on which groups run what they have queued: as many as there are groups that have something queued.
+"""The threads of a process on which groups run what they have queued: as many as there are groups with something queued.
 
-A group has one thread while it has something to run, so that its calls keep their order, and gives it back. One thread for all
-groups would not do: a call waits for its peers, which may be waiting in another group for a call that this rank has queued behind it.
+A group has one thread while it has something to run, so that its calls keep their order, and then gives it back. One thread for
+all groups would not do: a call waits for its peers, and they may be waiting in another group for a call that this rank has queued
+behind it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,17 @@ from typing import Protocol
 
 from commlayer.profiles.errors import ClusterError
 
-__all__ = ["CLIENT", "DEVICE", "Awaiting", "explained", "of_gloo", "of_shared_memory", "require", "set_aside", "shortfall"]
+__all__ = [
+    "CLIENT",
+    "DEVICE",
+    "Awaiting",
+    "explained",
+    "of_gloo",
+    "of_shared_memory",
+    "require",
+    "set_aside",
+    "shortfall",
+]
 
 CLIENT = 4
 """Descriptors that connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""

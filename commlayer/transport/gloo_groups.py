@@ -1,8 +1,11 @@
 """Gloo groups that are used by one call at a time, on one device for all groups of a process.
 
-A device of Gloo's is a listener, and a thread that reads and writes what the connections of its groups have for it. torch makes one
-for every group, which is a thread and four descriptors each. One serves as well: it copies bytes and waits for nobody, and what it
-is told of one group's connections does not touch another's.
+A device of Gloo's is a listener, and a thread that reads and writes what the connections of its groups have for it. torch makes
+one for every group, which is a thread and four descriptors each. One serves as well: it copies bytes and waits for nobody, and
+what happens to one group's connections does not touch another's.
+
+Rejected: Gloo's connections that are made at the first message (torch's ``lazy_init``). In torch 2.13 who sends or receives is
+blocked until its peer does the same, in C++ and beyond the timeout, also where the peer is dead.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ def _shared_devices() -> list[Any]:
         found = _devices.get(names)
         if found is None:
             found = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-            for device in found:  # until the process ends: freeing one joins its thread, which a forked child does not have
+            for (
+                device
+            ) in found:  # until the process ends: freeing one joins its thread, which a forked child does not have
                 keep(device)
             _devices[names] = found
         return list(found)

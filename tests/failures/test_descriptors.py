@@ -114,7 +114,7 @@ def run_programs(limits: list[int], profile: str, cache: Path, backend: str = "c
     [
         ([1024, 1024, 17, 1024], "none", "rank 2, the group 0 of 4 ranks needs 7 more open files"),
         (
-            [1024, 35, 1024, 1024],
+            [1024, 38, 1024, 1024],
             "auto",
             "memory shared by 4 ranks of a node needs 6 more open files, and this process may ",
         ),

@@ -131,7 +131,9 @@ def _mapped(fd: int, length: int, offset: int) -> Any:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_char * length).from_address(address)
-    weakref.finalize(memory, libc.munmap, address, length).atexit = False  # who reads it may be younger than the program's end
+    weakref.finalize(
+        memory, libc.munmap, address, length
+    ).atexit = False  # who reads it may be younger than the program's end
     return memory
 
 
