@@ -203,7 +203,7 @@ def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFa
 
         if rank == VICTIM:
             planned.PrefixStore = create.PrefixStore = dying  # type: ignore[assignment, attr-defined]
-            planned.sharing_memory = lambda *_: dying(purpose, None)  # type: ignore[assignment, attr-defined]
+            planned.sharing_memory = lambda *_: dying(purpose, None)  # type: ignore[attr-defined]
         group: Any = dist.group.WORLD
         if purpose == "agreement":
             return until_an_error(lambda: group._planned.connect("agreement", HALF_AN_HOUR))

@@ -73,10 +73,10 @@ def test_calls_keep_their_order_while_threads_come_and_go() -> None:
                 assert work.wait(PATIENCE)
 
     programs = [threading.Thread(target=program, args=(mine,)) for mine in range(2)]
-    for each in programs:
-        each.start()
-    for each in programs:
-        each.join(60.0)
+    for thread in programs:
+        thread.start()
+    for thread in programs:
+        thread.join(60.0)
     for each in queues:
         assert each.drain(60.0)
     assert ran == [list(range(400))] * 4
