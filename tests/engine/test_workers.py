@@ -24,6 +24,12 @@ def queue(name: str) -> ProgressQueue:
     return ProgressQueue(name, lambda: f"rank 0, group {name}")
 
 
+def given_back(queue: ProgressQueue) -> None:
+    """Return when the queue has given its thread back, which is after the call's end."""
+    with queue._counting:
+        assert queue._counting.wait_for(lambda: not queue._has_thread, 60.0)
+
+
 def idle() -> list[str]:
     """The names of the threads that wait for work."""
     return [worker.thread.name for worker in workers()._idle]
@@ -35,8 +41,7 @@ def test_queues_that_have_nothing_queued_have_no_threads() -> None:
     for each in queues:
         work = each.submit("call", None, lambda: idents.append(threading.get_ident()), ())
         assert work.wait(PATIENCE)
-        with each._counting:  # until the thread is given back, which is after the call's end
-            assert each._counting.wait_for(lambda each=each: not each._has_thread, 60.0)
+        given_back(each)
     assert len(idents) == 20
     assert len(set(threading.enumerate()) - before) == 1
     for each in queues:
