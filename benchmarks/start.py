@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-import commlayer.backend.create  # noqa: F401  before forking, or each rank would load it
+import commlayer.backend.create  # before forking, or each rank would load it
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.failures.waits import Watched
 from commlayer.testing.counting_store import CountingStore
@@ -163,8 +163,8 @@ def run_rank(backend: str, rank: int, size: int, port: int, *, is_real: bool) ->
     if not is_real:
         FakeGloo.line = TCPStore("127.0.0.1", port, None, False, _TIMEOUT, wait_for_workers=False)
         setattr(FakeProcessGroup, "_set_sequence_number_for_group", lambda _: None)  # noqa: B010  torch's has none
-        for module, fake in ((distributed_c10d, FakeOfTorch), (dist, made_of_fakes)):
-            setattr(module, "ProcessGroupGloo", fake)  # noqa: B010  of a type, as far as mypy sees
+        setattr(distributed_c10d, "ProcessGroupGloo", FakeOfTorch)  # noqa: B010  of a type, as far as mypy sees
+        setattr(commlayer.backend.create, "gloo_in_order", made_of_fakes)  # noqa: B010  likewise
     messages, found = Messages(), {}
     began, before = time.perf_counter(), Counter[str]()
     for name in ("init", "groups"):

@@ -31,7 +31,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
-from commlayer.failures.descriptors import of_gloo, require
+from commlayer.failures.descriptors import require
 from commlayer.failures.detector import set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
@@ -40,7 +40,7 @@ from commlayer.profiles.errors import BLAMING
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
-from commlayer.transport.gloo_groups import gloo_in_order
+from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import is_usable, make_nccl
 
@@ -164,14 +164,12 @@ class _Connector:
         """An inner Gloo group. Its ranks find each other in the job's store, or, where they have one already, over that
         (``beside``). Raises PeerError, CollectiveTimeoutError where a rank does not come."""
         size = len(self.global_ranks)
-        require(of_gloo(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
+        require(needed_descriptors(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
         def make() -> Any:
             where = self.store if beside is None else self._over(beside, f"to connect for {tag}")
             store = PrefixStore(f"{tag}/", where)
-            # What C++ calls may have several calls under way, the others have one at a time.
-            in_order = tag != "direct"
-            gloo: Any = (gloo_in_order if in_order else dist.ProcessGroupGloo)(store, self.rank, size, self.timeout)
+            gloo: Any = gloo_in_order(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
             gloo._set_sequence_number_for_group()
             return gloo

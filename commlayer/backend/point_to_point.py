@@ -20,6 +20,7 @@ from commlayer.diagnosis.ring import ANY
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
+from commlayer.transport.contract import FIRST_TAG
 
 __all__ = ["MessageWork", "Messages", "NotedMessage"]
 
@@ -130,7 +131,9 @@ class Messages:
 
     def _start(self, verb: str, what: str, tensor: torch.Tensor, moved: torch.Tensor, *to: int) -> Work | None:
         try:
-            work = getattr(self._inner.gloo, verb)([moved], *to)
+            # The tags of planned calls begin at FIRST_TAG, on the same connections.
+            gloo = self._inner.gloo if to[-1] < FIRST_TAG else self._inner.direct
+            work = getattr(gloo, verb)([moved], *to)
         except RuntimeError as error:  # a connection that is known to be broken is found here
             raise self.error(error, what) from error
         num_bytes = tensor.nbytes

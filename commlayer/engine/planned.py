@@ -1,8 +1,8 @@
 """Planned collectives of one group of CPU ranks: which plan a call gets, and running it.
 
-The plans are those of :mod:`commlayer.scheduler`; they run on one set of Gloo connections between all members, by messages,
-beside the connections that the backend's own calls use. Those are made at the first planned call, which all members make
-together: most groups of a trainer never need them.
+The plans are those of :mod:`commlayer.scheduler`; they run by messages, on the connections that the backend's own calls use,
+under tags of their own. What they need beside that, the memory that a node's ranks share, is made at the first planned call,
+which all members make together: most groups of a trainer never need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.engine.split_exchange import SplitExchange, Splits
 from commlayer.engine.tracing import record_steps, recorded
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
-from commlayer.failures.descriptors import CLIENT, of_gloo, require
+from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import bounded, end_wait, keep
@@ -46,7 +46,7 @@ from commlayer.traces.records import CallRecord
 from commlayer.transport.connect import sharing_memory
 from commlayer.transport.contract import Call, CallMemory, Channel, break_connections
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.gloo_groups import gloo_in_order
+from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.marks import mark_of
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
@@ -370,9 +370,10 @@ class PlannedGroup:
         return next(members for members in self.nodes if self.rank in members)
 
     def connect_messages(self) -> Runner:
-        """The runner of the plans, with connections of its own; made at the first call of this, which is collective."""
+        """The runner of the plans, whose messages inside nodes go through shared memory, and others over the connections of the
+        backend's own calls, under tags of their own; made at the first call of this, which is collective."""
         if self._runner is None:
-            group = self.connect("messages", self.timeout_s, is_sharing=True)
+            group = self._sharing_memory(self.connect_own_calls())
             channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
             self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
         return self._runner
@@ -384,8 +385,18 @@ class PlannedGroup:
             self.own_calls = self._measured = self.connect("own calls", self.timeout_s)
         return self.own_calls
 
-    def connect(self, purpose: str, timeout_s: float, *, is_sharing: bool = False) -> dist.ProcessGroup:
-        """A Gloo group of the members for one purpose; ``is_sharing``: with messages inside nodes through shared memory.
+    def _sharing_memory(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """``group``, of the members, with messages inside nodes through shared memory, where the ranks share any. Collective.
+        Raises as :meth:`connect`."""
+
+        def share() -> dist.ProcessGroup:
+            return sharing_memory(group, self.rank, self.nodes, self.timeout_s, self.settings, self.board)
+
+        with self.board.connecting(self.global_ranks, self.name, "messages", self.timeout_s, self.abort):
+            return bounded(share, self.board, self.timeout_s, "messages")
+
+    def connect(self, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+        """A Gloo group of the members for one purpose.
 
         Collective. Raises PeerError, CollectiveTimeoutError where a member does not come.
         """
@@ -396,16 +407,11 @@ class PlannedGroup:
         where = f"rank {self.global_ranks[self.rank]}, group {self.name}, {purpose}: a group of {size} ranks"
 
         def make() -> dist.ProcessGroup:
-            require(of_gloo(size) + CLIENT, where)
+            require(needed_descriptors(size) + CLIENT, where)
             store = PrefixStore(f"commlayer/{purpose}", own_client(self._store))
             gloo = gloo_in_order(store, self.rank, len(self.global_ranks), timedelta(seconds=timeout_s))
             never_free_in_child(gloo)
-            group = cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
-            return (
-                sharing_memory(group, self.rank, self.nodes, timeout_s, self.settings, self.board)
-                if is_sharing
-                else group
-            )
+            return cast("dist.ProcessGroup", gloo)  # a backend has those of a group's verbs that are called
 
         with self.board.connecting(self.global_ranks, self.name, purpose, timeout_s, self.abort):
             return bounded(make, self.board, timeout_s, purpose)

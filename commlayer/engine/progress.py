@@ -1,8 +1,9 @@
 """One order for all collectives of a group, and the Work objects that callers hold.
 
 Per group: first in, first out, the same on all ranks, because all ranks issue in program order. A synchronous call runs
-on its caller's thread when nothing is queued; everything else runs on one progress thread. A call made *on* the progress
-thread (by a callback of a future, such as PowerSGD's hook) runs there and then: queued, it would wait behind itself.
+on its caller's thread when nothing is queued; everything else runs on one progress thread, which the group has while
+something is queued (:mod:`commlayer.engine.workers` lends it). A call made *on* the progress thread (by a callback of a
+future, such as PowerSGD's hook) runs there and then: queued, it would wait behind itself.
 Futures complete on the progress thread, and the next call waits for their callbacks, so that what a callback issues comes
 right after the call that it belongs to, on every rank.
 
@@ -24,6 +25,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.diagnosis.ring import Track
+from commlayer.engine.workers import workers
 from commlayer.failures.forks import inherited
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.profiles.errors import CollectiveTimeoutError, GroupError, InternalError, UsageError
@@ -192,16 +194,17 @@ class StreamWork(_Done):
 
 
 class ProgressQueue:
-    """The order of one group's collectives. ``name`` is the thread's; ``who`` names rank and group in errors."""
+    """The order of one group's collectives. ``name`` is the progress thread's; ``who`` names rank and group in errors."""
 
     def __init__(self, name: str, who: Callable[[], str]) -> None:
-        self._name, self.who = name, who
+        self.name, self.who = name, who
         self._running = threading.Lock()  # held while a task runs
-        self._counting = threading.Lock()  # guards the counter, and the order of the queue
+        # Guards the counter, the order of the queue, and who has a thread; told when the thread is given back.
+        self._counting = threading.Condition(threading.Lock())
         self.futures_lock = threading.Lock()
         self.pending = 0  # calls that are queued or under way
         self._tasks: SimpleQueue[tuple[QueuedWork, QueuedCall, tuple[Any, ...]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._has_thread = self._has_joined = False
         self._thread_id = 0
         self._closed = False
         self._failure: BaseException | None = None  # what the thread died of
@@ -238,11 +241,13 @@ class ProgressQueue:
                     f"{self.who()}: {label} after the group was destroyed (or aborted): make another with "
                     "torch.distributed.new_group, or call destroy_process_group later"
                 )
+            if not self._has_joined:
+                workers().join()
+                self._has_joined = True
+            if not self._has_thread:
+                workers().run(self)
+                self._has_thread = True
             self.pending += 1
-            if self._thread is None:
-                # A daemon: a rank whose main thread dies must end at once, so that its peers see it.
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
             self._tasks.put((work, task, args))
         return work
 
@@ -256,33 +261,49 @@ class ProgressQueue:
             self._run_item(*item)
 
     def drain(self, timeout_s: float = -1) -> bool:
-        """Wait for what is queued and stop the thread. False where it did not end in time (seconds; -1: no limit)."""
+        """Wait for what is queued and give the thread back. False where it did not end in time (seconds; -1: no limit)."""
         with self._counting:
             self._closed = True
-            thread = self._thread
-        if thread is None or self.is_progress_thread():
-            return True
-        self._tasks.put(None)
-        thread.join(None if timeout_s < 0 else timeout_s)
-        return not thread.is_alive()
+            if self._has_thread and not self.is_progress_thread():
+                self._tasks.put(None)
+                if not self._counting.wait_for(lambda: not self._has_thread, None if timeout_s < 0 else timeout_s):
+                    return False
+            has_joined, self._has_joined = self._has_joined, False
+        if has_joined:
+            workers().leave()
+        return True
 
     def disown(self) -> None:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`. What is called from now on runs here, and is
         refused."""
-        self._running, self._counting, self.futures_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._running, self.futures_lock = threading.Lock(), threading.Lock()
+        self._counting = threading.Condition(threading.Lock())
         self._tasks, self.pending = SimpleQueue(), 0
-        self._thread, self._thread_id = None, 0
+        self._has_thread, self._has_joined, self._thread_id = False, False, 0
         self.is_inherited = True
 
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Run what is queued, to its end, on the thread that :mod:`commlayer.engine.workers` has given for it."""
         self._thread_id = threading.get_ident()
         try:
-            while (item := self._tasks.get()) is not None:
+            while (item := self._next()) is not None:
                 self._run_item(*item)
                 del item  # or the last call's tensors would live until the next call
         except BaseException as error:  # noqa: BLE001  not of a call, whose errors are its own: carried to all that wait
             self._give_up(error)
-        self._thread_id = 0  # the system may give it to another thread
+
+    def _next(self) -> tuple[QueuedWork, QueuedCall, tuple[Any, ...]] | None:
+        """What is to be run next; None: nothing, and whoever queues something now asks for a thread."""
+        with self._counting:
+            item = None if self._tasks.empty() else self._tasks.get()
+            if item is None:
+                self._give_back()
+        return item
+
+    def _give_back(self) -> None:
+        self._thread_id = 0  # others have it now
+        self._has_thread = False
+        self._counting.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
         """Nobody runs what is queued: whoever waits for it must hear so. It stays ``pending``, so that later calls do too."""
@@ -295,6 +316,8 @@ class ProgressQueue:
                 with contextlib.suppress(Exception):  # the next ones are to hear of it as well
                     work.finish(self._died(work.label))
                 work.open()
+        with self._counting:
+            self._give_back()
 
     def _died(self, label: str) -> InternalError:
         cause = self._failure

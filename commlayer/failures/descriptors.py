@@ -15,10 +15,22 @@ from typing import Protocol
 
 from commlayer.profiles.errors import ClusterError
 
-__all__ = ["CLIENT", "Awaiting", "explained", "of_gloo", "of_shared_memory", "require", "set_aside", "shortfall"]
+__all__ = [
+    "CLIENT",
+    "DEVICE",
+    "Awaiting",
+    "explained",
+    "of_gloo",
+    "of_shared_memory",
+    "require",
+    "set_aside",
+    "shortfall",
+]
 
 CLIENT = 4
 """Descriptors that connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
+DEVICE = 4
+"""Descriptors of a device of Gloo's: its listener, its poll, and the two ends of the pipe that wakes its thread."""
 _ADVISED = 1024
 _RESERVE = 64
 _TABLE = "/proc/self/fd"
@@ -41,15 +53,14 @@ def set_aside(holder: Awaiting) -> None:
 
 
 def of_gloo(size: int) -> int:
-    """Count the descriptors of a Gloo group of ``size`` ranks: a connection to each other rank, and four for its listener and
-    its loop."""
-    return size + 3
+    """Count the descriptors of a Gloo group of ``size`` ranks: a connection to each other rank. Its device is counted apart."""
+    return size - 1
 
 
 def of_shared_memory(size: int) -> int:
-    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank, the memory and the poll,
-    and one for each rank's slab, which Python's mmap keeps open."""
-    return 2 * size + 1
+    """Count the descriptors of ``size`` ranks that share memory: a connection to each other rank, the memory, the poll, and for
+    a moment the socket at which they meet."""
+    return size + 2
 
 
 def limit() -> int:

@@ -265,6 +265,8 @@ def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: st
                 _await_news(board)
             raise
 
+    if board.is_broken:  # those who have given up must not be connected with
+        raise board.woken()
     answer = on_a_thread(heard)
     until = time.monotonic() + timeout_s
     patience_s = _PARTING_S  # a rank that leaves in good order may have made its connection first

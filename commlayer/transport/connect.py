@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 
 from commlayer.agree.discovery import Grid
 from commlayer.failures.board import FailureBoard, own_client
-from commlayer.failures.descriptors import CLIENT, of_gloo, require
+from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import Board, bounded
 from commlayer.profiles.errors import GroupError
@@ -22,7 +22,7 @@ from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
-from commlayer.transport.gloo_groups import gloo_in_order
+from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
@@ -80,7 +80,7 @@ def _gloo_channel(
     Rejected: ``dist.new_group(…, use_local_synchronization=True)``. It makes the name from the number of groups that this
     rank is in; ranks that are in different numbers of groups, as in any trainer, then wait for each other for ever.
     """
-    require(of_gloo(len(ranks)) + CLIENT, f"rank {board.rank}, group {name}: a group of {len(ranks)} ranks")
+    require(needed_descriptors(len(ranks)) + CLIENT, f"rank {board.rank}, group {name}: a group of {len(ranks)} ranks")
     place, timeout_s = ranks.index(board.rank), timeout.total_seconds()
 
     def make() -> dist.ProcessGroup:

@@ -17,6 +17,7 @@ from commlayer.scheduler.plan import Buffer, Plan
 
 __all__ = [
     "CALLS_IN_FLIGHT",
+    "FIRST_TAG",
     "Buffers",
     "Call",
     "CallMemory",
@@ -31,9 +32,11 @@ __all__ = [
     "break_connections",
 ]
 
-CALLS_IN_FLIGHT = 1 << 16
+CALLS_IN_FLIGHT = 1 << 15
 """Calls whose messages have tags of their own."""
-_ABORT_TAG = MAX_TAGS * CALLS_IN_FLIGHT
+FIRST_TAG = 1 << 30
+"""The first tag of calls. Below it are those of programs, whose messages may go over the same connections."""
+_ABORT_TAG = FIRST_TAG + MAX_TAGS * CALLS_IN_FLIGHT
 
 _BYTE = torch.uint8
 _MAX_PARTS = 4096

@@ -27,6 +27,7 @@ from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Strategy
 from commlayer.transport.contract import (
     CALLS_IN_FLIGHT,
+    FIRST_TAG,
     Buffers,
     CallMismatch,
     Channel,
@@ -258,7 +259,7 @@ class GlooCall:
         self._reduce, self._coder, self._mark = reduce, coder, mark
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
-        self._tag = self._sequence % CALLS_IN_FLIGHT * MAX_TAGS
+        self._tag = FIRST_TAG + self._sequence % CALLS_IN_FLIGHT * MAX_TAGS
         self._sends: list[tuple[Waitable, int, int]] = []
         """Work, step, and the place of the member that it goes to."""
         self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}

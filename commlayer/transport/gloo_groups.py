@@ -1,27 +1,74 @@
-"""Gloo groups that are used by one call at a time."""
+"""Gloo groups that are used by one call at a time, on one device for all groups of a process.
+
+A device of Gloo's is a listener, and a thread that reads and writes what the connections of its groups have for it. torch makes
+one for every group, which is a thread and four descriptors each. One serves as well: it copies bytes and waits for nobody, and
+what happens to one group's connections does not touch another's.
+
+Rejected: Gloo's connections that are made at the first message (torch's ``lazy_init``). In torch 2.13 who sends or receives is
+blocked until its peer does the same, in C++ and beyond the timeout, also where the peer is dead.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-__all__ = ["gloo_in_order"]
+from commlayer.failures.descriptors import DEVICE, of_gloo
+from commlayer.failures.waits import keep
+
+__all__ = ["gloo_in_order", "needed_descriptors"]
+
+_devices: dict[tuple[str, ...], list[Any]] = {}
+"""The devices of this process, by the names of their interfaces."""
+_making = threading.Lock()
 
 
 def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
     """A Gloo group whose collectives run one after the other, on one thread; torch gives each two for every interface.
 
-    For groups of which never two collectives are under way: a process in twenty groups has forty threads less. Interfaces are
-    those that torch chooses.
+    For groups of which never two collectives are under way, or where the second may wait for the first. Interfaces are those that
+    torch chooses.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    options._devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
-    options._threads, options._timeout = 1, timeout
+    options._devices, options._threads, options._timeout = _shared_devices(), 1, timeout
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
     return group
+
+
+def needed_descriptors(size: int) -> int:
+    """Count the descriptors that another group of ``size`` ranks takes here, with those of the device where there is none yet."""
+    return of_gloo(size) + (0 if _interfaces() in _devices else DEVICE)
+
+
+def _interfaces() -> tuple[str, ...]:
+    return tuple(name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name)
+
+
+def _shared_devices() -> list[Any]:
+    names, gloo = _interfaces(), dist.ProcessGroupGloo
+    with _making:
+        found = _devices.get(names)
+        if found is None:
+            found = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+            for (
+                device
+            ) in found:  # until the process ends: freeing one joins its thread, which a forked child does not have
+                keep(device)
+            _devices[names] = found
+        return list(found)
+
+
+def _in_child() -> None:
+    """The parent's devices have their threads in the parent."""
+    global _making
+    _making = threading.Lock()
+    _devices.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

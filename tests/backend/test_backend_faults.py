@@ -189,10 +189,11 @@ def test_a_death_ends_calls_that_gloo_makes_itself(emulated_cluster: ClusterFact
 
 @pytest.mark.parametrize("purpose", ["messages", "agreement", "gloo", "direct", "control"])
 def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFactory, purpose: str) -> None:
-    """The connections of the first planned call, and those of another group."""
+    """The connections of the first planned call, which are to share memory, and those of another group."""
 
     def job() -> tuple[str, str]:
-        rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_INTRA="gloo", COMMLAYER_DEBUG="detail")
+        intra = "shared" if purpose == "messages" else "gloo"
+        rank = start("flat_direct", HALF_AN_HOUR, COMMLAYER_INTRA=intra, COMMLAYER_DEBUG="detail")
         make: Any = PrefixStore
 
         def dying(prefix: str, store: Any) -> Any:
@@ -202,6 +203,7 @@ def test_a_death_while_connections_are_made_is_named(emulated_cluster: ClusterFa
 
         if rank == VICTIM:
             planned.PrefixStore = create.PrefixStore = dying  # type: ignore[assignment, attr-defined]
+            planned.sharing_memory = lambda *_: dying(purpose, None)  # type: ignore[attr-defined]
         group: Any = dist.group.WORLD
         if purpose == "agreement":
             return until_an_error(lambda: group._planned.connect("agreement", HALF_AN_HOUR))

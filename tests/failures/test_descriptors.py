@@ -114,16 +114,16 @@ def run_programs(limits: list[int], profile: str, cache: Path, backend: str = "c
     [
         ([1024, 1024, 17, 1024], "none", "rank 2, the group 0 of 4 ranks needs 7 more open files"),
         (
-            [1024, 46, 1024, 1024],
+            [1024, 38, 1024, 1024],
             "auto",
-            "memory shared by 4 ranks of a node needs 9 more open files, and this process may ",
+            "memory shared by 4 ranks of a node needs 6 more open files, and this process may ",
         ),
         (
-            [1024, 48, 1024, 1024],
+            [1024, 36, 1024, 1024],
             "auto",
-            "memory shared by 4 ranks of a node needs 9 more open files, and this process may ",
+            "memory shared by 4 ranks of a node needs 6 more open files, and this process may ",
         ),
-        ([1024, 52, 1024, 1024], "auto", "more open files, and this process may open "),
+        ([1024, 42, 1024, 1024], "auto", "more open files, and this process may open "),
     ],
 )
 def test_a_program_with_too_few_descriptors_ends_with_an_error_on_all_ranks(

@@ -8,10 +8,15 @@ more than the copies.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
+import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -95,7 +100,7 @@ class Segment:
                 raise OSError(f"{stop} bytes in flight, and a rank's part of the shared memory ends at {_SLAB_BYTES}")
             # The old map lives on where it is in use. Maps are twice as large each time, so there are few.
             length = max(_SMALLEST_MAP_BYTES, 1 << (stop - 1).bit_length())
-            memory = mmap.mmap(self._fd, length, offset=slab * _SLAB_BYTES)
+            memory = _mapped(self._fd, length, slab * _SLAB_BYTES)
             with torch.inference_mode(
                 False
             ):  # it outlives this call, and an inference tensor can be written in that mode only
@@ -111,6 +116,34 @@ class Segment:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _mapped(fd: int, length: int, offset: int) -> Any:
+    """A buffer over bytes of the file ``fd``, shared with who else maps them. Raises OSError.
+
+    Without a descriptor of its own: Python's mmap keeps a copy of ``fd`` for each map, unless told otherwise (from 3.13 on).
+    """
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, length, offset=offset, trackfd=False)
+    libc = _libc()
+    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_char * length).from_address(address)
+    weakref.finalize(
+        memory, libc.munmap, address, length
+    ).atexit = False  # who reads it may be younger than the program's end
+    return memory
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    place, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes, libc.mmap.restype = [place, size, number, number, number, ctypes.c_long], place
+    libc.munmap.argtypes, libc.munmap.restype = [place, size], number
+    return libc
 
 
 class Slab:

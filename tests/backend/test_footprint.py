@@ -1,0 +1,112 @@
+"""Threads and descriptors of a rank by the number of its groups, and what shares one group's connections."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport.contract import FIRST_TAG
+
+pytestmark = pytest.mark.cluster
+
+COUNT = 40_000
+_MORE = 6
+
+
+def start() -> int:
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_PLAN": "hierarchical", "COMMLAYER_PROFILE": "none"})
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
+    return dist.get_rank()
+
+
+def group_in_use() -> dist.ProcessGroup:
+    """A group of all ranks that has run a planned call, an asynchronous one, a flat one and messages."""
+    group: Any = dist.new_group(list(range(dist.get_world_size())))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(COUNT), group=group)
+    work: Any = dist.all_reduce(torch.ones(COUNT), group=group, async_op=True)
+    work.wait()
+    dist.barrier(group)
+    got = torch.zeros(4)
+    coming: Any = dist.irecv(got, group=group, group_src=(rank - 1) % size)
+    dist.send(torch.full((4,), float(rank)), group=group, group_dst=(rank + 1) % size)
+    coming.wait()
+    assert torch.equal(got, torch.full((4,), float((rank - 1) % size)))
+    return group  # type: ignore[no-any-return]
+
+
+def held() -> tuple[int, int]:
+    """Native threads and descriptors of this process."""
+    dist.barrier()
+    ours = {thread.native_id for thread in threading.enumerate()}
+    native = [task for task in os.listdir("/proc/self/task") if int(task) not in ours]
+    held = len(native), len(os.listdir("/proc/self/fd"))
+    dist.barrier()
+    return held
+
+
+def test_a_group_takes_two_threads_and_a_connection_to_each_rank_twice(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[int, int]:
+        start()
+        groups = [group_in_use()]
+        before = held()
+        groups += [group_in_use() for _ in range(_MORE)]
+        after = held()
+        dist.destroy_process_group()
+        assert len(groups) == 1 + _MORE
+        return after[0] - before[0], after[1] - before[1]
+
+    gloo, shared_memory = 2 * 3, 1 + 1 + 1  # two meshes; a neighbour, the memory, the poll
+    for threads, descriptors in emulated_cluster(2, 2).run(job, timeout_s=90.0):
+        assert threads == 2 * _MORE  # Gloo's own, of those two meshes
+        assert descriptors == (gloo + shared_memory) * _MORE
+
+
+def test_python_threads_do_not_grow_with_groups(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[int, int]:
+        start()
+        few = [group_in_use() for _ in range(2)]
+        before = threading.active_count()
+        many = [group_in_use() for _ in range(_MORE)]
+        assert len(few + many) == 2 + _MORE
+        return before, threading.active_count()
+
+    for before, after in emulated_cluster(2, 2).run(job, timeout_s=90.0):
+        assert after <= before + 1  # one that is just giving its group back
+
+
+@pytest.mark.parametrize("tag", [0, FIRST_TAG - 1, FIRST_TAG, FIRST_TAG + 3 * (1 << 14), (1 << 31) - 1])
+def test_messages_of_any_tag_do_not_meet_those_of_plans(emulated_cluster: ClusterFactory, tag: int) -> None:
+    """Messages are posted before planned calls, whose messages go over the same connections, and sent after them."""
+
+    def job() -> None:
+        rank = start()
+        peer = rank ^ 2  # on the other node
+        got = torch.zeros(4096)
+        coming: Any = dist.irecv(got, peer, tag=tag)
+        for step in range(5):
+            x = torch.full((COUNT,), float(rank + step))
+            dist.all_reduce(x)
+            assert torch.equal(x, torch.full((COUNT,), 6.0 + 4 * step))
+        sent = dist.isend(torch.full((4096,), float(rank)), peer, tag=tag)
+        assert sent is not None
+        coming.wait()
+        sent.wait()
+        assert torch.equal(got, torch.full((4096,), float(peer)))
+        any_source = torch.zeros(1)
+        coming = dist.irecv(any_source, tag=tag)
+        sent = dist.isend(torch.ones(1), peer, tag=tag)
+        coming.wait()
+        assert sent is not None
+        sent.wait()
+        assert any_source.item() == 1.0
+
+    emulated_cluster(2, 2).run(job, timeout_s=60.0)
