@@ -25,11 +25,15 @@ import torch.distributed as dist
 
 from commlayer.emulation import EmulatedCluster, RankOutcome, RanksTimedOutError
 from commlayer.testing.nodes import outcomes_on_nodes
+from commlayer.testing.witness import alarms, witnessed
 
 __all__ = ["NODES", "Outcome", "Suite"]
 
 NODES = {2: (1, 1), 3: (2, 1), 4: (2, 2)}
 """World size → ranks of each emulated node: two nodes wherever possible, so that two-level paths run."""
+
+WRONG_ON_PURPOSE: dict[str, str] = {}
+"""Tests in which ranks wait for calls that others never make, or make others: why that is so."""
 
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 _TAIL_CHARS = 4000
@@ -114,6 +118,9 @@ class Suite:
                 detail = f"{error}\n{_logs(Path(folder))}"
                 return Outcome(name, "error", time.monotonic() - start, detail)
             status, detail = _judge(outcomes)
+            found = alarms(Path(folder)) if status == "passed" and name not in WRONG_ON_PURPOSE else []
+            if found:
+                status, detail = "alarmed", "\n".join(found)
             if status != "passed" and status != "skipped":
                 detail = f"{detail}\n{_logs(Path(folder))}"
         return Outcome(name, status, time.monotonic() - start, detail)
@@ -128,7 +135,8 @@ class Suite:
         os.environ.update(self._environment, TEMP_DIR=str(folder), INIT_METHOD=f"file://{folder}/init_dir/shared")
         ours, pipe = multiprocessing.Pipe()
         try:
-            self._case._run(rank, name, str(folder / "rendezvous"), pipe)
+            with witnessed(folder):
+                self._case._run(rank, name, str(folder / "rendezvous"), pipe)
         except SystemExit as end:
             status = end.code
         else:

@@ -1,0 +1,28 @@
+"""Every job of trainers' tests has a witness: what `commlayer diagnose` would say of a job that ends well is a false alarm."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlayer.emulation import EmulatedCluster
+from commlayer.testing.witness import alarms, testifying
+
+
+@pytest.fixture(autouse=True)
+def no_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test in whose jobs the checker of hangs would have found something at any moment."""
+    run = EmulatedCluster.run
+
+    def judged(cluster: EmulatedCluster, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with tempfile.TemporaryDirectory(prefix="commlayer-witness-") as folder:
+            result = run(cluster, testifying(fn, Path(folder)), *args, **options)
+            found = alarms(Path(folder))
+        assert not found, "of a job that ended well commlayer diagnose says:\n" + "\n".join(found)
+        return result
+
+    monkeypatch.setattr(EmulatedCluster, "run", judged)
