@@ -32,8 +32,18 @@ __all__ = ["NODES", "Outcome", "Suite"]
 NODES = {2: (1, 1), 3: (2, 1), 4: (2, 2)}
 """World size → ranks of each emulated node: two nodes wherever possible, so that two-level paths run."""
 
-WRONG_ON_PURPOSE: dict[str, str] = {}
-"""Tests in which ranks wait for calls that others never make, or make others: why that is so."""
+_STAYS_AWAY = "ranks stay away from a barrier, whose timeout is tested"
+WRONG_ON_PURPOSE: dict[str, str] = {
+    "test_barrier_timeout_full_group": _STAYS_AWAY,
+    "test_barrier_timeout_global": _STAYS_AWAY,
+    "test_barrier_timeout_group": _STAYS_AWAY,
+    "test_monitored_barrier_failure_order": _STAYS_AWAY,
+    "test_monitored_barrier_gloo": _STAYS_AWAY,
+    "test_monitored_barrier_gloo_rank_0_timeout": _STAYS_AWAY,
+    "test_monitored_barrier_gloo_subgroup": _STAYS_AWAY,
+    "test_monitored_barrier_wait_all_ranks": _STAYS_AWAY,
+}
+"""Tests in which ranks wait for calls that others do not make: nobody is to say that nothing is wrong there."""
 
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 _TAIL_CHARS = 4000
