@@ -2,7 +2,7 @@
 
 ``.venv/bin/python benchmarks/stale_start.py``: on an emulated 2×4 of 400 Mbit/s a node jobs start that find a profile in their
 cache which was measured at 100 Mbit/s, at 1,600, or, the oracle's, at 400. Each makes rounds of mixed collectives of 1 to 16 MiB;
-those of the first two seconds after its start are not counted. Jobs take turns; printed is how long they took to start, whether they
+those of the first two seconds after its start do not count. Jobs take turns; printed is how long they took to start, whether they
 measured again, and the oracle's time of a round over theirs, of each turn. ``--json FILE`` has all times. A turn takes some
 40 s on two cores.
 """

@@ -61,8 +61,8 @@ class AgreedMaximum:
         return previous
 
     def _started(self) -> dist.Work:
-        """The exchange of this call. A profiler does not see it: the exchange may end after that, and Gloo's thread, which tells the
-        profiler so, would write to memory that is no longer the profiler's."""
+        """The exchange of this call, unseen by a profiler: it may end after that, and Gloo's thread, which tells the profiler so,
+        would write to memory that is no longer the profiler's."""
         if not _profiling():
             return self.group.allreduce([self._value], self._options)
         _record(False)

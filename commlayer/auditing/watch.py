@@ -87,7 +87,7 @@ class GroupWatch:
         self._drift = Drift()
         self._rates = LinkRates(1.0, planned.choices.rates)
         self._published = self._compared = 0
-        self._latest_s = self._turned_s = self._quiet_until_s = 0.0
+        self._latest_s = self._next_s = self._quiet_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
         self._pace: tuple[int, float] = 0, time.monotonic()
         self._calls_per_s = 0.0
@@ -96,7 +96,8 @@ class GroupWatch:
         self._found: tuple[LinkRates, bool] | None = None
         self._is_closed = False
         me = weakref.ref(self)  # ledgers are kept for who reads them later, groups are not
-        ledger.heard = lambda number: None if (watch := me()) is None else watch._heard(number)
+        ledger.heard = lambda: None if (watch := me()) is None else watch._heard()
+        ledger.told_from = _PUBLISHED
         _watching.add(self)
 
     # Where calls run
@@ -106,6 +107,8 @@ class GroupWatch:
 
         Raises PeerError and CollectiveTimeoutError where the decision on one does not come, as a call does.
         """
+        if self._appointments.pass_by():
+            return
         began = time.monotonic()
         try:
             appointment = self._appointments.next_call()
@@ -118,8 +121,14 @@ class GroupWatch:
             (self._measure if appointment.purpose == _MEASURE else self._doubt)(appointment.value)
             self._appointments.end()
 
-    def _heard(self, number: int) -> None:
-        if number - self._published >= _PUBLISHED:
+    def pass_by(self) -> bool:
+        """Count the call that runs now, if no appointment can be before it; else leave that to :meth:`next_call`."""
+        return self._appointments.pass_by()
+
+    def _heard(self) -> None:
+        if (
+            time.monotonic() >= self._next_s
+        ):  # before that its thread would only look at the clock, and take the lock for it
             _watching.wake()
 
     def _refuse(self, waited_s: float) -> None:
@@ -175,9 +184,9 @@ class GroupWatch:
         is_ending = bool(detector.left or detector.gone) and not self._appointments.is_open
         if self._is_closed or is_ending:
             return False  # a job that ends, or has lost a rank, changes no plans; and its store may be gone
-        if now_s - self._turned_s < self._turn_s / 2:
+        if now_s < self._next_s:
             return True
-        self._turned_s = now_s
+        self._next_s = now_s + self._turn_s / 2
         try:
             self._turn(now_s)
         except Exception as error:  # noqa: BLE001  the store is lost, or holds what is not ours: calls go on as planned
@@ -202,6 +211,7 @@ class GroupWatch:
             if self._is_publishing:
                 self._publish()
             self._published = self._ledger.numbered
+            self._ledger.told_from = self._published + _PUBLISHED
         if self._planned.rank == 0:
             self._lead(now_s)
 
@@ -278,7 +288,7 @@ class GroupWatch:
     @property
     def _call_us(self) -> float:
         """The time that a call takes at present, µs."""
-        recent = list(self._ledger.samples)[-_PUBLISHED:]
+        recent = self._ledger.samples[-_PUBLISHED:]
         return sum(sample.measured_us for sample in recent) / len(recent)
 
     def _compare(self) -> None:
@@ -286,7 +296,7 @@ class GroupWatch:
         told = self._told()
         if told is None:
             return
-        for sample in list(self._ledger.samples):
+        for sample in self._ledger.samples:
             if sample.number <= self._compared:
                 continue
             times = {rank: _time_of(windows, sample.number) for rank, windows in told.items()}
