@@ -31,24 +31,30 @@ _MOST = 40
 """So many moments of a job are kept, those at its beginning; a job of trainers' tests takes two seconds or three."""
 _TOGETHER_NS = 1_200_000_000
 """An inquiry waits so long for the ranks' logs: no further apart are they merged."""
+_AT_ONCE_NS = 100_000_000
 _NUM_MIXED = 20
+
+
+class _Seen(msgspec.Struct):
+    """The answers of a rank while it was in a job, and its log at the end."""
+
+    answers: list[RankLog] = []
+    end: RankLog | None = None
 
 
 @contextmanager
 def witnessed(folder: Path) -> Iterator[None]:
-    """In a rank: keep its logs, from now to the end of the block, in ``folder``, also where the block raises."""
+    """In a rank: keep its answers, from now to the end of the block, in ``folder``, also where the block raises."""
     rank, ranks = int(os.environ["RANK"]), range(int(os.environ["WORLD_SIZE"]))
-    logs: list[RankLog] = []
+    seen = _Seen()
     is_over = threading.Event()
-
-    def log() -> RankLog:
-        return own_answer() or rank_log("", rank, ranks, "asked", {})  # after the end of the job's first group
 
     def look() -> None:
         while not is_over.wait(_EVERY_S):
-            if len(logs) < _MOST:
-                logs.append(log())
-        logs.append(log())
+            answer = own_answer() if len(seen.answers) < _MOST else None  # none before the job's first group, and after
+            if answer is not None:
+                seen.answers.append(answer)
+        seen.end = rank_log("", rank, ranks, "asked", {})
 
     # Named as one of ours: no thread of the program, which could still make calls. The last look is its, too.
     thread = threading.Thread(target=look, name="commlayer-witness", daemon=True)
@@ -58,7 +64,7 @@ def witnessed(folder: Path) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-        (folder / f"seen-{rank:05d}").write_bytes(msgspec.msgpack.encode(logs))
+        (folder / f"seen-{rank:05d}").write_bytes(msgspec.msgpack.encode(seen))
 
 
 def testifying(fn: Callable[..., T], folder: Path) -> Callable[..., T]:
@@ -72,32 +78,34 @@ def testifying(fn: Callable[..., T], folder: Path) -> Callable[..., T]:
 
 
 def alarms(folder: Path) -> list[str]:
-    """What is found wrong in the logs that the ranks of a job have left in ``folder``, in words; each once."""
-    seen = [msgspec.msgpack.decode(path.read_bytes(), type=list[RankLog]) for path in sorted(folder.glob("seen-*"))]
-    if not seen:
-        return []
+    """What is found wrong in what the witnesses of a job have left in ``folder``, in words; each once."""
+    seen = [msgspec.msgpack.decode(path.read_bytes(), type=_Seen) for path in sorted(folder.glob("seen-*"))]
     found: dict[str, None] = {}
-    for logs in [*_cuts(seen), *_mixed(seen)]:
+    for logs in [*_asked(seen), *_mixed(seen)]:
         diagnosis = diagnose(logs)
         if diagnosis.findings:
             found[in_words(diagnosis)] = None
-    end = diagnose([logs[-1] for logs in seen])
+    end = diagnose([each.end for each in seen if each.end is not None])
     if end.findings or end.waits:
         found[f"at the end: {in_words(end)}"] = None
     return list(found)
 
 
-def _cuts(seen: Sequence[list[RankLog]]) -> Iterator[list[RankLog]]:
-    """For each log of the first rank, those of the others of about the same moment: one machine has one clock."""
-    for first in seen[0]:
-        yield [min(logs, key=lambda log: abs(log.now_ns - first.now_ns)) for logs in seen]
+def _asked(seen: Sequence[_Seen]) -> Iterator[list[RankLog]]:
+    """For each answer, it and those of the others of about the same moment: one machine has one clock."""
+    for asker in seen:
+        for asked in asker.answers:
+            nearest = [
+                min(each.answers, key=lambda log: abs(log.now_ns - asked.now_ns)) for each in seen if each.answers
+            ]
+            yield [log for log in nearest if abs(log.now_ns - asked.now_ns) < _AT_ONCE_NS]
 
 
-def _mixed(seen: Sequence[list[RankLog]]) -> Iterator[list[RankLog]]:
-    """Logs of moments as far apart as those of one inquiry may be."""
+def _mixed(seen: Sequence[_Seen]) -> Iterator[list[RankLog]]:
+    """Answers of moments as far apart as those of one inquiry may be."""
     draw = random.Random(0)
-    for _ in range(_NUM_MIXED):
-        begin = draw.choice(draw.choice(seen)).now_ns
-        near = [[log for log in logs if 0 <= log.now_ns - begin <= _TOGETHER_NS] for logs in seen]
-        if all(near):
-            yield [draw.choice(logs) for logs in near]
+    answers = [log for each in seen for log in each.answers]
+    for _ in range(_NUM_MIXED if answers else 0):
+        begin = draw.choice(answers).now_ns
+        near = [[log for log in each.answers if 0 <= log.now_ns - begin <= _TOGETHER_NS] for each in seen]
+        yield [draw.choice(logs) for logs in near if logs]
