@@ -37,8 +37,8 @@ from commlayer.statistics import stats
 
 __all__ = ["print_watching"]
 
-WAYS = ("nothing", "ring", "audit", "replan")
-"""Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as by default."""
+WAYS = ("nothing", "ring", "audit", "drift", "replan")
+"""Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as with =audit, and as with =on."""
 _SWEEP = SweepOptions(min_bytes=1024, max_bytes=1 << 20, factor=8.0, interference_rounds=0, group_max_bytes=1 << 20)
 _ordering: Any = commlayer.backend.order  # which names what is patched there
 _Found = dict[str, dict[str, list[tuple[float, float]]]]
@@ -71,6 +71,7 @@ class Parts:
             if watch is not None:
                 group._order.watch = watch if level >= 3 else None
                 ledger.heard = heard if level >= 3 else None
+                watch._is_replanning = level >= 4
                 (watching._watching.add if level >= 3 else watching._watching.discard)(watch)
 
 
@@ -173,15 +174,18 @@ def print_watching(options: argparse.Namespace) -> None:
         f"torch {torch.__version__}, {os.cpu_count()} cores, {options.cluster}, {options.rounds} rounds of {options.block}"
     )
     print("plans:", ", ".join(sorted(set(plans))))
-    print(f"{'µs with nothing; ratio to it, median [quartiles]':50}" + "".join(f"{way:>28}" for way in WAYS[1:]))
+    print(
+        f"{'µs with nothing; ratio to it: median [quartiles], of all':56}" + "".join(f"{way:>28}" for way in WAYS[1:])
+    )
     for name, by_way in found.items():
         for index, clock in enumerate(("clock", "processor")):
             base = [each[index] for each in by_way["nothing"]]
             cells = "".join(f"{_ratios([each[index] for each in by_way[way]], base):>28}" for way in WAYS[1:])
-            print(f"{f'{name}, {clock}: {median(base):.0f}':50}{cells}")
+            print(f"{f'{name}, {clock}: {median(base):.0f}':56}{cells}")
 
 
 def _ratios(ours: list[float], base: list[float]) -> str:
+    """Ratios of blocks of one round; and of the sums, in which the watch's thread, which works eight times a second, is whole."""
     ratios = sorted(mine / theirs for mine, theirs in zip(ours, base, strict=True))
     low, high = ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4]
-    return f"{median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+    return f"{median(ratios):.3f} [{low:.3f}, {high:.3f}] {sum(ours) / sum(base):.3f}"
