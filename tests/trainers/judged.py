@@ -1,4 +1,4 @@
-"""Every job of trainers' tests has a witness: what `commlayer diagnose` would say of a job that ends well is a false alarm."""
+"""The fixture that gives every job of a module a witness: what `commlayer diagnose` says of a job that ends well is a false alarm."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 
 from commlayer.emulation import EmulatedCluster
 from commlayer.testing.witness import alarms, testifying
+
+__all__ = ["no_alarms"]
 
 
 @pytest.fixture(autouse=True)
