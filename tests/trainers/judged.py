@@ -1,4 +1,4 @@
-"""The fixture that gives every job of a module a witness: what `commlayer diagnose` says of a job that ends well is a false alarm."""
+"""A fixture that gives jobs of a module a witness: whatever `commlayer diagnose` says of one that ends well is a false alarm."""
 
 from __future__ import annotations
 
