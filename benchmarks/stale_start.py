@@ -100,6 +100,7 @@ def probed(cache: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(COMMLAYER_CACHE=cache, COMMLAYER_PROFILE="auto")
     dist.init_process_group("commlayer", timeout=timedelta(seconds=120))
+    dist.barrier()  # who destroys it at once may leave others that are still connecting
     dist.destroy_process_group()
 
 
