@@ -16,14 +16,12 @@ MOST_OFF = 2.5
 """How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy machine is easily twice as slow; of
 a network that is four times as slow or as fast an all_reduce of this size, in which latency counts too, shows three times."""
 _COLLECTIVE = "all_reduce"
-_LONGEST_US = 3e5
-"""The check takes the largest size that was measured to be as fast as this: of that the link is the greater part. Of 96 KiB it is
-not, nor of what a token bucket lets pass at once: by those, links of 400 Mbit/s fit a profile of 100 (benchmarks/README.md)."""
+_LONGEST_US = 2e4
+"""The check takes the largest size that was measured to be as fast as this: of that the link is the greater part."""
 _ROUNDS = 3
 _MORE_ROUNDS = 5
 _ENOUGH_US = 8e4
-"""When so much time is spent it is over: a size that takes long is timed once, and again only where it seems off. A link that has
-become much slower costs a round or two so."""
+"""When so much time is spent it is over, so that a link that has become much slower costs a round or two."""
 
 
 class Timing(Protocol):

@@ -213,8 +213,7 @@ class Timed:
 
 
 @pytest.mark.parametrize(
-    ("times_us", "place"),
-    [((1e2, 1e3, 1e4), 2), ((1e2, 1e3, 2e5), 2), ((1e2, 1e3, 4e5), 1), ((4e5, 1e6), 0), ((2e4,), 0)],
+    ("times_us", "place"), [((1e2, 1e3, 1e4), 2), ((1e2, 1e3, 1e5), 1), ((1e5, 1e6), 0), ((2e4,), 0)]
 )
 def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, ...], place: int) -> None:
     ranks = Timed(times_us[place])
@@ -234,14 +233,6 @@ def test_a_profile_that_is_off_says_so_and_costs_little(factor: float) -> None:
     said = drift(of_all_ranks(1e2, 1e3), ranks)
     assert said == f"an all_reduce of {4096 * 24} bytes takes {1e3 * factor:.0f} µs, and it says 1000"
     assert sum(1e3 * factor for _ in ranks.asked[:-2]) < 1e5  # two rounds at most once the time is spent
-
-
-def test_a_size_that_takes_long_is_timed_once_and_again_where_it_seems_off() -> None:
-    right, hiccup, off = Timed(2.6e5), Timed(9e5, 2.6e5), Timed(6.5e4)
-    curve = of_all_ranks(3e3, 2e4, 2.6e5)
-    assert (drift(curve, right), drift(curve, hiccup)) == ("", "")
-    assert "and it says 260000" in drift(curve, off)
-    assert (len(right.asked), len(hiccup.asked)) == (1, 2)
 
 
 def test_a_hiccup_is_no_drift() -> None:
