@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,9 @@ bench-groups: $(READY)  ## collectives of a trainer's groups: how good the chose
 
 bench-replan: $(READY)  ## a card changes its rate while a job runs: after how many calls plans change, and what they are worth then
 	$(RUN) benchmarks/replan.py $(ARGS)
+
+bench-stale-start: $(READY)  ## jobs that start with a profile of slower or faster links: what their calls take after two seconds
+	$(RUN) benchmarks/stale_start.py $(ARGS)
 
 bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; writes a dated result document
 	$(RUN) benchmarks/moe.py $(ARGS)

@@ -13,7 +13,10 @@ thread, and of the whole process, with Gloo's threads.
 
 ``--ring`` compares calls of one group with those that are not noted in the ring of calls (commlayer/diagnosis/ring.py).
 
-Ranks run on loopback: nothing here says anything about a network.
+``--watching calls`` and ``--watching steps`` compare planned calls of 1 KiB, or training steps, on an emulated cluster, with the
+ring, the audit and the watch for drift and without (host_cost_watching.py).
+
+Else ranks run on loopback: nothing here says anything about a network.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_cost_watching import print_watching
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.diagnosis.ring import Silent
@@ -183,7 +187,14 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000, help="timed calls of each kind on each backend")
     parser.add_argument("--planned", action="store_true", help="processor time of calls in two levels, instead")
     parser.add_argument("--ring", action="store_true", help="what the ring of calls adds to a call, instead")
+    parser.add_argument("--watching", choices=("calls", "steps"), help="what ring, audit and watch add, instead")
+    parser.add_argument("--cluster", default="2x4", help="for --watching: nodes × ranks of a node (default 2x4)")
+    parser.add_argument("--rounds", type=int, default=20, help="for --watching: rounds in which all ways take turns")
+    parser.add_argument("--block", type=int, default=100, help="for --watching: calls, or steps, of a way in a round")
     options = parser.parse_args()
+    if options.watching:
+        print_watching(options)
+        return
     if options.ring:
         for ranks in options.ranks:
             print_ring(ranks, options.calls)

@@ -8,8 +8,8 @@ guesses, calls exchange nothing beyond what they do anyway, and when a rank dies
 Prior art, and why it is not done so here: Horovod's autotuner broadcasts new parameters with a collective of its own in every
 cycle; ByteScheduler announces a change at a future step, and a rank that hears of it too late never follows.
 
-Where calls run, in the group's order, :meth:`Appointments.next_call` counts; on another thread :meth:`Appointments.turn` talks to
-the store, and never waits in it.
+Where calls run, in the group's order, :meth:`Appointments.pass_by` and :meth:`Appointments.next_call` count; on another thread
+:meth:`Appointments.turn` talks to the store, and never waits in it.
 """
 
 from __future__ import annotations
@@ -83,6 +83,16 @@ class Appointments:
         return self._open is not None
 
     # Where calls run
+
+    def pass_by(self) -> bool:
+        """Count the call that runs now, and return True; False, with nothing counted, where :meth:`next_call` has to say what
+        comes before it."""
+        with self._lock:
+            due = self._open
+            if due is not None and self.calls + 1 >= due.appointment.call:
+                return False
+            self.calls += 1
+            return True
 
     def next_call(self) -> Appointment | None:
         """Count the call that runs now; the appointment to be kept before it, if there is one: :meth:`end` it then.

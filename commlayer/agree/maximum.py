@@ -21,6 +21,9 @@ from commlayer.failures.waits import wait
 
 __all__ = ["AgreedMaximum", "settle_maximum"]
 
+_profiling = torch._C._autograd._profiler_enabled
+_record = torch._C._autograd._enable_record_function
+
 
 def settle_maximum(value: torch.Tensor, group: dist.ProcessGroup, purpose: str) -> None:
     """Put the largest of all ranks' numbers into ``value``, on the CPU. Collective; ``purpose``: "to choose a format".
@@ -54,8 +57,19 @@ class AgreedMaximum:
             previous = int(self._value)
         self.calls += 1
         self._value.fill_(value)
-        self._work = self.group.allreduce([self._value], self._options)
+        self._work = self._started()
         return previous
+
+    def _started(self) -> dist.Work:
+        """The exchange of this call, unseen by a profiler: it may end after that, and Gloo's thread, which tells the profiler so,
+        would write to memory that is no longer the profiler's."""
+        if not _profiling():
+            return self.group.allreduce([self._value], self._options)
+        _record(False)
+        try:
+            return self.group.allreduce([self._value], self._options)
+        finally:
+            _record(True)
 
     def finish(self) -> None:
         """Wait a moment for the latest exchange: a group that is freed with one under way waits for it, out of our hands."""

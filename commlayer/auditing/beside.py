@@ -51,6 +51,8 @@ class CallsUnderWay:
         last, at_ns = self._ended
         if (at_ns if last != group else self._other) > began_ns:
             return True
+        if not self._running:
+            return False
         is_beside = False
         for call, (other, is_over) in list(self._running.items()):
             if is_over():

@@ -112,6 +112,18 @@ class _Row:
         self.is_known = True
 
 
+class _Kind:
+    """The calls of one collective by one plan, of one size: where they are added up, and what is promised for each of them.
+
+    ``number``: of the kind, among those that ranks compare; −1: they do not. ``plan``: keeps its ``id`` from being another's.
+    """
+
+    __slots__ = ("number", "plan", "promised_us", "row")
+
+    def __init__(self, row: _Row, promised_us: float, number: int, plan: Plan | None) -> None:
+        self.row, self.promised_us, self.number, self.plan = row, promised_us, number, plan
+
+
 class Sample(NamedTuple):
     """An audited call that ranks compare: its number among those, its kind, and its promised and measured time, µs."""
 
@@ -136,81 +148,95 @@ class Ledger:
         self._began_s = time.time()
         self._last: tuple[GroupAudit, Profile | None] | None = None  # once the group is gone
         self._rows: dict[tuple[str, str, int], _Row] = {}
-        self._promised = Kept[int, tuple[Plan, float]](_MAX_KEPT)
-        self._promised_flat = Kept[tuple[str, int], tuple[float]](_MAX_KEPT)
+        self._of_plans = Kept[tuple[int, int], _Kind](_MAX_KEPT)
+        self._of_flat = Kept[tuple[str, int], _Kind](_MAX_KEPT)
         self._kinds: dict[tuple[int, str, str, int], int] = {}
         self.generation = 0
         """How often other prices came into force."""
         self.numbered = 0
         """How many calls were noted that ranks compare."""
-        self.samples: deque[Sample] = deque(maxlen=_WINDOW)
-        """The latest of them."""
+        self._samples: deque[tuple[int, int, float, int]] = deque(maxlen=_WINDOW)
         self.late: dict[int, LateRank] = {}
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
-        self.heard: Callable[[int], None] | None = None
-        """Told the number of each call that ranks compare, when it was noted."""
+        self.heard: Callable[[], None] | None = None
+        """Told of the calls that ranks compare, from number ``told_from`` on, when they were noted."""
+        self.told_from = 0
         _ledgers.append(self)
 
     def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this one."""
-        if self._last is not None:
-            return
-        kept = self._promised.get(id(plan))
-        if kept is None:
-            kept = self._promised.add(id(plan), (plan, self._choices.promised_us(plan) or 0.0))
-        if kept[1]:
-            self._note(collective, plan.name, num_bytes, kept[1], spent_ns, sent)
+        key = id(plan), num_bytes
+        found = self._of_plans.get(key)
+        if found is None:
+            if self._last is not None:
+                return
+            promised_us = self._choices.promised_us(plan) or 0.0
+            found = self._of_plans.add(key, self._kind(collective, plan.name, num_bytes, promised_us, plan))
+        if found.promised_us:
+            self._note(found, num_bytes, spent_ns, sent)
 
     def note_flat(self, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
         """Note a call that went to the backend's own; bytes below 0 in ``sent``: not known."""
-        if self._last is not None:
-            return
         key = collective, num_bytes
-        kept = self._promised_flat.get(key)
-        if kept is None:
-            promised_us = self._choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes)
-            kept = self._promised_flat.add(key, (promised_us or 0.0,))
-        if kept[0]:
-            self._note(collective, "flat", num_bytes, kept[0], spent_ns, sent)
+        found = self._of_flat.get(key)
+        if found is None:
+            if self._last is not None:
+                return
+            promised_us = self._choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes) or 0.0
+            found = self._of_flat.add(key, self._kind(collective, "flat", num_bytes, promised_us, None))
+        if found.promised_us:
+            self._note(found, num_bytes, spent_ns, sent)
 
-    def _note(
-        self, collective: str, plan: str, num_bytes: int, promised_us: float, spent_ns: int, sent: tuple[int, int]
-    ) -> None:
+    def _kind(self, collective: str, name: str, num_bytes: int, promised_us: float, plan: Plan | None) -> _Kind:
+        if not promised_us:
+            return _Kind(_Row(), 0.0, -1, plan)
         size_class = max(0, num_bytes - 1).bit_length()
-        row = self._rows.get((collective, plan, size_class))
-        if row is None:
-            row = self._rows[collective, plan, size_class] = _Row()
+        row = self._rows.setdefault((collective, name, size_class), _Row())
+        number = -1
+        if collective in _WATCHED:
+            number = self._kinds.setdefault((self.generation, collective, name, size_class), len(self._kinds))
+        return _Kind(row, promised_us, number, plan)
+
+    def _note(self, kind: _Kind, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
+        row, inter = kind.row, sent[0]
         row.calls += 1
-        row.promised_us += promised_us
+        row.promised_us += kind.promised_us
         row.measured_ns += spent_ns
         row.logical_bytes += num_bytes
         if self._traffic.is_beside(self._key, time.perf_counter_ns() - spent_ns):
             beside = self._beside
             beside.calls += 1
-            beside.promised_us += promised_us
+            beside.promised_us += kind.promised_us
             beside.measured_ns += spent_ns
-        if sent[0] >= 0:
-            row.inter += sent[0]
+        if inter >= 0:
+            row.inter += inter
             row.intra += sent[1]
         else:
             row.is_known = False
-        if collective in _WATCHED:
-            kind = self._kinds.setdefault((self.generation, collective, plan, size_class), len(self._kinds))
-            self.numbered += 1
-            self.samples.append(Sample(self.numbered, kind, promised_us, spent_ns / 1000))
-            if self.heard is not None:
-                self.heard(self.numbered)
+        if kind.number >= 0:
+            self.numbered = number = self.numbered + 1
+            self._samples.append((number, kind.number, kind.promised_us, spent_ns))
+            if number >= self.told_from and self.heard is not None:
+                self.heard()
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The latest calls that ranks compare."""
+        return [
+            Sample(number, kind, promised_us, spent_ns / 1000)
+            for number, kind, promised_us, spent_ns in list(self._samples)
+        ]
 
     def use_choices(self, choices: Choices) -> None:
         """Take what is promised from ``choices`` from now on."""
         self._choices = choices
         self.generation += 1
-        self._promised.clear()
-        self._promised_flat.clear()
+        self._of_plans.clear()
+        self._of_flat.clear()
 
     def durations(self) -> array[float]:
         """The number of the latest comparable call, and the times of those up to it, µs: what ranks tell each other."""
-        samples = list(self.samples)
+        samples = self.samples
         return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
 
     def came_last(self, rank: int, waited_us: float) -> None:
@@ -227,7 +253,7 @@ class Ledger:
         """Note that the group is gone: keep what :meth:`read` and :meth:`learnt` say, and nothing else of it."""
         self._last = self.read(), self.learnt()
         self.heard = None
-        for kept in (self._promised, self._promised_flat, self._kinds):
+        for kept in (self._of_plans, self._of_flat, self._kinds):
             kept.clear()
         self._choices = self._at_start = _NO_CHOICES
 

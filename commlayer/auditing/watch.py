@@ -44,6 +44,9 @@ __all__ = ["GroupWatch"]
 _IDLE_S, _TURN_S, _STORE_PER_S = 30.0, 0.25, 1024
 """A group is looked at this often while it makes calls, and until it has made none for so long; less often where all ranks of the
 job, with all their groups, would ask the store more than so many times a second."""
+_SHARE, _LONGEST_TURN_S = 0.005, 1.0
+"""The part of a core that the watch of all groups may take: they are looked at less often where a look costs more, but no less
+often than this; and as often as ever while an appointment is open, for which calls may wait."""
 _PUBLISHED = 4
 """After how many calls a rank tells what they took, or after :data:`_TURN_S`."""
 _MOST_PUBLISHERS = 64
@@ -87,8 +90,10 @@ class GroupWatch:
         self._drift = Drift()
         self._rates = LinkRates(1.0, planned.choices.rates)
         self._published = self._compared = 0
-        self._latest_s = self._turned_s = self._quiet_until_s = 0.0
+        self._latest_s = self._next_s = self._quiet_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
+        self._rest_s = self._cost_s = 0.0  # between looks, by what they cost
+        self._has_all_told = False
         self._pace: tuple[int, float] = 0, time.monotonic()
         self._calls_per_s = 0.0
         self._num_tried = 0
@@ -96,7 +101,8 @@ class GroupWatch:
         self._found: tuple[LinkRates, bool] | None = None
         self._is_closed = False
         me = weakref.ref(self)  # ledgers are kept for who reads them later, groups are not
-        ledger.heard = lambda number: None if (watch := me()) is None else watch._heard(number)
+        ledger.heard = lambda: None if (watch := me()) is None else watch._heard()
+        ledger.told_from = _PUBLISHED
         _watching.add(self)
 
     # Where calls run
@@ -106,6 +112,8 @@ class GroupWatch:
 
         Raises PeerError and CollectiveTimeoutError where the decision on one does not come, as a call does.
         """
+        if self._appointments.pass_by():
+            return
         began = time.monotonic()
         try:
             appointment = self._appointments.next_call()
@@ -118,8 +126,14 @@ class GroupWatch:
             (self._measure if appointment.purpose == _MEASURE else self._doubt)(appointment.value)
             self._appointments.end()
 
-    def _heard(self, number: int) -> None:
-        if number - self._published >= _PUBLISHED:
+    def pass_by(self) -> bool:
+        """Count the call that runs now, if no appointment can be before it; else leave that to :meth:`next_call`."""
+        return self._appointments.pass_by()
+
+    def _heard(self) -> None:
+        if (
+            time.monotonic() >= self._next_s
+        ):  # before that its thread would only look at the clock, and take the lock for it
             _watching.wake()
 
     def _refuse(self, waited_s: float) -> None:
@@ -175,15 +189,23 @@ class GroupWatch:
         is_ending = bool(detector.left or detector.gone) and not self._appointments.is_open
         if self._is_closed or is_ending:
             return False  # a job that ends, or has lost a rank, changes no plans; and its store may be gone
-        if now_s - self._turned_s < self._turn_s / 2:
+        if now_s < self._next_s:
             return True
-        self._turned_s = now_s
+        self._next_s, begin_s = now_s + self._turn_s / 2, time.thread_time()
         try:
             self._turn(now_s)
         except Exception as error:  # noqa: BLE001  the store is lost, or holds what is not ours: calls go on as planned
             self._give_up(error)
             return False
+        self._rest(now_s, time.thread_time() - begin_s)
         return self._appointments.is_open or now_s - self._latest_s < _IDLE_S
+
+    def _rest(self, now_s: float, cost_s: float) -> None:
+        """Look again no sooner than what this look cost allows; connecting to the store, which is done once, does not count."""
+        usual_s, self._cost_s = min(cost_s, self._cost_s), cost_s
+        self._rest_s = min(usual_s * len(_watching) / _SHARE, _LONGEST_TURN_S)
+        if not self._appointments.is_open:
+            self._next_s = max(self._next_s, now_s + self._rest_s)
 
     @property
     def _turn_s(self) -> float:
@@ -202,6 +224,7 @@ class GroupWatch:
             if self._is_publishing:
                 self._publish()
             self._published = self._ledger.numbered
+            self._ledger.told_from = self._published + _PUBLISHED
         if self._planned.rank == 0:
             self._lead(now_s)
 
@@ -231,8 +254,9 @@ class GroupWatch:
 
     def _appoint(self, purpose: str, value: float) -> None:
         self._asked_for = purpose
-        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * self._turn_s * _AHEAD_TURNS))
-        self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * self._turn_s))
+        turn_s = max(self._turn_s, self._rest_s)  # the others look at least as often: they compare nothing
+        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * turn_s * _AHEAD_TURNS))
+        self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * turn_s))
 
     def _settle(self, now_s: float) -> None:
         """Take note of what has become of the last appointment."""
@@ -278,7 +302,7 @@ class GroupWatch:
     @property
     def _call_us(self) -> float:
         """The time that a call takes at present, µs."""
-        recent = list(self._ledger.samples)[-_PUBLISHED:]
+        recent = self._ledger.samples[-_PUBLISHED:]
         return sum(sample.measured_us for sample in recent) / len(recent)
 
     def _compare(self) -> None:
@@ -286,7 +310,7 @@ class GroupWatch:
         told = self._told()
         if told is None:
             return
-        for sample in list(self._ledger.samples):
+        for sample in self._ledger.samples:
             if sample.number <= self._compared:
                 continue
             times = {rank: _time_of(windows, sample.number) for rank, windows in told.items()}
@@ -305,7 +329,8 @@ class GroupWatch:
         """The times that the ranks have published; None while one has not yet."""
         others = [rank for rank in self._publishers if rank]
         keys = [f"times/{rank}" for rank in others]
-        if not self._asked().check(keys):
+        self._has_all_told = self._has_all_told or self._asked().check(keys)
+        if not self._has_all_told:
             return None
         told = {0: self._ledger.durations()}
         for rank, data in zip(others, self._asked().multi_get(keys), strict=True):

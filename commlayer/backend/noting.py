@@ -34,6 +34,9 @@ def _noted(args: Sequence[Any], opts: Any) -> Noted:
         return moved[0].dtype, -1, -1, opts, opts.asyncOp, None
     if len(moved) == 1:
         tensors = moved[0]
+        if len(tensors) == 1 and tensors[0].layout is _STRIDED:  # nearly always
+            num_bytes = tensors[0].nbytes
+            return tensors[0].dtype, num_bytes, num_bytes, opts, opts.asyncOp, None
         num_bytes = -1 if any(x.layout is not _STRIDED for x in tensors) else _num_bytes(tensors)
         return tensors[0].dtype, num_bytes, num_bytes, opts, opts.asyncOp, None
     output, input = moved[0], moved[1]

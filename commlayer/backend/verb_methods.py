@@ -328,7 +328,7 @@ def exchange(row: Verb) -> Method:
         if type(input_split_sizes) is not list or input_split_sizes:
             input_split_sizes = splits_of(order, "input", input_split_sizes)
         if (
-            (order.is_direct or (calls.never_plans_exchanges and not order.is_watched and order.watch is None))
+            (order.is_direct or (calls.never_plans_exchanges and not order.is_watched))
             and type(opts) is options
             and (order.is_direct or not opts.asyncOp)
             and type(input) is _TENSOR is type(output)
@@ -351,17 +351,17 @@ def exchange(row: Verb) -> Method:
             ):  # Gloo checks late, and not whether any is negative
                 check_splits(self._members, output, input, output_split_sizes, input_split_sizes)
                 sent = sent_bytes(self._members, num_bytes, input_split_sizes)
-            track = order.track
-            splits = output_split_sizes, input_split_sizes
-            started = now()
-            is_async = opts.asyncOp
-            number = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, is_async, splits, started)
-            work = inner(order.inner.gloo)(output, input, output_split_sizes, input_split_sizes, opts)
-            if is_async:
-                return calls.under_way(collective, num_bytes, work, opts, [output], sent)
-            work = calls.wait(collective, num_bytes, started, work, opts, sent)
-            track.done = number
-            return work
+            if order.watch is None or order.watch.pass_by():
+                track, is_async = order.track, opts.asyncOp
+                splits = output_split_sizes, input_split_sizes
+                started = now()
+                number = track.note(collective, input.dtype, num_bytes, output.nbytes, opts, is_async, splits, started)
+                work = inner(order.inner.gloo)(output, input, output_split_sizes, input_split_sizes, opts)
+                if is_async:
+                    return calls.under_way(collective, num_bytes, work, opts, [output], sent)
+                work = calls.wait(collective, num_bytes, started, work, opts, sent)
+                track.done = number
+                return work
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
         return issue(self, output, input, opts, (output_split_sizes, input_split_sizes))

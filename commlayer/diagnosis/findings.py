@@ -16,6 +16,8 @@ _MOST_STARTS = 64
 """The number of stuck threads from which the smallest circle is looked for: in a large job one circle holds up thousands."""
 _MOST_CYCLES = 4
 _MOST_SHIFT = 2
+_MOMENT_NS = 1_000_000_000
+"""Who has ended may have made the call that others are still in, as at the end of a job: so long that is taken for granted."""
 
 
 class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,12 +137,13 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     mismatches = [*_mismatches(graph), *_message_mismatches(graph)]
     cycles = _cycles(graph)
     ranks = sorted({rank for log in logs for rank in log.ranks} | set(graph.views))
+    is_timeout = any(log.reason == "timeout" for log in logs)
     return Diagnosis(
-        findings=(*mismatches, *cycles, *_gone(graph)),
+        findings=(*mismatches, *cycles, *_gone(graph, 0 if is_timeout else _MOMENT_NS)),
         waits=tuple(_late(graph)),
         ranks=tuple(ranks),
         without=tuple(rank for rank in ranks if rank not in graph.views),
-        is_timeout=any(log.reason == "timeout" for log in logs),
+        is_timeout=is_timeout,
     )
 
 
@@ -321,10 +324,12 @@ def _step(graph: Graph, blocked: Blocked, needed: Node) -> CycleStep:
 # Ranks that are missing
 
 
-def _gone(graph: Graph) -> list[Missing]:
-    """Ranks that have ended, and for which others are stuck."""
+def _gone(graph: Graph, least_ns: int) -> list[Missing]:
+    """Ranks that have ended, and for which others are stuck and have waited for so long."""
     found: dict[Node, list[Blocked]] = {}
     for blocked in graph.stuck_threads:
+        if graph.views[blocked.rank].log.now_ns - blocked.since_ns < least_ns:
+            continue
         for node, other in graph.reasons(blocked):
             if other is None:
                 found.setdefault(node, []).append(blocked)

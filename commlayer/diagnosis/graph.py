@@ -167,13 +167,17 @@ _LOOK_BACK = 64
 
 
 class Graph:
-    """The graph of these logs. ``gone``: ranks that have ended, and how."""
+    """The graph of these logs. ``gone``: ranks that have ended, and how.
+
+    A rank that has written a log was there then. Who hears a moment later that it has ended cannot say what it called between:
+    mostly the call that others are still in, and its program's end.
+    """
 
     def __init__(self, logs: Sequence[RankLog]) -> None:
         self.views = {log.rank: View(log) for log in logs}
         self.gone: dict[int, str] = {}
         for log in logs:
-            self.gone |= log.gone
+            self.gone |= {rank: how for rank, how in log.gone.items() if self._has_ended(rank)}
         self.members: dict[str, tuple[int, ...]] = {}
         self.names: dict[str, str] = {}
         for log in logs:
@@ -182,6 +186,10 @@ class Graph:
                 self.names.setdefault(group.key, str(group))
         self.blocked = [each for view in self.views.values() for each in view.blocked.values()]
         self.blocked.sort(key=lambda each: (each.rank, each.since_ns))
+
+    def _has_ended(self, rank: int) -> bool:
+        view = self.views.get(rank)
+        return view is None or rank in view.log.gone
 
     # What a node needs
 

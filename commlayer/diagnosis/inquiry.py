@@ -44,7 +44,7 @@ from commlayer.failures.waits import within
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Inquiry", "inquiry_of"]
+__all__ = ["Inquiry", "inquiry_of", "own_answer"]
 
 _GATHER_S = 1.2
 """For how long the logs of the other ranks are waited for."""
@@ -310,6 +310,11 @@ _hearing: _Hearing | None = None
 def inquiry_of(detector: FailureDetector) -> Inquiry | None:
     """The inquiry among the ranks of ``detector``, where there is one."""
     return next((each for each in list(_inquiries) if each._detector is detector), None)
+
+
+def own_answer() -> RankLog | None:
+    """The log with which this rank would answer if it were asked now; None where nobody asks."""
+    return next((each._snapshot("asked") for each in list(_inquiries)), None)
 
 
 class _Mouth:

@@ -65,6 +65,7 @@ class _Inside(dict[str, bool]):
         homes = [here + os.sep] + ([str(Path(torch).parent) + os.sep] if torch else [])
         is_example = name.startswith(os.path.join(here, "integrations", "examples"))
         is_pythons = name.startswith((library + os.sep, "<frozen")) and "-packages" not in name
+        is_pythons = is_pythons or os.path.basename(name) == "typing_extensions.py"  # it wraps what torch deprecates
         self[name] = found = is_pythons or (name.startswith(tuple(homes)) and not is_example)
         return found
 

@@ -164,7 +164,7 @@ def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
     found = []
     for ident, frame in sys._current_frames().items():
         name = names.get(ident, "")
-        if ident != threading.get_ident() and not name.startswith(OUR_THREADS):
+        if not name.startswith(OUR_THREADS):  # the program's thread that asks is one that waits
             found.append(ThreadLog(ident=ident, name=name, site=_site_of(frame)))
     return found
 

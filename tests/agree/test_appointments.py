@@ -271,3 +271,19 @@ def test_nobody_keeps_what_another_does_not(fate: str, monkeypatch: pytest.Monke
             assert set(job.calls) == {Job.CALLS}, f"seed {seed}"
         num_kept += len(job.kept[0])
     assert num_kept > 300, "hardly an appointment was kept: the test shows nothing"
+
+
+def test_calls_that_pass_by_come_to_the_same_appointment() -> None:
+    everyone = members(3)
+    everyone[0].make("measure", 1.0, 5)
+    turn_all(everyone)
+    for place, member in enumerate(everyone):
+        found = []
+        for call in range(8):
+            if call % 3 == place and member.pass_by():
+                continue
+            appointment = member.next_call()
+            if appointment is not None:
+                found.append(member.calls)
+                member.end()
+        assert (found, member.calls) == ([5], 8)

@@ -252,3 +252,31 @@ def test_the_audit_says_what_was_promised_and_measured(emulated_cluster: Cluster
         assert row["promised_us"] > 0
         assert row["measured_us"] > 0
         assert not [row for row in group["calls"] if row["collective"] == "barrier"]
+
+
+def test_exchanges_that_go_straight_to_gloo_come_to_the_same_appointment(emulated_cluster: ClusterFactory) -> None:
+    """Where no all_to_all is ever planned, plain tensors go a short way; calls count there as on the long one."""
+
+    def job() -> tuple[int, int]:
+        group = start()
+        rank, n = dist.get_rank(), dist.get_world_size()
+        given = torch.full((n, 2), float(rank))
+        given = given.t().contiguous().t() if rank % 2 else given
+
+        def exchange() -> None:
+            taken = torch.empty(n, 2)
+            dist.all_to_all_single(taken, given)
+            assert torch.equal(taken[:, 0], torch.arange(float(n)))
+
+        exchange()
+        assert group._calls.never_plans_exchanges
+        appoint(group, "try", 1e5, 4)
+        before, changed = group._planned.choices, 0
+        for number in range(1, 9):
+            exchange()
+            if not changed and group._planned.choices is not before:
+                changed = number
+        return changed, group._order.watch._appointments.calls
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert set(found) == {(4, 9)}

@@ -31,7 +31,7 @@ from commlayer.cli.tables import print_json, print_table
 from commlayer.emulation import EmulatedCluster
 
 EXPECTED = Path(__file__).with_name("expected.json")
-_STATUSES = ("passed", "failed", "error", "skipped")
+_STATUSES = ("passed", "failed", "error", "alarmed", "skipped")
 
 
 class WorldSet(msgspec.Struct, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ def show(reports: Sequence[Report], verbose: bool) -> None:
     print_table(columns, rows, title=f"DistributedTest of torch {torch.__version__}; missing: should pass and did not")
     for report in reports:
         for outcome in report.outcomes:
-            if outcome.name in report.missing or (verbose and outcome.status in ("failed", "error")):
+            if outcome.name in report.missing or (verbose and outcome.status in ("failed", "error", "alarmed")):
                 print(
                     f"\n{report.backend}, world {report.world_size}: {outcome.status} {outcome.name}\n{outcome.detail}"
                 )

@@ -25,11 +25,25 @@ import torch.distributed as dist
 
 from commlayer.emulation import EmulatedCluster, RankOutcome, RanksTimedOutError
 from commlayer.testing.nodes import outcomes_on_nodes
+from commlayer.testing.witness import alarms, witnessed
 
 __all__ = ["NODES", "Outcome", "Suite"]
 
 NODES = {2: (1, 1), 3: (2, 1), 4: (2, 2)}
 """World size → ranks of each emulated node: two nodes wherever possible, so that two-level paths run."""
+
+_STAYS_AWAY = "ranks stay away from a barrier, whose timeout is tested"
+WRONG_ON_PURPOSE: dict[str, str] = {
+    "test_barrier_timeout_full_group": _STAYS_AWAY,
+    "test_barrier_timeout_global": _STAYS_AWAY,
+    "test_barrier_timeout_group": _STAYS_AWAY,
+    "test_monitored_barrier_failure_order": _STAYS_AWAY,
+    "test_monitored_barrier_gloo": _STAYS_AWAY,
+    "test_monitored_barrier_gloo_rank_0_timeout": _STAYS_AWAY,
+    "test_monitored_barrier_gloo_subgroup": _STAYS_AWAY,
+    "test_monitored_barrier_wait_all_ranks": _STAYS_AWAY,
+}
+"""Tests in which ranks wait for calls that others do not make: nobody is to say that nothing is wrong there."""
 
 _MODULE = "torch.testing._internal.distributed.distributed_test"
 _TAIL_CHARS = 4000
@@ -114,6 +128,9 @@ class Suite:
                 detail = f"{error}\n{_logs(Path(folder))}"
                 return Outcome(name, "error", time.monotonic() - start, detail)
             status, detail = _judge(outcomes)
+            found = alarms(Path(folder)) if status == "passed" and name not in WRONG_ON_PURPOSE else []
+            if found:
+                status, detail = "alarmed", "\n".join(found)
             if status != "passed" and status != "skipped":
                 detail = f"{detail}\n{_logs(Path(folder))}"
         return Outcome(name, status, time.monotonic() - start, detail)
@@ -128,7 +145,8 @@ class Suite:
         os.environ.update(self._environment, TEMP_DIR=str(folder), INIT_METHOD=f"file://{folder}/init_dir/shared")
         ours, pipe = multiprocessing.Pipe()
         try:
-            self._case._run(rank, name, str(folder / "rendezvous"), pipe)
+            with witnessed(folder):
+                self._case._run(rank, name, str(folder / "rendezvous"), pipe)
         except SystemExit as end:
             status = end.code
         else:

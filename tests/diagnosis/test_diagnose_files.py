@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from commlayer.diagnosis import ring
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
+from commlayer.diagnosis.graph import View
 from commlayer.diagnosis.log_files import folder_of, log_name, read_logs, write_log
 from commlayer.diagnosis.ring import ANY, Silent, Track, open_track
 from commlayer.diagnosis.snapshot import rank_log
@@ -319,6 +321,25 @@ def test_a_wait_is_seen_until_it_ends_well(track: Track) -> None:
     after = rank_log("job", 5, [5, 7], "signal", {})
     assert (after.waits, after.calls[0].state) == ((), "done")
     assert track.note_message("recv", "torch.float32", 16, ANY, 0) == ("recv", 1, ANY, 0)
+
+
+def test_the_programs_thread_that_asks_is_seen_to_wait_beside_other_threads(track: Track) -> None:
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait, name="a loader of data")
+    beside.start()
+    try:
+        verb(track)
+        log = rank_log("job", 5, [5, 7], "timeout", {})
+    finally:
+        over.set()
+        beside.join()
+    (blocked,) = View(log).blocked.values()
+    assert (blocked.kind, blocked.number, blocked.thread) == ("all_reduce", 1, threading.get_ident())
+
+
+def test_what_wraps_a_deprecated_function_of_torch_is_no_call_site() -> None:
+    assert ring._is_inside["/elsewhere/site-packages/typing_extensions.py"]
+    assert not ring._is_inside["/elsewhere/site-packages/trainer.py"]
 
 
 def test_where_no_ring_is_kept_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from judged import no_alarms  # noqa: F401  a fixture
 from torch.distributed.run import get_args_parser
 
 import commlayer.backend.create

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from judged import no_alarms  # noqa: F401  a fixture
 from tiny_moe import STEPS, Run, Trained, mixtral_config, qwen3_moe_config, train, transformers
 
 from commlayer.emulation import EmulatedCluster
