@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -48,8 +49,12 @@ _PUBLISHED = 4
 """After how many calls a rank tells what they took, or after :data:`_TURN_S`."""
 _MOST_PUBLISHERS = 64
 """How many ranks of a group tell, evenly spread: the first one reads them all."""
-_AHEAD_TURNS, _LEAST_AHEAD = 2, 4
+_AHEAD_TURNS, _LEAST_AHEAD = 1.5, 4
 """How far ahead an appointment is: as many calls as the group makes in so many turns, for every rank must have heard of it."""
+_OPEN_TURNS = 4
+"""So many times as often a group is looked at while an appointment is open: what ranks wait for at its call."""
+_MOST_MISSED = 3
+"""So often in turn an appointment that was called off is made again, each time twice as far ahead, before there is a pause."""
 _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 2e4, 64 << 10, 8 << 20
 """How long a message between two nodes takes that is measured, if the profile is right."""
 _MOST_LOOKS = 6
@@ -58,7 +63,8 @@ _MOST_TRIED = 2
 """How often plans are tried anew for the same links: prices that are wrong then are taken for what they are."""
 _LEAST_CALLS = 32
 """A group is expected to make as many more calls as it has made, and at least so many."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 60.0
+"""How long nothing is measured after a measurement that found nothing, at first; twice as long each time after that."""
 _END_S = 2.0
 """How long the end of the program waits for the thread: for one question to the store."""
 _MEASURE, _TRY = "measure", "try"
@@ -89,9 +95,9 @@ class GroupWatch:
         self._published = self._compared = 0
         self._latest_s = self._turned_s = self._quiet_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
-        self._pace: tuple[int, float] = 0, time.monotonic()
+        self._pace: deque[tuple[int, float]] = deque([(0, time.monotonic())])
         self._calls_per_s = 0.0
-        self._num_tried = 0
+        self._num_tried = self._num_missed = 0
         self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
         self._found: tuple[LinkRates, bool] | None = None
         self._is_closed = False
@@ -117,6 +123,7 @@ class GroupWatch:
         if appointment is not None:
             (self._measure if appointment.purpose == _MEASURE else self._doubt)(appointment.value)
             self._appointments.end()
+            _watching.wake()
 
     def _heard(self, number: int) -> None:
         if number - self._published >= _PUBLISHED:
@@ -160,8 +167,12 @@ class GroupWatch:
         self._found = found, has_changed
 
     def _doubt(self, budget_us: float) -> None:
-        """Try the plans of calls to come, whatever they are priced at."""
-        self._take(self._planned.choices.doubted(budget_us))
+        """Try the plans of calls to come, whatever they are priced at; unless links have changed since they were measured, which
+        trials would take for wrong prices."""
+        self._measure(1.0)
+        if self._found is None or not self._found[1]:
+            self._found = None
+            self._take(self._planned.choices.doubted(budget_us))
 
     def _take(self, choices: Choices) -> None:
         self._plan_anew(choices)
@@ -175,7 +186,7 @@ class GroupWatch:
         is_ending = bool(detector.left or detector.gone) and not self._appointments.is_open
         if self._is_closed or is_ending:
             return False  # a job that ends, or has lost a rank, changes no plans; and its store may be gone
-        if now_s - self._turned_s < self._turn_s / 2:
+        if now_s - self._turned_s < self._turn_s / (2 * _OPEN_TURNS if self._appointments.is_open else 2):
             return True
         self._turned_s = now_s
         try:
@@ -184,6 +195,11 @@ class GroupWatch:
             self._give_up(error)
             return False
         return self._appointments.is_open or now_s - self._latest_s < _IDLE_S
+
+    @property
+    def has_open(self) -> bool:
+        """Whether there is an appointment here that ranks may soon wait for."""
+        return self._appointments.is_open
 
     @property
     def _turn_s(self) -> float:
@@ -231,18 +247,21 @@ class GroupWatch:
 
     def _appoint(self, purpose: str, value: float) -> None:
         self._asked_for = purpose
-        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * self._turn_s * _AHEAD_TURNS))
+        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * self._turn_s * _AHEAD_TURNS)) << self._num_missed
         self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * self._turn_s))
 
     def _settle(self, now_s: float) -> None:
         """Take note of what has become of the last appointment."""
         purpose, outcome = self._asked_for, self._found
         self._asked_for, self._found = "", None
-        if purpose == _TRY or outcome is None:  # or it was called off
-            self._quiet_until_s = now_s + self._pause_s
-            if purpose == _TRY:
-                self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
+        if purpose == _TRY and outcome is None:
+            self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
+            self._quiet_until_s = now_s
             return
+        if outcome is None:
+            self._miss(now_s)
+            return
+        self._num_missed = 0
         found, has_changed = outcome
         if has_changed:
             self._drift.begin_anew()
@@ -263,6 +282,12 @@ class GroupWatch:
             )
         else:
             self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")
+
+    def _miss(self, now_s: float) -> None:
+        """Take note that the last appointment was called off: a rank had passed its call already, or did not answer."""
+        self._num_missed = (self._num_missed + 1) % (_MOST_MISSED + 1)
+        if not self._num_missed:
+            self._quiet_until_s = now_s + max(self._pause_s, PATIENCE_S)
 
     def _pause(self, now_s: float) -> None:
         """Take what calls take now for usual, and leave them alone for a while, the longer the more often."""
@@ -313,10 +338,14 @@ class GroupWatch:
         return told
 
     def _keep_pace(self, now_s: float) -> None:
-        calls, since_s = self._pace
-        if now_s - since_s >= 2 * self._turn_s:
-            self._calls_per_s = (self._appointments.calls - calls) / (now_s - since_s)
-            self._pace = self._appointments.calls, now_s
+        """Note how many calls are made in a second: by the last two turns, or by the last one where that was faster."""
+        calls, pace = self._appointments.calls, self._pace
+        if now_s - pace[-1][1] < self._turn_s / 2:
+            return
+        while len(pace) > 1 and now_s - pace[1][1] >= 2 * self._turn_s:
+            pace.popleft()
+        self._calls_per_s = max((calls - made) / (now_s - then_s) for made, then_s in (pace[0], pace[-1]))
+        pace.append((calls, now_s))
 
     def _is_worth_measuring(self, slowdown: float) -> bool:
         """Whether what a measurement costs is less than what drift costs, over as many more calls as have been made."""
@@ -397,15 +426,15 @@ class _Watching:
             self._thread.join(_END_S)
 
     def _work(self) -> None:
-        is_busy = True
+        pause_s: float | None = _TURN_S
         while not self._is_over:
-            self._bell.wait(_TURN_S if is_busy else None)
+            self._bell.wait(pause_s)
             self._bell.clear()
             with self._lock:
                 watches = list(self._watches)
             now_s = time.monotonic()
-            busy = [watch.turn(now_s) for watch in watches]
-            is_busy = any(busy)
+            is_busy = any([watch.turn(now_s) for watch in watches])
+            pause_s = None if not is_busy else _TURN_S / _OPEN_TURNS if any(w.has_open for w in watches) else _TURN_S
             del watches
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ import commlayer
 from commlayer.emulation import request_shape
 from commlayer.measure import link_times
 from commlayer.profiles.errors import ClusterError
+from commlayer.scheduler.link_rates import card_gbps
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -48,6 +50,11 @@ def calls_until_changed(group: Any, most: int = MOST_CALLS) -> int:
         if group._planned.choices is not before:
             return number
     return most + 1
+
+
+def events() -> list[str]:
+    """What has happened to the plans of the job's only group."""
+    return [event["what"] for event in commlayer.audit()["groups"][0]["events"]]
 
 
 def appoint(group: Any, purpose: str, value: float, ahead: int) -> None:
@@ -138,6 +145,8 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[float, list[str]]:
         group = start(COMMLAYER_TRIALS="auto")
         check_sum()
+        base = group._planned.choices.job_planner.profile
+        link_times.time_links = lambda planned, num_bytes: {(0, 1): num_bytes / (card_gbps(base) * 1e3)}
         appoint(group, "try", 3e6, 2)
         for _ in range(4):
             check_sum()
@@ -148,6 +157,22 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
     assert len({str(each) for each in found}) == 1
     assert found[0][0] > 0
     assert len(found[0][1]) >= 3  # strategies, whatever they are priced at
+
+
+def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[float, float]:
+        group = start(COMMLAYER_TRIALS="auto")
+        check_sum()
+        link_times.time_links = lambda planned, num_bytes: {(0, 1): 1e5}
+        appoint(group, "try", 3e6, 2)
+        for _ in range(2):
+            check_sum()
+        return group._planned.choices._corrections._budget_us, group._order.watch._rates.fabric
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert len(set(found)) == 1
+    assert found[0][0] < 3e6  # nothing is tried beyond what new plans always try
+    assert found[0][1] < 0.5
 
 
 def test_predictions_stay_when_plans_change(emulated_cluster: ClusterFactory) -> None:
