@@ -72,7 +72,9 @@ class Drift:
 
     def __init__(self) -> None:
         self._usual: dict[Hashable, _Usual] = {}
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=_SUSTAINED)  # departures; whether from what is known well
+        self._recent: deque[tuple[float, bool]] = deque(
+            maxlen=_SUSTAINED
+        )  # departures; whether from what is known well
         self._promised: deque[float] = deque(maxlen=_SUSTAINED)  # departures of the same calls from what was predicted
         self._before: deque[float] = deque(maxlen=_SCATTER_FROM)
         self._stale: float | None = None
@@ -88,7 +90,9 @@ class Drift:
         self._promised.append(value)
         if usual.value is not None:
             self._note(value - usual.value, is_known=usual.is_known)
-        if not usual.is_known and self._departed() is None:  # else what is usual would become what it changed to, unseen
+        if (
+            not usual.is_known and self._departed() is None
+        ):  # else what is usual would become what it changed to, unseen
             self._learn(usual, value)
 
     def _note(self, departure: float, *, is_known: bool) -> None:
@@ -150,6 +154,8 @@ def _sustained(departures: Sequence[float], least: float) -> float | None:
     """The departure that half of the calls exceed, where all are to its side and it is as large as that."""
     if len(departures) < _SUSTAINED:
         return None
-    by = sorted(departures, key=abs)[(_SUSTAINED - 1) // 2]  # of the two middle ones the lesser: half of them are no change
+    by = sorted(departures, key=abs)[
+        (_SUSTAINED - 1) // 2
+    ]  # of the two middle ones the lesser: half of them are no change
     is_sustained = min(departures) > 0 if by > 0 else max(departures) < 0
     return by if is_sustained and abs(by) >= least else None

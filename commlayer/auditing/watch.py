@@ -433,9 +433,9 @@ class _Watching:
             with self._lock:
                 watches = list(self._watches)
             now_s = time.monotonic()
-            is_busy = any([watch.turn(now_s) for watch in watches])
-            pause_s = None if not is_busy else _TURN_S / _OPEN_TURNS if any(w.has_open for w in watches) else _TURN_S
-            del watches
+            busy = [watch for watch in watches if watch.turn(now_s)]
+            pause_s = _TURN_S / (_OPEN_TURNS if any(watch.has_open for watch in busy) else 1) if busy else None
+            del watches, busy
 
 
 _watching = _Watching()

@@ -94,7 +94,9 @@ def test_a_group_whose_calls_are_all_of_another_kind_keeps_little() -> None:
     assert drift.change() is None
 
 
-def rounds(drift: Drift, kinds: int, level: float, biases: list[float], num_rounds: int, rng: random.Random) -> int | None:
+def rounds(
+    drift: Drift, kinds: int, level: float, biases: list[float], num_rounds: int, rng: random.Random
+) -> int | None:
     """After how many calls of mixed kinds, each with a bias of its own, a change was found; None: after none."""
     for number in range(num_rounds * kinds):
         kind = number % kinds
