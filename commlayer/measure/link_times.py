@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.waits import wait
 from commlayer.profiles.pairs import Pair, pair_rounds
 
-__all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
+__all__ = ["MOST_ROUNDS", "REPEATS", "LinkTimes", "time_links"]
 
 REPEATS = 3
 """How often each pair is timed; the shorter time counts, for others' work only adds to it."""
@@ -23,37 +26,72 @@ _TAG = (1 << 31) - 1 - (1 << 16)
 """A tag beyond those of programs, whose messages go over the same connections, and of their batches."""
 
 
-def time_links(planned: PlannedGroup, num_bytes: int) -> dict[Pair, float]:
+_LEAST_PART = 0.01
+
+
+class LinkTimes(NamedTuple):
+    """How long pairs of nodes took, µs. ``certain_us``: without the time in which a thread of theirs was ready
+    and waited for a processor, as far as the kernel tells that."""
+
+    taken_us: dict[Pair, float]
+    certain_us: dict[Pair, float]
+
+    def shorter(self, other: LinkTimes) -> LinkTimes:
+        """Of two measurements of the same pairs the shorter times."""
+        return LinkTimes(
+            *({pair: min(mine[pair], theirs[pair]) for pair in mine} for mine, theirs in zip(self, other, strict=True))
+        )
+
+    def over(self, factor: float) -> LinkTimes:
+        """The times of so many times fewer bytes."""
+        return LinkTimes(*({pair: time_us / factor for pair, time_us in each.items()} for each in self))
+
+
+def time_links(planned: PlannedGroup, num_bytes: int) -> LinkTimes:
     """Time, for pairs of the group's nodes, how long they take to send each other ``num_bytes`` at once, µs: equal on all ranks.
 
     As many members of each node as the emptiest one has send their part of it side by side. Collective over the group, between
     calls. Raises PeerError and CollectiveTimeoutError as a call does.
     """
-    found: dict[Pair, float] = {}
+    found = LinkTimes({}, {})
     with torch._C._InferenceMode(True):
         planned.connect_own_calls()
         for pairs in pair_rounds(len(planned.nodes), MOST_ROUNDS):
-            times_us = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
+            both = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
             for index, pair in enumerate(pairs):
-                found[pair] = min(times[index] for times in times_us)
+                found.taken_us[pair] = min(times[index] for times, _ in both)
+                found.certain_us[pair] = min(
+                    max(times[index] - waits[index], times[index] * _LEAST_PART) for times, waits in both
+                )
     return found
 
 
-def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> list[float]:
-    """Each pair's time in one round, µs: of its slowest member."""
+def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> tuple[list[float], list[float]]:
+    """Each pair's time in one round, µs, of its slowest member, and how long one of them waited for a processor at most."""
     places = min(map(len, planned.nodes))
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
     place = members.index(planned.rank)
     mine = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < places else None
-    times = torch.zeros(len(pairs), dtype=torch.float64)
+    times = torch.zeros(2, len(pairs), dtype=torch.float64)
     _largest(planned, times)  # all start together
     if mine is not None:
         peer = planned.nodes[sum(pairs[mine]) - node][place]
-        begin = time.perf_counter()
+        begin, waited_us = time.perf_counter(), _waited_us()
         _swap(planned, peer, max(1, num_bytes // places))
-        times[mine] = (time.perf_counter() - begin) * 1e6
+        times[0, mine] = (time.perf_counter() - begin) * 1e6
+        times[1, mine] = max(0.0, _waited_us() - waited_us)
     _largest(planned, times)
-    return [float(value) for value in times]
+    taken_us, waited = times.tolist()
+    return taken_us, waited
+
+
+def _waited_us() -> float:
+    """How long threads of this process have been ready and waited for a processor, µs; 0.0 where the kernel does not tell."""
+    waited_ns = 0
+    with contextlib.suppress(OSError, IndexError, ValueError):  # also of a thread that has just ended
+        for thread in Path("/proc/self/task").iterdir():
+            waited_ns += int((thread / "schedstat").read_text(encoding="ascii").split()[1])
+    return waited_ns / 1e3
 
 
 def _swap(planned: PlannedGroup, peer: int, num_bytes: int) -> None:
