@@ -407,10 +407,13 @@ def host_store(notes: Notes) -> None:
 def job(trial: Trial, cache: str, notes: Notes) -> dict[str, Any]:
     """On every rank: calls, until some time after the fault, or until one raises."""
     torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere:  # every rank of every job says what has befallen it
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())
     rank = int(os.environ["RANK"])
     os.environ.update(
         {
             "COMMLAYER_CACHE": cache,
+            "COMMLAYER_DIAGNOSE_DIR": cache,
             "COMMLAYER_PROFILE": "auto",
             "COMMLAYER_REPLAN": "on",
             "COMMLAYER_TRIALS": trial.trials,
@@ -536,8 +539,8 @@ def report(found: list[Found], console: Console) -> bool:
     ]:
         sums: Counter[str] = Counter()
         for each in rows[name]:
-            sums.update(struck=each.is_struck, switches=each.switches, hung=len(each.hung), mixed=len(each.mixed))
-            sums.update(wrong=len(each.wrong), good=each.is_good)
+            sums.update(struck=int(each.is_struck), switches=each.switches, hung=len(each.hung), mixed=len(each.mixed))
+            sums.update(wrong=len(each.wrong), good=int(each.is_good))
             if each.trial.fault in ENDING_FAULTS:
                 sums.update(named=each.named, errors=len(each.errors))
         named = f"{sums['named']} of {sums['errors']}" if sums["errors"] else ""
