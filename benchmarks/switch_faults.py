@@ -28,7 +28,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -189,7 +189,8 @@ class Notes:
         pid = int(self._read(self._STORE))
         if pid:
             self._put(self._STORE, 0)
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the cluster ends what its ranks leave behind
+                os.kill(pid, signal.SIGKILL)
 
     def end(self, rank: int) -> None:
         self._memory[self._ENDED + rank] = 1

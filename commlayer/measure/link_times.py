@@ -37,7 +37,7 @@ class LinkTimes(NamedTuple):
     certain_us: dict[Pair, float]
 
     def shorter(self, other: LinkTimes) -> LinkTimes:
-        """Of two measurements of the same pairs the shorter times."""
+        """The shorter time of each pair, of two measurements."""
         return LinkTimes(
             *({pair: min(mine[pair], theirs[pair]) for pair in mine} for mine, theirs in zip(self, other, strict=True))
         )
