@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,12 @@ bench-replan: $(READY)  ## a card changes its rate while a job runs: after how m
 
 bench-stale-start: $(READY)  ## jobs that start with a profile of slower or faster links: what their calls take after two seconds
 	$(RUN) benchmarks/stale_start.py $(ARGS)
+
+bench-noise: $(READY)  ## ten minutes of busy cores and wandering latency: how often plans change though no link has
+	$(RUN) benchmarks/noise.py $(ARGS)
+
+bench-switch-faults: $(READY)  ## ranks killed, stopped or slow, and the store lost, at every stage of a switch of plans, in 300 jobs
+	$(RUN) benchmarks/switch_faults.py $(ARGS)
 
 bench-moe: $(READY)  ## the MoE layer against plain calls and DeepSpeed's; writes a dated result document
 	$(RUN) benchmarks/moe.py $(ARGS)

@@ -5,6 +5,11 @@ watched is by how much later calls of all kinds depart from theirs. A change is 
 side, four of them by a tenth at least and by more than what calls usually scatter. One outlier, or one in
 two, changes nothing.
 
+Kinds share a link, so their calls are evidence together before any one of them is known well: after a change of plans all kinds
+are new, and to wait until each has taught what is usual would take five calls of every kind. What a kind is held against
+meanwhile is the little that is known of it, its first calls or the prediction itself, and a change has to be larger then: by more
+than a prediction is usually wrong.
+
 Greyhound (Wu et al., "Greyhound: Hunting Fail-Slows in Hybrid-Parallel Training at Scale", USENIX ATC 2025) finds change points
 of iteration times by Bayesian online detection, and believes those that last and exceed 10 %. Here a change is verified by
 measuring the links before anything follows from it, so a short window with robust statistics is enough, and finds it sooner.
@@ -14,20 +19,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from statistics import median
 
 __all__ = ["Drift"]
 
-_LEARNT_FROM, _UNUSUAL = 4, 1
-"""How many calls teach what is usual for their kind, and how many before them do not, which connect and touch memory first."""
+_LEARNT_FROM = 4
+"""How many calls teach what is usual for their kind. The very first one does not: it connects, and touches memory first."""
 _SUSTAINED = 6
 """How many calls in turn have to depart."""
 _LEAST = math.log(1.1)
 """The smallest departure that counts, of the logarithm of time."""
 _STALE = math.log(1.6)
 """The factor by which the usual time of a kind may differ from the predicted one: a probe is a quarter wrong, and a busy machine
-more."""
+more. So much a change must be where what is usual is not known well, too."""
 _SCATTER_FROM, _LEAST_SCATTER = 64, 0.03
 _OF_SCATTER = 1.0
 """How many times the usual scatter of one call a change must be: two standard errors of the median of so few, 1.25 σ/√6. No more,
@@ -36,40 +41,72 @@ _MAD_TO_SIGMA = 1.4826
 _MOST_KINDS = 256
 
 
+class _Usual:
+    """The usual logarithm of measured over predicted time of one kind, as far as it is known."""
+
+    def __init__(self) -> None:
+        self._learnt: list[float] = []
+        self.value: float | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough calls have taught it."""
+        return len(self._learnt) >= _LEARNT_FROM
+
+    def learn(self, value: float) -> None:
+        self._learnt.append(value)
+        self.value = median(self._learnt)
+
+    def shift(self, by: float) -> None:
+        """Expect it to be other by so much, and learn it anew."""
+        self._learnt.clear()
+        if self.value is not None:
+            self.value += by
+
+    def departures(self) -> list[float]:
+        return [each - (self.value or 0.0) for each in self._learnt]
+
+
 class Drift:
     """The drift of one group's calls, from the ratios of measured to predicted time in the order of the calls."""
 
     def __init__(self) -> None:
-        self._first: dict[Hashable, list[float]] = {}
-        self._usual: dict[Hashable, float] = {}
-        self._recent: deque[tuple[Hashable, float]] = deque(maxlen=_SUSTAINED)
+        self._usual: dict[Hashable, _Usual] = {}
+        self._recent: deque[tuple[float, bool]] = deque(
+            maxlen=_SUSTAINED
+        )  # departures; whether from what is known well
+        self._promised: deque[float] = deque(maxlen=_SUSTAINED)  # departures of the same calls from what was predicted
         self._before: deque[float] = deque(maxlen=_SCATTER_FROM)
         self._stale: float | None = None
-        self._believes_profile = True
+        self._believes_profile = self._believes_together = True
 
     def add(self, kind: Hashable, ratio: float) -> None:
         """Take the ratio of measured to predicted time, above 0, of the next call, which is of this kind."""
-        value = math.log(ratio)
-        usual = self._usual.get(kind)
+        value, usual = math.log(ratio), self._usual.get(kind)
         if usual is None:
-            self._learn(kind, value)
+            if len(self._usual) < _MOST_KINDS:  # a group whose calls are all of another size teaches nothing
+                self._usual[kind] = _Usual()
             return
-        if len(self._recent) == _SUSTAINED:
-            self._before.append(self._recent[0][1])
-        self._recent.append((kind, value - usual))
+        self._promised.append(value)
+        if usual.value is not None:
+            self._note(value - usual.value, is_known=usual.is_known)
+        if (
+            not usual.is_known and self._departed() is None
+        ):  # else what is usual would become what it changed to, unseen
+            self._learn(usual, value)
 
-    def _learn(self, kind: Hashable, value: float) -> None:
-        if len(self._first) >= _MOST_KINDS and kind not in self._first:
-            return  # a group whose calls are all of another size teaches nothing
-        first = self._first.setdefault(kind, [])
-        first.append(value)
-        if len(first) < _UNUSUAL + _LEARNT_FROM:
+    def _note(self, departure: float, *, is_known: bool) -> None:
+        if len(self._recent) == _SUSTAINED and self._recent[0][1]:
+            self._before.append(self._recent[0][0])
+        self._recent.append((departure, is_known))
+
+    def _learn(self, usual: _Usual, value: float) -> None:
+        usual.learn(value)
+        if not usual.is_known:
             return
-        del first[:_UNUSUAL]
-        usual = self._usual[kind] = median(first)
-        self._before.extend(each - usual for each in first)
-        if self._believes_profile and abs(usual) > _STALE:
-            self._stale = usual
+        self._before.extend(usual.departures())
+        if self._believes_profile and usual.value is not None and abs(usual.value) > _STALE:
+            self._stale = usual.value
 
     @property
     def is_of_prices(self) -> bool:
@@ -80,16 +117,15 @@ class Drift:
         """Return by what factor calls take longer now than they did, or than the profile says; None while there is no change."""
         if self._stale is not None:
             return math.exp(self._stale)
-        if len(self._recent) < _SUSTAINED:
-            return None
-        values = [value for _, value in self._recent]
-        by = sorted(values, key=abs)[
-            (_SUSTAINED - 1) // 2
-        ]  # of the two middle ones the lesser: half of them are no change
-        is_sustained = min(values) > 0 if by > 0 else max(values) < 0
-        if not is_sustained or abs(by) < max(_LEAST, _OF_SCATTER * self._scatter()):
-            return None
-        return math.exp(by)
+        by = self._departed()
+        if by is None and self._believes_profile and self._believes_together:
+            by = _sustained(self._promised, _STALE)
+        return None if by is None else math.exp(by)
+
+    def _departed(self) -> float | None:
+        """By how much the last calls all depart from what is usual for their kinds; None where they do not."""
+        least = _LEAST if all(is_known for _, is_known in self._recent) else _STALE
+        return _sustained([departure for departure, _ in self._recent], max(least, _OF_SCATTER * self._scatter()))
 
     def _scatter(self) -> float:
         if not self._before:
@@ -98,9 +134,28 @@ class Drift:
 
     def accept(self) -> None:
         """Take what is seen now for usual: the links were measured and are as the profile says, whatever delays the calls."""
-        self.begin_anew()
-        self._believes_profile = False
+        by = self._departed()
+        if self._stale is not None:
+            self._stale, self._believes_profile = None, False
+        self._believes_together = False
+        if by is not None:
+            for usual in self._usual.values():
+                usual.shift(by)
+        self._recent.clear()
+        self._promised.clear()
+        self._before.clear()
 
     def begin_anew(self) -> None:
         """Forget what was usual: calls have other plans, or other predictions, from now on."""
         self.__init__()  # type: ignore[misc]  # there is nothing to keep
+
+
+def _sustained(departures: Sequence[float], least: float) -> float | None:
+    """The departure that half of the calls exceed, where all are to its side and it is as large as that."""
+    if len(departures) < _SUSTAINED:
+        return None
+    by = sorted(departures, key=abs)[
+        (_SUSTAINED - 1) // 2
+    ]  # of the two middle ones the lesser: half of them are no change
+    is_sustained = min(departures) > 0 if by > 0 else max(departures) < 0
+    return by if is_sustained and abs(by) >= least else None

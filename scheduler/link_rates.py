@@ -22,6 +22,8 @@ __all__ = ["LinkRates", "card_gbps", "profile_at", "rates_from"]
 _UNCHANGED = 1.6
 """A rate within this factor of the profile's is the profile's: the peak that a busy job's probe found was seen a third below
 the link's own, and a decision is no finer."""
+_UNCHANGED_CARD = 1.25
+"""The same of one card beside the others, which are measured together with it."""
 _LEAST, _MOST = 1e-3, 1e3
 _HELD_OUT = 0.5
 """The least hold-out error of a curve that was scaled, as of one that was probed: trials are to decide between near plans."""
@@ -34,6 +36,21 @@ class LinkRates:
 
     fabric: float = 1.0
     nodes: tuple[float, ...] = ()
+
+    def differs(self, other: LinkRates) -> bool:
+        """Whether these rates are other than those, by more than they are known to."""
+        return any(max(mine, theirs) > least * min(mine, theirs) for mine, theirs, least in self._beside(other))
+
+    def slower(self, other: LinkRates) -> list[bool]:
+        """Which of these rates, the fabric's first, are lower than those, by more than they are known to."""
+        return [theirs > least * mine for mine, theirs, least in self._beside(other)]
+
+    def _beside(self, other: LinkRates) -> list[tuple[float, float, float]]:
+        """Each rate, the other one, and the factor by which they have to differ."""
+        count = max(len(self.nodes), len(other.nodes))
+        mine, theirs = (each.nodes or (1.0,) * count for each in (self, other))
+        nodes = [(a, b, _UNCHANGED_CARD) for a, b in zip(mine, theirs, strict=True)]
+        return [(self.fabric, other.fabric, _UNCHANGED), *nodes]
 
     def __str__(self) -> str:
         said = [] if self.fabric == 1.0 else [f"links between nodes have {self.fabric:.0%} of the profile's rate"]

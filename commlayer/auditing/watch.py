@@ -18,8 +18,10 @@ import threading
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import and_
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from commlayer.auditing.ledger import Ledger
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import own_client
-from commlayer.profiles.pairs import pair_rounds
+from commlayer.profiles.pairs import Pair, pair_rounds
 from commlayer.profiles.printable import printable
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
@@ -38,6 +40,8 @@ from commlayer.scheduler.link_rates import LinkRates, card_gbps, profile_at, rat
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from commlayer.measure.link_times import LinkTimes
 
 __all__ = ["GroupWatch"]
 
@@ -51,20 +55,30 @@ _PUBLISHED = 4
 """After how many calls a rank tells what they took, or after :data:`_TURN_S`."""
 _MOST_PUBLISHERS = 64
 """How many ranks of a group tell, evenly spread: the first one reads them all."""
-_AHEAD_TURNS, _LEAST_AHEAD = 2, 4
+_AHEAD_TURNS, _LEAST_AHEAD = 1.5, 4
 """How far ahead an appointment is: as many calls as the group makes in so many turns, for every rank must have heard of it."""
+_OPEN_TURNS = 4
+"""So many times as often a group is looked at while an appointment is open: what ranks wait for at its call."""
+_MOST_MISSED = 3
+"""So often in turn an appointment that was called off is made again, each time twice as far ahead, before there is a pause."""
 _MEASURED_US, _LEAST_BYTES, _MOST_BYTES = 2e4, 64 << 10, 8 << 20
 """How long a message between two nodes takes that is measured, if the profile is right."""
+_MORE_LOOKS = 2
+"""How often as much is measured again where links are seen to be other than they were."""
 _MOST_LOOKS = 6
-"""How often such a message goes between two nodes, before anything changes."""
+"""How often such a message usually goes between two nodes."""
 _MOST_TRIED = 2
 """How often plans are tried anew for the same links: prices that are wrong then are taken for what they are."""
 _LEAST_CALLS = 32
 """A group is expected to make as many more calls as it has made, and at least so many."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 60.0
+"""How long nothing is measured after a measurement that found nothing, at first; twice as long each time after that."""
 _END_S = 2.0
 """How long the end of the program waits for the thread: for one question to the store."""
-_MEASURE, _TRY = "measure", "try"
+_MEASURE, _CONFIRM, _TRY = "measure", "confirm", "try"
+_CONFIRM_S, _LAPSE_S = 0.5, 5.0
+"""How long after links were seen to be slower they are measured again, at the earliest and at the latest: work that keeps a
+processor busy comes and goes."""
 _TRIED, _LEAST_TRIED_US, _MOST_TRIED_US = 0.05, 3e5, 3e6
 """The part of the time of as many more calls as have been made that trials may take where prices are wrong; within these bounds,
 µs."""
@@ -94,11 +108,13 @@ class GroupWatch:
         self._pause_s = _FIRST_PAUSE_S
         self._rest_s = self._cost_s = 0.0  # between looks, by what they cost
         self._has_all_told = False
-        self._pace: tuple[int, float] = 0, time.monotonic()
+        self._pace: deque[tuple[int, float]] = deque([(0, time.monotonic())])
         self._calls_per_s = 0.0
-        self._num_tried = 0
+        self._num_tried = self._num_missed = 0
         self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
         self._found: tuple[LinkRates, bool] | None = None
+        self._suspected: LinkRates | None = None  # seen once, equal on all ranks
+        self._lapses_s = 0.0
         self._is_closed = False
         me = weakref.ref(self)  # ledgers are kept for who reads them later, groups are not
         ledger.heard = lambda: None if (watch := me()) is None else watch._heard()
@@ -123,8 +139,10 @@ class GroupWatch:
                 error, "re-planning", self._appointments.calls, waited_s, planned.timeout_s
             ) from error
         if appointment is not None:
-            (self._measure if appointment.purpose == _MEASURE else self._doubt)(appointment.value)
+            purposes = {_MEASURE: self._measure, _CONFIRM: self._confirm, _TRY: self._doubt}
+            purposes[appointment.purpose](appointment.value)
             self._appointments.end()
+            _watching.wake()
 
     def pass_by(self) -> bool:
         """Count the call that runs now, if no appointment can be before it; else leave that to :meth:`next_call`."""
@@ -145,37 +163,68 @@ class GroupWatch:
             first = planned.global_ranks[0]
             raise RuntimeError(f"Timed out waiting for rank {first} to say whether plans change: look at its log")
 
-    def _measure(self, slowdown: float) -> None:
-        """Time the links, with all ranks, and plan by what they can do now."""
-        from commlayer.measure.link_times import time_links  # not for those who only import the backend
+    def _measure(self, slowdown: float, *, is_second: bool = False) -> None:
+        """Time the links, with all ranks, and plan by what they can do now.
 
-        planned, profile = self._planned, self._base.profile
-        usual_bytes_per_us = card_gbps(profile) * 1e3
-        num_bytes = round(min(max(usual_bytes_per_us * _MEASURED_US, _LEAST_BYTES), _MOST_BYTES))
-        choices, cluster = planned.choices, tuple(map(len, Topology.parse(profile.topology).nodes))
+        Nothing but a link makes calls faster. Slower they become by a busy processor, too: what the links may owe to that is not
+        believed, nor is what was not seen at two appointments, of which this one ``is_second``.
+        """
+        profile, choices = self._base.profile, self._planned.choices
+        cluster = tuple(map(len, Topology.parse(profile.topology).nodes))
         rates = partial(
             rates_from,
-            expected_us=num_bytes / usual_bytes_per_us,
+            expected_us=self._measured_bytes / (card_gbps(profile) * 1e3),
             siblings=choices.siblings or most_siblings(cluster, choices.shape),
             slowdown=slowdown / self._rates.fabric,  # since the profile was measured
         )
-        times_us = time_links(planned, num_bytes)
-        found = rates(times_us)
-        if _is_other(
-            found, self._rates
-        ):  # a busy processor delays a message, too: nothing is believed that was not seen twice
-            again_us = time_links(planned, num_bytes)
-            found = rates({pair: min(time_us, again_us[pair]) for pair, time_us in times_us.items()})
-        has_changed = _is_other(found, self._rates)
+        times = self._look(1.0)
+        for _ in range(_MORE_LOOKS):
+            found = rates(times.taken_us)
+            if not found.differs(self._rates):
+                break
+            faster = (
+                found.fabric / self._rates.fabric
+            )  # a burst that a card lets pass at once is no rate: then it takes more
+            times = self._look(faster) if faster > 1.0 else times.shorter(self._look(1.0))
+        found, suspected = rates(times.taken_us), self._suspected
+        self._suspected = None
+        slower = found.slower(self._rates)
+        if any(slower):
+            least = rates(_certain_us(times, slower)).slower(self._rates)
+            if not any(map(and_, slower, least)):
+                found = self._rates
+            elif not is_second or suspected is None or found.differs(suspected):
+                self._suspected, found = found, self._rates
+        has_changed = found.differs(self._rates)
         if has_changed:
             self._rates = found
             planner = Planner(profile_at(profile, found.fabric), self._base.policy)
             self._take(choices.at_other_rates(planner, found.nodes or (1.0,) * len(choices.shape)))
         self._found = found, has_changed
 
+    @property
+    def _measured_bytes(self) -> int:
+        """How large a message between two nodes is that is measured."""
+        return round(min(max(card_gbps(self._base.profile) * 1e3 * _MEASURED_US, _LEAST_BYTES), _MOST_BYTES))
+
+    def _look(self, larger: float) -> LinkTimes:
+        """Time links by a message that is so many times larger, and say what the usual one would have taken."""
+        from commlayer.measure.link_times import time_links  # not for those who only import the backend
+
+        num_bytes = min(round(self._measured_bytes * larger), _MOST_BYTES)
+        return time_links(self._planned, num_bytes).over(num_bytes / self._measured_bytes)
+
+    def _confirm(self, slowdown: float) -> None:
+        """Measure as :meth:`_measure` does, to confirm what that has found."""
+        self._measure(slowdown, is_second=True)
+
     def _doubt(self, budget_us: float) -> None:
-        """Try the plans of calls to come, whatever they are priced at."""
-        self._take(self._planned.choices.doubted(budget_us))
+        """Try the plans of calls to come, whatever they are priced at; unless links have changed since they were measured, which
+        trials would take for wrong prices."""
+        self._measure(1.0)
+        if self._found is not None and not self._found[1] and self._suspected is None:
+            self._found = None
+            self._take(self._planned.choices.doubted(budget_us))
 
     def _take(self, choices: Choices) -> None:
         self._plan_anew(choices)
@@ -198,6 +247,8 @@ class GroupWatch:
             self._give_up(error)
             return False
         self._rest(now_s, time.thread_time() - begin_s)
+        if self._appointments.is_open:  # whoever comes to the call waits for what becomes of it
+            self._next_s = now_s + self._turn_s / (2 * _OPEN_TURNS)
         return self._appointments.is_open or now_s - self._latest_s < _IDLE_S
 
     def _rest(self, now_s: float, cost_s: float) -> None:
@@ -206,6 +257,11 @@ class GroupWatch:
         self._rest_s = min(usual_s * len(_watching) / _SHARE, _LONGEST_TURN_S)
         if not self._appointments.is_open:
             self._next_s = max(self._next_s, now_s + self._rest_s)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether there is an appointment here that ranks may soon wait for."""
+        return self._appointments.is_open
 
     @property
     def _turn_s(self) -> float:
@@ -250,24 +306,30 @@ class GroupWatch:
                 is_said=True,
             )
         elif self._is_worth_measuring(slowdown):
-            self._appoint(_MEASURE, slowdown)
+            self._appoint(_CONFIRM if now_s < self._lapses_s else _MEASURE, slowdown)
 
     def _appoint(self, purpose: str, value: float) -> None:
         self._asked_for = purpose
         turn_s = max(self._turn_s, self._rest_s)  # the others look at least as often: they compare nothing
-        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * turn_s * _AHEAD_TURNS))
+        ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * turn_s * _AHEAD_TURNS)) << self._num_missed
         self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * turn_s))
 
     def _settle(self, now_s: float) -> None:
         """Take note of what has become of the last appointment."""
         purpose, outcome = self._asked_for, self._found
         self._asked_for, self._found = "", None
-        if purpose == _TRY or outcome is None:  # or it was called off
-            self._quiet_until_s = now_s + self._pause_s
-            if purpose == _TRY:
-                self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
+        if purpose == _TRY and outcome is None:
+            self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
+            self._quiet_until_s = now_s
             return
+        if outcome is None:
+            self._miss(now_s)
+            return
+        self._num_missed = 0
         found, has_changed = outcome
+        if self._suspected is not None:
+            self._quiet_until_s, self._lapses_s = now_s + _CONFIRM_S, now_s + _LAPSE_S
+            return
         if has_changed:
             self._drift.begin_anew()
             self._quiet_until_s, self._pause_s, self._num_tried = now_s, _FIRST_PAUSE_S, 0
@@ -287,6 +349,12 @@ class GroupWatch:
             )
         else:
             self._happened("calls had become slower or faster, but links between nodes are as they were: plans stay")
+
+    def _miss(self, now_s: float) -> None:
+        """Take note that the last appointment was called off: a rank had passed its call already, or did not answer."""
+        self._num_missed = (self._num_missed + 1) % (_MOST_MISSED + 1)
+        if not self._num_missed:
+            self._quiet_until_s = now_s + max(self._pause_s, PATIENCE_S)
 
     def _pause(self, now_s: float) -> None:
         """Take what calls take now for usual, and leave them alone for a while, the longer the more often."""
@@ -338,10 +406,14 @@ class GroupWatch:
         return told
 
     def _keep_pace(self, now_s: float) -> None:
-        calls, since_s = self._pace
-        if now_s - since_s >= 2 * self._turn_s:
-            self._calls_per_s = (self._appointments.calls - calls) / (now_s - since_s)
-            self._pace = self._appointments.calls, now_s
+        """Note how many calls are made in a second: by the last two turns, or by the last one where that was faster."""
+        calls, pace = self._appointments.calls, self._pace
+        if now_s - pace[-1][1] < self._turn_s / 2:
+            return
+        while len(pace) > 1 and now_s - pace[1][1] >= 2 * self._turn_s:
+            pace.popleft()
+        self._calls_per_s = max((calls - made) / (now_s - then_s) for made, then_s in (pace[0], pace[-1]))
+        pace.append((calls, now_s))
 
     def _is_worth_measuring(self, slowdown: float) -> bool:
         """Whether what a measurement costs is less than what drift costs, over as many more calls as have been made."""
@@ -364,11 +436,16 @@ class GroupWatch:
         _watching.discard(self)
 
 
-def _is_other(found: LinkRates, now: LinkRates) -> bool:
-    """Whether rates differ by more than they are known to."""
-    ours, theirs = found.nodes or (1.0,) * len(now.nodes), now.nodes or (1.0,) * len(found.nodes)
-    pairs = [(found.fabric, now.fabric), *zip(ours, theirs, strict=True)]
-    return any(max(a, b) > 1.1 * min(a, b) for a, b in pairs)
+def _certain_us(times: LinkTimes, slower: list[bool]) -> dict[Pair, float]:
+    """The least that those pairs can have taken that are said to be slower; of others what they took.
+
+    ``slower``: whether the fabric is, which all pairs are of, then each node's card.
+    """
+    cards = {node for node, is_slower in enumerate(slower[1:]) if is_slower}
+    return {
+        pair: times.certain_us[pair] if slower[0] or cards & set(pair) else time_us
+        for pair, time_us in times.taken_us.items()
+    }
 
 
 def _time_of(window: array[float], number: int) -> float | None:
@@ -422,16 +499,16 @@ class _Watching:
             self._thread.join(_END_S)
 
     def _work(self) -> None:
-        is_busy = True
+        pause_s: float | None = _TURN_S
         while not self._is_over:
-            self._bell.wait(_TURN_S if is_busy else None)
+            self._bell.wait(pause_s)
             self._bell.clear()
             with self._lock:
                 watches = list(self._watches)
             now_s = time.monotonic()
-            busy = [watch.turn(now_s) for watch in watches]
-            is_busy = any(busy)
-            del watches
+            busy = [watch for watch in watches if watch.turn(now_s)]
+            pause_s = _TURN_S / (_OPEN_TURNS if any(watch.has_open for watch in busy) else 1) if busy else None
+            del watches, busy
 
 
 _watching = _Watching()

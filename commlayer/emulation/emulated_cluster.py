@@ -21,7 +21,7 @@ from commlayer.emulation.namespaces import node_address, node_name
 from commlayer.emulation.outcomes import RankOutcome, exit_status, failed_error
 from commlayer.emulation.rank_process import masked_signals
 from commlayer.emulation.ranks import RankJob
-from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, pair_message, shape_message
+from commlayer.emulation.requests import KEEP, NO_SHAPING, Keep, delay_message, pair_message, shape_message
 from commlayer.emulation.rights import rights
 from commlayer.profiles.errors import RightsError, UsageError
 
@@ -229,6 +229,15 @@ class EmulatedCluster:
         for a, b in [(sender, receiver)] if is_one_way else [(sender, receiver), (receiver, sender)]:
             self._request(pair_message(a, b, rate))
             self._layout = replace(self._layout, links=f"{self._layout.links}, {a}>{b} {rate or 'unshaped'}")
+
+    def delay(self, delay_us: float) -> None:
+        """Change the one-way delay between nodes, also while ranks run, of a cluster that was made with one.
+
+        Raises:
+            UsageError: not a delay, or the cluster has none.
+            RightsError: on loopback there is nothing to delay.
+        """
+        self._request(delay_message(delay_us))
 
     def rates(self) -> list[dict[str, str]]:
         """The present rates by node: ``[{"inter": "400mbit", "intra": "unshaped"}, …]``."""

@@ -23,7 +23,7 @@ from commlayer.emulation.namespaces import (
 from commlayer.emulation.network import FabricLinks, NodeLinks, node_mac
 from commlayer.emulation.protocol import CONTROL_ADDRESS, MESSAGE_BYTES, LinkSpec, error_reply
 from commlayer.emulation.rates import format_rate, parse_rate
-from commlayer.emulation.relay import start_relay
+from commlayer.emulation.relay import SharedDelay, start_relay
 from commlayer.profiles.errors import InternalError, UsageError
 
 __all__ = ["fabric_main"]
@@ -45,6 +45,7 @@ class _FabricProcess:
         self._rates: list[dict[str, int | None]] = [{"inter": None, "intra": None} for _ in range(num_nodes)]
         self._selector = selectors.DefaultSelector()
         self._relay: int | None = None
+        self._delay: SharedDelay | None = None
 
     def build(self) -> None:
         """Make the namespaces and the network, and send the descriptors to the parent."""
@@ -66,7 +67,8 @@ class _FabricProcess:
             links_of_node.plug(self._spec.delay_us if self._spec.delay_by == "netem" else 0.0)
         if by_relay:
             macs = [bytes.fromhex(node_mac(node).replace(":", "")) for node in range(self._num_nodes)]
-            self._relay = start_relay(ports, macs, self._spec.delay_us)
+            self._delay = SharedDelay(self._spec.delay_us)
+            self._relay = start_relay(ports, macs, self._delay)
         self.shape({"inter": self._spec.inter, "intra": self._spec.intra}, range(self._num_nodes))
         shared = [mount_fd, *([] if self._user_fd is None else [self._user_fd])]
         socket.send_fds(self._parent, [b"{}"], shared)
@@ -90,6 +92,16 @@ class _FabricProcess:
                     inner.set(rate)
                     self._links.ports[node].set(rate)
                 self._rates[node][link] = rate
+
+    def _delay_by(self, delay_us: float) -> None:
+        """Change the delay between nodes."""
+        if self._delay is not None:
+            self._delay.set(delay_us)
+        elif self._spec.delay_by == "netem":
+            for links in self._nodes:
+                links.delay_by(delay_us)
+        else:
+            raise UsageError("this emulated cluster has no delay: make it with one (delay_us), and then change it")
 
     def serve(self) -> None:
         """Answer requests until the parent closes its end."""
@@ -127,6 +139,9 @@ class _FabricProcess:
                 sender, receiver = _checked_pair(request["nodes"], self._num_nodes)
                 rate = request["rate"]
                 self._nodes[sender].slow_down_to(receiver, None if rate is None else parse_rate(rate, "rate"))
+                return {}
+            if request["op"] == "delay":
+                self._delay_by(request["delay_us"])
                 return {}
             rates = {link: None if rate is None else parse_rate(rate, link) for link, rate in request["rates"].items()}
             self.shape(rates, _chosen_nodes(request["node"], self._num_nodes))

@@ -133,9 +133,9 @@ class _PeerShaper:
         self._peers.add(peer)
 
 
-def add_netem(netlink: Any, index: int, delay_us: float) -> None:
-    """Put the kernel's delay queue at the root of an interface (handle ``9:``, its child is ``9:1``)."""
-    netlink.tc("add", "netem", index, handle="9:", parent=_ROOT, delay=round(delay_us), limit=_NETEM_LIMIT_PACKETS)
+def add_netem(netlink: Any, index: int, delay_us: float, verb: str = "add") -> None:
+    """Put the kernel's delay queue at the root of an interface (handle ``9:``, its child is ``9:1``), or ``change`` its delay."""
+    netlink.tc(verb, "netem", index, handle="9:", parent=_ROOT, delay=round(delay_us), limit=_NETEM_LIMIT_PACKETS)
 
 
 class NodeLinks:
@@ -162,6 +162,10 @@ class NodeLinks:
             self.inter = _Shaper(self._netlink, index, parent=0x00090001, handle="10:")
         else:
             self.inter = _Shaper(self._netlink, index)
+
+    def delay_by(self, delay_us: float) -> None:
+        """Change how long what this node sends is delayed."""
+        add_netem(self._netlink, self._eth0, delay_us, "change")
 
     def slow_down_to(self, peer: int, bytes_per_s: int | None) -> None:
         """Change the rate of what this node sends to another one; None: as fast as its interface."""

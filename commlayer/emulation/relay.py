@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import select
 import socket
@@ -27,12 +28,13 @@ from typing import NoReturn
 
 from commlayer.emulation import syscalls
 
-__all__ = ["Relay", "start_relay"]
+__all__ = ["Relay", "SharedDelay", "start_relay"]
 
 _ETH_P_ALL = 3
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_TIMESTAMPNS = 32, 33, 35
 _TIMESPEC = struct.Struct("@ll")
+_DELAY = struct.Struct("@q")
 _VNET_HEADER_BYTES = 10
 _FRAME_BYTES = 70_000
 _FRAMES_PER_READ = 64
@@ -94,11 +96,29 @@ class _Queue:
         return self._frames[0][0] if self._frames and not self.blocked else None
 
 
+class SharedDelay:
+    """The present delay, in memory that the relay and the process that started it share. Frames never overtake each other."""
+
+    def __init__(self, delay_us: float) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self.set(delay_us)
+
+    def set(self, delay_us: float) -> None:
+        """Delay what comes from now on by so much."""
+        self._memory[: _DELAY.size] = _DELAY.pack(round(delay_us * 1_000))
+
+    @property
+    def ns(self) -> int:
+        """The delay in nanoseconds."""
+        delay_ns: int = _DELAY.unpack_from(self._memory)[0]
+        return delay_ns
+
+
 class Relay:
     """The loop: frames in, frames out a delay later. Port i leads to the node whose eth0 has `macs[i]`."""
 
-    def __init__(self, ports: Sequence[socket.socket], macs: Sequence[bytes], delay_us: float) -> None:
-        self._delay_ns = round(delay_us * 1_000)
+    def __init__(self, ports: Sequence[socket.socket], macs: Sequence[bytes], delay: SharedDelay) -> None:
+        self._delay = delay
         self._queues = [_Queue(port) for port in ports]
         self._by_mac = dict(zip(macs, self._queues, strict=True))
 
@@ -118,6 +138,7 @@ class Relay:
                 self._take(port)
 
     def _take(self, port: socket.socket) -> None:
+        delay_ns = self._delay.ns
         for _ in range(_FRAMES_PER_READ):
             try:
                 frame, ancillary, _, _ = port.recvmsg(_FRAME_BYTES, 64)
@@ -130,7 +151,7 @@ class Relay:
                 if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(data) >= _TIMESPEC.size:
                     seconds, nanoseconds = _TIMESPEC.unpack_from(data)
                     arrived_ns = min(now_ns, seconds * 1_000_000_000 + nanoseconds)
-            release_ns = max(arrived_ns + self._delay_ns, now_ns)
+            release_ns = max(arrived_ns + delay_ns, now_ns)
             destination = self._by_mac.get(frame[_VNET_HEADER_BYTES : _VNET_HEADER_BYTES + 6])
             if destination is not None:
                 destination.put(release_ns, frame)
@@ -140,7 +161,7 @@ class Relay:
                         queue.put(release_ns, frame)
 
 
-def start_relay(names: Sequence[str], macs: Sequence[bytes], delay_us: float) -> int:
+def start_relay(names: Sequence[str], macs: Sequence[bytes], delay: SharedDelay) -> int:
     """Fork the relay between the named interfaces of this network namespace; returns its process id.
 
     Raises:
@@ -157,7 +178,7 @@ def start_relay(names: Sequence[str], macs: Sequence[bytes], delay_us: float) ->
                 # It carries every rank's traffic: on a machine full of busy ranks it must not wait for its turn.
                 os.setpriority(os.PRIO_PROCESS, 0, -10)
             syscalls.set_timer_slack_ns(1_000)
-            Relay(ports, macs, delay_us).run()
+            Relay(ports, macs, delay).run()
         finally:
             os._exit(1)
     for port in ports:

@@ -11,10 +11,11 @@ import sys
 from commlayer.emulation.protocol import CONTROL_ADDRESS, MESSAGE_BYTES, raise_reply
 from commlayer.profiles.errors import RightsError, UsageError
 
-__all__ = ["KEEP", "NO_SHAPING", "Keep", "pair_message", "request_shape", "shape_message"]
+__all__ = ["KEEP", "NO_SHAPING", "Keep", "delay_message", "pair_message", "request_shape", "shape_message"]
 
 NO_SHAPING = "ranks run on loopback, whose rate cannot be shaped: this needs mode='netns'"
 _PATIENCE_S = 10.0
+_LONGEST_DELAY_US = 10e6
 
 
 class Keep(enum.Enum):
@@ -35,6 +36,13 @@ def shape_message(inter: str | Keep | None, intra: str | Keep | None, node: int 
 def pair_message(sender: int, receiver: int, rate: str | None) -> dict[str, object]:
     """The request for another rate of what one node sends to another one."""
     return {"op": "shape_pair", "nodes": [sender, receiver], "rate": rate}
+
+
+def delay_message(delay_us: float) -> dict[str, object]:
+    """The request for another delay between nodes; raises UsageError for one that cannot be."""
+    if not 0 < delay_us <= _LONGEST_DELAY_US:
+        raise UsageError(f"delay_us: expected more than 0 and at most {_LONGEST_DELAY_US:.0f}, got {delay_us!r}")
+    return {"op": "delay", "delay_us": delay_us}
 
 
 def request_shape(*, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None) -> None:

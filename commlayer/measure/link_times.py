@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +13,7 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.measure.group_calls import largest, swap
 from commlayer.profiles.pairs import Pair, pair_rounds
 
-__all__ = ["MOST_ROUNDS", "REPEATS", "time_links"]
+__all__ = ["MOST_ROUNDS", "REPEATS", "LinkTimes", "time_links"]
 
 REPEATS = 3
 """How often each pair is timed; the shorter time counts, for others' work only adds to it."""
@@ -21,34 +24,69 @@ _TAG = (1 << 31) - 1 - (1 << 16)
 """A tag beyond those of programs, whose messages go over the same connections, and of their batches."""
 
 
-def time_links(planned: PlannedGroup, num_bytes: int) -> dict[Pair, float]:
+_LEAST_PART = 0.01
+
+
+class LinkTimes(NamedTuple):
+    """How long pairs of nodes took, µs. ``certain_us``: without the time in which a thread of theirs was ready
+    and waited for a processor, as far as the kernel tells that."""
+
+    taken_us: dict[Pair, float]
+    certain_us: dict[Pair, float]
+
+    def shorter(self, other: LinkTimes) -> LinkTimes:
+        """The shorter time of each pair, of two measurements."""
+        return LinkTimes(
+            *({pair: min(mine[pair], theirs[pair]) for pair in mine} for mine, theirs in zip(self, other, strict=True))
+        )
+
+    def over(self, factor: float) -> LinkTimes:
+        """The times of so many times fewer bytes."""
+        return LinkTimes(*({pair: time_us / factor for pair, time_us in each.items()} for each in self))
+
+
+def time_links(planned: PlannedGroup, num_bytes: int) -> LinkTimes:
     """Time, for pairs of the group's nodes, how long they take to send each other ``num_bytes`` at once, µs: equal on all ranks.
 
     As many members of each node as the emptiest one has send their part of it side by side. Collective over the group, between
     calls. Raises PeerError and CollectiveTimeoutError as a call does.
     """
-    found: dict[Pair, float] = {}
+    found = LinkTimes({}, {})
     with torch._C._InferenceMode(True):
         planned.connect_own_calls()
         for pairs in pair_rounds(len(planned.nodes), MOST_ROUNDS):
-            times_us = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
+            both = [_swapped(planned, pairs, num_bytes) for _ in range(REPEATS)]
             for index, pair in enumerate(pairs):
-                found[pair] = min(times[index] for times in times_us)
+                found.taken_us[pair] = min(times[index] for times, _ in both)
+                found.certain_us[pair] = min(
+                    max(times[index] - waits[index], times[index] * _LEAST_PART) for times, waits in both
+                )
     return found
 
 
-def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> list[float]:
-    """Each pair's time in one round, µs: of its slowest member."""
+def _swapped(planned: PlannedGroup, pairs: list[Pair], num_bytes: int) -> tuple[list[float], list[float]]:
+    """Each pair's time in one round, µs, of its slowest member, and how long one of them waited for a processor at most."""
     places = min(map(len, planned.nodes))
     node, members = next((index, each) for index, each in enumerate(planned.nodes) if planned.rank in each)
     place = members.index(planned.rank)
     mine = next((index for index, pair in enumerate(pairs) if node in pair), None) if place < places else None
-    times, limit_s = [0.0] * len(pairs), planned.timeout_s
+    times, waited, limit_s = [0.0] * len(pairs), [0.0] * len(pairs), planned.timeout_s
     data, arrived = (torch.zeros(max(1, num_bytes // places), dtype=torch.uint8) for _ in range(2))
     largest(planned, times, limit_s, _WHAT)  # all start together
     if mine is not None:
         peer = planned.nodes[sum(pairs[mine]) - node][place]
-        begin = time.perf_counter()
+        begin, waited_us = time.perf_counter(), _waited_us()
         swap(planned, peer, data, arrived, timeout_s=limit_s, what=_WHAT, tag=_TAG)
         times[mine] = (time.perf_counter() - begin) * 1e6
-    return largest(planned, times, limit_s, _WHAT)
+        waited[mine] = max(0.0, _waited_us() - waited_us)
+    found = largest(planned, [*times, *waited], limit_s, _WHAT)
+    return found[: len(pairs)], found[len(pairs) :]
+
+
+def _waited_us() -> float:
+    """How long threads of this process have been ready and waited for a processor, µs; 0.0 where the kernel does not tell."""
+    waited_ns = 0
+    with contextlib.suppress(OSError, IndexError, ValueError):  # also of a thread that has just ended
+        for thread in Path("/proc/self/task").iterdir():
+            waited_ns += int((thread / "schedstat").read_text(encoding="ascii").split()[1])
+    return waited_ns / 1e3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,9 @@ import torch.distributed as dist
 import commlayer
 from commlayer.emulation import request_shape
 from commlayer.measure import link_times
+from commlayer.measure.link_times import LinkTimes
 from commlayer.profiles.errors import ClusterError
+from commlayer.scheduler.link_rates import card_gbps
 from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
@@ -50,6 +53,23 @@ def calls_until_changed(group: Any, most: int = MOST_CALLS) -> int:
     return most + 1
 
 
+def events() -> list[str]:
+    """What has happened to the plans of the job's only group."""
+    return [event["what"] for event in commlayer.audit()["groups"][0]["events"]]
+
+
+def set_times(time_us: float, waited_us: float = 0.0) -> None:
+    """Have the two nodes take so long for any number of bytes, and wait for a processor for a part of that."""
+    found = LinkTimes({(0, 1): time_us}, {(0, 1): time_us - waited_us})
+    link_times.time_links = lambda planned, num_bytes: found
+
+
+def usual_us(group: Any) -> float:
+    """How long the message takes that is measured, if the profile is right."""
+    bytes_per_us: float = card_gbps(group._planned.choices.agreed.job_planner.profile) * 1e3
+    return group._order.watch._measured_bytes / bytes_per_us  # type: ignore[no-any-return]
+
+
 def appoint(group: Any, purpose: str, value: float, ahead: int) -> None:
     """Have the group's first rank make an appointment now, and wait until all of its ranks know of it."""
     watch = group._order.watch
@@ -78,12 +98,10 @@ def test_all_ranks_plan_anew_at_the_same_call_when_links_change(emulated_cluster
         fabric = group._order.watch._rates.fabric
         for _ in range(3):
             check_sum()
-        return (
-            slower,
-            group._planned.choices.shape[0],
-            [e["what"] for e in commlayer.audit()["groups"][0]["events"]],
-            fabric,
-        )
+        until = time.monotonic() + 30.0
+        while dist.get_rank() == 0 and not events() and time.monotonic() < until:
+            time.sleep(0.01)  # another thread notes them
+        return slower, group._planned.choices.shape[0], events(), fabric
 
     found = cluster.run(job, timeout_s=110.0)
     assert len({calls for calls, *_ in found}) == 1
@@ -98,7 +116,7 @@ def test_flat_is_chosen_again_where_the_fabric_became_fast(emulated_cluster: Clu
     def job() -> tuple[str, str]:
         group = start()
         check_sum()
-        link_times.time_links = lambda planned, num_bytes: {(0, 1): 10.0}
+        set_times(10.0)
         before = group._planned.choices.plan("all_gather", 1 << 21)
         appoint(group, "measure", 0.01, 2)
         check_sum()
@@ -138,6 +156,7 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
     def job() -> tuple[float, list[str]]:
         group = start(COMMLAYER_TRIALS="auto")
         check_sum()
+        set_times(usual_us(group))
         appoint(group, "try", 3e6, 2)
         for _ in range(4):
             check_sum()
@@ -148,6 +167,54 @@ def test_wrong_prices_are_tried(emulated_cluster: ClusterFactory) -> None:
     assert len({str(each) for each in found}) == 1
     assert found[0][0] > 0
     assert len(found[0][1]) >= 3  # strategies, whatever they are priced at
+
+
+def test_links_that_changed_since_they_were_measured_are_no_wrong_prices(emulated_cluster: ClusterFactory) -> None:
+    def job() -> tuple[bool, float, float]:
+        group = start(COMMLAYER_TRIALS="auto")
+        check_sum()
+        set_times(4 * usual_us(group))
+        appoint(group, "try", 3e6, 2)
+        first, watch = group._planned.choices, group._order.watch
+        for _ in range(2):
+            check_sum()
+        is_tried = group._planned.choices is not first
+        suspected = watch._suspected.fabric
+        appoint(group, "confirm", 4.0, 2)
+        for _ in range(2):
+            check_sum()
+        return is_tried, suspected, watch._rates.fabric
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert len(set(found)) == 1
+    assert not found[0][0]
+    assert found[0][1] == found[0][2] < 0.5
+
+
+def test_links_that_were_seen_to_be_slower_once_are_measured_again(emulated_cluster: ClusterFactory) -> None:
+    """What is not there at the second appointment, or is owed to a busy processor, changes nothing."""
+
+    def job() -> list[bool]:
+        group = start()
+        check_sum()
+        first, once_us, found = group._planned.choices, usual_us(group), []
+        for purpose, taken_us, waited_us in [
+            ("measure", 4 * once_us, 0.0),
+            ("confirm", once_us, 0.0),
+            ("confirm", 4 * once_us, 0.0),  # of nothing: the suspicion was dropped
+            ("confirm", 4 * once_us, 3 * once_us),
+            ("measure", 4 * once_us, 3 * once_us),
+        ]:
+            set_times(taken_us, waited_us)
+            appoint(group, purpose, 4.0, 2)
+            for _ in range(2):
+                check_sum()
+            found.append(group._order.watch._suspected is not None)
+            assert group._planned.choices is first
+        return found
+
+    found = emulated_cluster(2, 4, mode="loopback").run(job, timeout_s=60.0)
+    assert found == [[True, False, True, False, False]] * 8
 
 
 def test_predictions_stay_when_plans_change(emulated_cluster: ClusterFactory) -> None:

@@ -626,6 +626,25 @@ def test_a_delay_is_in_every_round_trip(netns_cluster: ClusterFactory) -> None:
     assert bulk_s >= 0.06
 
 
+@cluster_test
+def test_a_delay_changes_while_ranks_run(netns_cluster: ClusterFactory) -> None:
+    if rights().delay == "none":
+        pytest.skip("no delays here")
+    cluster = netns_cluster(2, 1, delay_us=100.0)
+
+    def delayed() -> float:
+        line = Line("10.77.0.1")
+        return min(line.transfer_s(1) for _ in range(20))
+
+    cluster.delay(5_000.0)
+    assert cluster.run(delayed)[0] >= 0.01
+    for delay_us in (0.0, -1.0, float("nan"), 1e9):
+        with pytest.raises(UsageError, match="delay_us"):
+            cluster.delay(delay_us)
+    with pytest.raises(UsageError, match="has no delay"):
+        netns_cluster(2, 1).delay(100.0)
+
+
 # ---------------------------------------------------------------- programs
 
 

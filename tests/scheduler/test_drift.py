@@ -90,5 +90,65 @@ def test_a_group_whose_calls_are_all_of_another_kind_keeps_little() -> None:
     drift = Drift()
     for kind in range(10_000):
         drift.add(kind, 1.0)
-    assert len(drift._first) <= 256
+    assert len(drift._usual) <= 256
     assert drift.change() is None
+
+
+def rounds(
+    drift: Drift, kinds: int, level: float, biases: list[float], num_rounds: int, rng: random.Random
+) -> int | None:
+    """After how many calls of mixed kinds, each with a bias of its own, a change was found; None: after none."""
+    for number in range(num_rounds * kinds):
+        kind = number % kinds
+        drift.add(kind, level * biases[kind] * rng.lognormvariate(0.0, 0.1))
+        if drift.change() is not None:
+            return number + 1
+    return None
+
+
+BIASES = [1.3, 1.35, 1.0, 0.75, 0.8, 0.9]
+"""Measured over predicted time by kind of call, as seen after a change of plans."""
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("factor", [4.0, 0.25])
+def test_kinds_that_are_new_are_evidence_together(before: int, factor: float) -> None:
+    """Few calls of each kind were seen when links change: it is found within six all the same."""
+    rng, drift = random.Random(before), Drift()
+    assert rounds(drift, 6, 1.0, BIASES, before, rng) is None
+    assert (rounds(drift, 6, factor, BIASES, 2, rng) or 99) <= 6
+    assert not drift.is_of_prices
+
+
+def test_kinds_whose_predictions_err_both_ways_are_no_change() -> None:
+    for seed in range(50):
+        assert rounds(Drift(), 6, 1.0, BIASES, 5, random.Random(seed)) is None
+
+
+def test_a_change_is_not_learnt_as_usual_before_anybody_has_looked() -> None:
+    """While nobody may measure, a change that was found stays one."""
+    rng, drift = random.Random(3), Drift()
+    rounds(drift, 6, 1.0, BIASES, 2, rng)
+    for number in range(120):
+        drift.add(number % 6, 0.25 * BIASES[number % 6])
+    assert (drift.change() or 1.0) < 1 / 1.6
+
+
+def test_calls_that_are_usual_again_are_known_at_once_after_a_change_was_accepted() -> None:
+    """What delayed them was no link, and was taken for usual; when it ends, nobody waits until that is learnt anew."""
+    rng, drift = random.Random(4), Drift()
+    rounds(drift, 6, 1.0, BIASES, 6, rng)
+    assert rounds(drift, 6, 3.0, BIASES, 2, rng) is not None
+    drift.accept()
+    assert rounds(drift, 6, 3.0, BIASES, 1, rng) is None
+    assert (rounds(drift, 6, 1.0, BIASES, 2, rng) or 99) <= 8
+
+
+def test_calls_that_all_take_longer_than_predicted_are_doubted_together_once() -> None:
+    rng, drift = random.Random(5), Drift()
+    assert rounds(drift, 6, 3.0, BIASES, 2, rng) == 12  # the first call of each kind says nothing
+    assert not drift.is_of_prices  # it may be the links, or what delays calls
+    drift.accept()
+    assert rounds(drift, 6, 3.0, BIASES, 1, rng) is None
+    assert rounds(drift, 6, 3.0, BIASES, 6, rng) is not None
+    assert drift.is_of_prices  # four calls of a kind say so

@@ -88,3 +88,21 @@ def test_all_prices_exist_at_any_rate(profile: Profile) -> None:
         for size in (4, 1 << 10, 1 << 24):
             traffic = Traffic(size, 8, 1, Resource.INTER, "all_reduce", (4, 4))
             assert planner.decide(traffic).predicted_us > 0
+
+
+def test_rates_differ_by_more_than_they_are_known_to() -> None:
+    usual = LinkRates()
+    assert not LinkRates(0.7).differs(usual)
+    assert LinkRates(0.25).differs(usual)
+    assert LinkRates(4.0).differs(usual)
+    assert not LinkRates(0.3).differs(LinkRates(0.25))  # a probe that was a fifth wrong is wrong each time
+    assert not LinkRates(1.0, (1.0, 0.9, 1.0)).differs(usual)
+    assert LinkRates(1.0, (1.0, 0.6, 1.0)).differs(usual)
+
+
+def test_slower_is_said_of_the_fabric_and_of_each_card() -> None:
+    usual = LinkRates()
+    assert LinkRates(0.25).slower(usual) == [True]
+    assert LinkRates(4.0).slower(usual) == [False]
+    assert LinkRates(4.0, (1.0, 0.5, 1.0)).slower(usual) == [False, False, True, False]
+    assert usual.slower(LinkRates(1.0, (1.0, 0.5, 1.0))) == [False] * 4  # it has recovered
