@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.emulation import Accelerator, DeviceReport, EmulatedCluster, await_device
+from commlayer.emulation.accelerators import launches as operations
 from commlayer.emulation.accelerators.clock import DeviceClock, device_clock, use_device_clock
-from commlayer.emulation.accelerators.launches import Launches
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 cluster_test = pytest.mark.cluster
+launches: Any = operations.Launches  # torch annotates no mode
 
 
 class Time:
@@ -51,7 +52,7 @@ def counted() -> Iterator[DeviceClock]:
     clock, _ = clock_of()
     use_device_clock(clock)
     try:
-        with Launches():
+        with launches():
             yield clock
     finally:
         use_device_clock(None)
@@ -163,7 +164,7 @@ def test_products_forward_and_backward(counted: DeviceClock) -> None:
     assert flops_of(counted, lambda: torch.mm(x.detach(), w.detach(), out=torch.empty(4, 3))) == (192, 1)
     assert flops_of(counted, lambda: torch.addmm(b, x, w)) == (192, 1)
     assert flops_of(counted, lambda: F.linear(x, w.t(), b)) == (192, 1)
-    y = torch.mm(x, w).sum()
+    y: Any = torch.mm(x, w).sum()
     assert flops_of(counted, y.backward) == (2 * 192, 2)
     left, right = torch.ones(2, 4, 8, requires_grad=True), torch.ones(2, 8, 3, requires_grad=True)
     z = torch.bmm(left, right).sum()
@@ -199,7 +200,7 @@ def test_all_else_lasts_its_bytes_where_the_memory_has_a_rate() -> None:
     clock, _ = clock_of(bytes_per_s=1.0)
     use_device_clock(clock)
     try:
-        with Launches():
+        with launches():
             x = torch.ones(64)
             before = clock.report().busy_s
             x.add(x)  # x is read once, and the sum written
@@ -223,7 +224,7 @@ def test_values_that_the_host_reads_are_waited_for(counted: DeviceClock) -> None
 def test_nothing_is_emulated_without_a_device() -> None:
     assert device_clock() is None
     await_device()
-    with Launches():  # as in a worker that a rank has forked
+    with launches():  # as in a worker that a rank has forked
         assert float((torch.ones(2, 2) @ torch.ones(2, 2)).sum()) == 8.0
 
 
@@ -250,13 +251,15 @@ def busy_rank() -> dict[str, float]:
     torch.cpu.synchronize()
     found["two threads"] = time.perf_counter() - begin
     begin = time.perf_counter()
-    (x @ x).sum().backward()
+    loss: Any = (x @ x).sum()
+    loss.backward()
     await_device()
     found["forward and backward"] = time.perf_counter() - begin
     found["cpu"] = time.process_time() - cpu_s
     begin = time.perf_counter()
     weight = torch.nn.Parameter(torch.ones(100, 100))
-    (x.detach() @ weight).sum().backward()
+    loss = (x.detach() @ weight).sum()
+    loss.backward()
     torch.optim.SGD([weight], lr=0.1).step()
     found["step"] = time.perf_counter() - begin
     return found
@@ -281,7 +284,7 @@ def exchanging_rank(backend: str) -> list[float]:
     group: Any = dist.new_group(backend=backend)
     x, y = torch.ones(100, 100), torch.ones(8)
     out = torch.empty_like(y)
-    calls = [
+    calls: list[Any] = [
         lambda: dist.all_reduce(y, group=group),
         lambda: dist.all_reduce(y, group=group, async_op=True).wait(),
         lambda: dist.all_to_all_single(out, y, group=group),

@@ -39,7 +39,9 @@ def checked_scale(scale: float, name: str = "scale") -> float:
     """Return ``scale`` if it is a number of at least 1. Raises UsageError."""
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not is_number or not math.isfinite(scale) or not 1 <= scale <= _LARGEST_SCALE:
-        raise UsageError(f"{name}: expected by how many times all is slowed down, 1 to {_LARGEST_SCALE:.0e}, got {scale!r}")
+        raise UsageError(
+            f"{name}: expected by how many times all is slowed down, 1 to {_LARGEST_SCALE:.0e}, got {scale!r}"
+        )
     return float(scale)
 
 

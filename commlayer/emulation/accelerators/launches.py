@@ -4,8 +4,8 @@ Loaded into a rank when torch is there. FLOPs are those of :mod:`torch.utils.flo
 the CPU for attention, which is counted by the formula of the GPU's, and grouped products, which are counted as the products that
 they are made of.
 
-Dispatch modes belong to a thread. Autograd runs the backward pass of CPU tensors in the thread that asks for it, where the mode is,
-and hands its state on to threads of its own (``at::ThreadLocalState`` has it). Threads that the program starts enter it when
+Dispatch modes belong to a thread. Autograd runs the backward pass of CPU tensors in the thread that asks for it, where the mode
+is, and hands its state on to threads of its own (``at::ThreadLocalState`` has it). Threads that the program starts enter it when
 they start; those of commlayer do not, because what they compute (sums of what arrived) NCCL computes beside the device's queue.
 """
 
@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -100,6 +100,8 @@ class Launches(TorchDispatchMode):
         return kind(self, clock, func, args, kwargs)
 
 
+_entered: Callable[[], Any] = cast("Any", Launches)
+"""Typed here, because torch does not annotate it."""
 Kind = Callable[[Launches, DeviceClock, Any, tuple[Any, ...], dict[str, Any]], Any]
 _kinds: dict[Any, Kind] = {}
 
@@ -175,7 +177,7 @@ def start_launches(clock: DeviceClock) -> None:
     clock.on_late = _Warning()
     if not first:
         return
-    Launches().__enter__()
+    _entered().__enter__()
     _follow_threads()
     # Where a GPU's host waits. A step's end is none of those, but where programs read the clock.
     register_optimizer_step_post_hook(lambda *_: await_device())
@@ -210,7 +212,7 @@ def _follow_threads() -> None:
             run = self.run
 
             def run_with_launches() -> None:
-                with Launches():
+                with _entered():
                     run()
 
             self.run = run_with_launches  # type: ignore[method-assign]

@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH: Python runs its ``sitecustomize`` before a rank's program (:mod:`commlayer.emulation.accelerators.starting`)."""
+"""A folder for PYTHONPATH, from which Python runs ``sitecustomize`` before a rank's program."""
