@@ -115,7 +115,9 @@ class _Layers:
             groups = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in mesh.mapping.groups("ep")}
             for way in ("plain", "planned"):
                 layer = MoELayer(shape.hidden, shape.width, config, mesh=mesh)
-                torch.nn.init.orthogonal_(layer.router.weight, generator=torch.Generator().manual_seed(0))  # loads alike
+                torch.nn.init.orthogonal_(
+                    layer.router.weight, generator=torch.Generator().manual_seed(0)
+                )  # loads alike
                 plain = PlainMoE(layer, groups[mesh.ranks("ep")], shape.top_k)
                 self.layers[way + suffix] = layer
                 self.calls[way + suffix] = plain if way == "plain" else layer
