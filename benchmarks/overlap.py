@@ -176,22 +176,23 @@ def on_rank(
 # The program
 
 
-def measure(cluster: str, shares: Sequence[float], number: int, budget_s: float, kept: Path | None) -> list[Result]:
-    """``kept``: a measured profile of the cluster, measured first where it is not there."""
+def measure(cluster: str, shares: Sequence[float], number: int, budget_s: float, kept: str) -> list[Result]:
+    """``kept``: the file of a measured profile of the cluster, measured first where it is not there; or ``auto``."""
     ranks, tokens = _CLUSTERS[cluster]
     shape, found = Shape(), []
     with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "profile.json" if kept is None else kept.resolve()
+        os.environ["COMMLAYER_CACHE"] = folder  # what a job finds in its own may be of another day
+        profile = kept if kept == "auto" else str(Path(kept or f"{folder}/profile.json").resolve())
         with EmulatedCluster(2, ranks, inter="400mbit", mode="netns") as emulated:
-            if not profile.exists():
-                emulated.run(measure_links, str(profile), "make bench-overlap", _SWEEP, "overlap", timeout_s=600)
+            if profile != "auto" and not Path(profile).exists():
+                emulated.run(measure_links, profile, "make bench-overlap", _SWEEP, "overlap", timeout_s=600)
             exchange_s = emulated.run(exchanges, shape, tokens, timeout_s=120)[0]
         for share in shares:
             compute = f"{shape.flops(tokens) / (share * exchange_s) * SCALE / 1e9:.4g}gflops"
             with EmulatedCluster(2, ranks, inter=INTER, compute=compute, scale=SCALE, mode="netns") as emulated:
                 print(f"{cluster}: each rank {emulated.accelerator}", flush=True)
                 times, chosen, error = emulated.run(
-                    on_rank, shape, tokens, ranks, str(profile), number, budget_s, timeout_s=4 * budget_s + 120
+                    on_rank, shape, tokens, ranks, profile, number, budget_s, timeout_s=4 * budget_s + 120
                 )[0]
                 reports = emulated.device_reports
             found.append(Result(cluster, tokens, share, compute, exchange_s, times, chosen, error, reports))
@@ -241,7 +242,9 @@ def main() -> None:
     parser.add_argument("--cluster", action="append", choices=_CLUSTERS, help="only this one; may be given again")
     parser.add_argument("--share", action="append", type=float, help="experts' time over the exchanges' (1 and 0.25)")
     parser.add_argument(
-        "--profile", type=Path, help="a measured profile of the cluster; kept there where there is none"
+        "--profile",
+        default="",
+        help="file of a measured profile of the cluster, measured first where it is not there; or auto: what a job measures",
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget-s", type=float, default=120.0, help="of the rounds of each share (120)")
