@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
+from torch.nn.attention.bias import causal_lower_right
+from torch.testing._internal.two_tensor import TwoTensor
 
 from commlayer.emulation import Accelerator, DeviceReport, EmulatedCluster, await_device
 from commlayer.emulation.accelerators import launches as operations
@@ -196,6 +198,11 @@ def test_products_in_inference_mode_count_as_often(counted: DeviceClock) -> None
         assert flops_of(counted, lambda: F.linear(torch.ones(4, 8), torch.ones(3, 8))) == (192, 1)
 
 
+def test_tensors_made_of_others_count_as_what_these_do(counted: DeviceClock) -> None:
+    two = TwoTensor(torch.ones(4, 8), torch.ones(4, 8))
+    assert flops_of(counted, lambda: two @ torch.nn.Parameter(torch.ones(8, 3))) == (2 * 192, 2)
+
+
 def test_all_else_lasts_its_bytes_where_the_memory_has_a_rate() -> None:
     clock, _ = clock_of(bytes_per_s=1.0)
     use_device_clock(clock)
@@ -313,6 +320,20 @@ def test_a_collective_begins_when_what_was_launched_before_is_done(
     with emulated_cluster(1, 2, mode="loopback", compute="4mflops") as cluster:
         for times in cluster.run(exchanging_rank, backend):
             assert min(times) >= 0.5
+
+
+@cluster_test
+def test_subclasses_of_tensors_are_made_as_ever(emulated_cluster: ClusterFactory) -> None:
+    """Attention with a bias that is a tensor without elements: of 4 queries and 8 keys."""
+
+    def attend() -> tuple[tuple[int, ...], ...]:
+        q, k = torch.ones(1, 1, 4, 8), torch.ones(1, 1, 8, 8)
+        out = F.scaled_dot_product_attention(q, k, k, attn_mask=causal_lower_right(4, 8))
+        return tuple(torch.Tensor(2, 3).shape), tuple(torch.nn.Parameter(torch.ones(2)).shape), tuple(out.shape)
+
+    with emulated_cluster(1, 1, mode="loopback", compute="1gflops") as cluster:
+        assert cluster.run(attend) == [((2, 3), (2,), (1, 1, 4, 8))]
+        assert cluster.device_reports[0].flops == 2 * 2 * 4 * 8 * 8
 
 
 @cluster_test

@@ -56,6 +56,9 @@ _LEAST_LATE, _LATE_SHARE = 10, 0.05
 _THREADS_OF_OURS = "commlayer"
 
 
+_NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
+
+
 def _no_flops(*args: Any, **kwargs: Any) -> float:
     return 0.0
 
@@ -88,12 +91,16 @@ class Launches(TorchDispatchMode):
         return False  # else torch loads its compiler at the first operation: a second, on every rank
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         clock = device_clock()
         if clock is None:
             return func(*args, **kwargs)
+        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
+            return (
+                NotImplemented  # a DTensor, for instance: what it does with the tensors that it is made of comes here
+            )
         kind = _kinds.get(func)
         if kind is None:
             kind = _kinds[func] = _kind_of(func)
@@ -178,6 +185,7 @@ def start_launches(clock: DeviceClock) -> None:
     if not first:
         return
     _entered().__enter__()
+    torch.Tensor.__new__ = _made  # type: ignore[assignment,method-assign]
     _follow_threads()
     # Where a GPU's host waits. A step's end is none of those, but where programs read the clock.
     register_optimizer_step_post_hook(lambda *_: await_device())
@@ -192,6 +200,17 @@ _started: list[DeviceClock] = []
 def _synchronize(device: Any = None) -> None:
     """Wait for the emulated accelerator, as ``torch.cuda.synchronize`` waits for a GPU."""
     await_device()
+
+
+_make: Callable[..., Any] = torch.Tensor.__new__
+
+
+def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a tensor by its class. torch cannot make one of a subclass, such as CausalBias, where a mode sees the memory made."""
+    if kind is torch.Tensor:
+        return _make(kind, *args, **kwargs)
+    with torch._C._DisableTorchDispatch():
+        return _make(kind, *args, **kwargs)
 
 
 def _after_all(method: Callable[..., Any]) -> Callable[..., Any]:
