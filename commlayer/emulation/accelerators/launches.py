@@ -77,8 +77,9 @@ _ALSO: dict[Any, Formula] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
         aten._scaled_dot_product_flash_attention_backward
     ],
-    aten._grouped_mm: _grouped_mm,
 }
+if hasattr(aten, "_grouped_mm"):  # not in torch 2.6
+    _ALSO[aten._grouped_mm] = _grouped_mm
 
 
 class Launches(TorchDispatchMode):
