@@ -18,6 +18,7 @@ from functools import wraps
 from typing import Any, cast
 
 import torch
+from torch.nn.attention.bias import CausalBias
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -186,7 +187,7 @@ def start_launches(clock: DeviceClock) -> None:
     if not first:
         return
     _entered().__enter__()
-    torch.Tensor.__new__ = _made  # type: ignore[assignment,method-assign]
+    CausalBias.__new__ = _made  # type: ignore[assignment,method-assign]
     _follow_threads()
     # Where a GPU's host waits. A step's end is none of those, but where programs read the clock.
     register_optimizer_step_post_hook(lambda *_: await_device())
@@ -203,15 +204,10 @@ def _synchronize(device: Any = None) -> None:
     await_device()
 
 
-_make: Callable[..., Any] = torch.Tensor.__new__
-
-
 def _made(kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a tensor by its class. torch cannot make one of a subclass, such as CausalBias, where a mode sees the memory made."""
-    if kind is torch.Tensor:
-        return _make(kind, *args, **kwargs)
+    """Make a CausalBias, which torch cannot do where a mode sees its memory made. It has none."""
     with torch._C._DisableTorchDispatch():
-        return _make(kind, *args, **kwargs)
+        return torch.Tensor.__new__(kind, *args, **kwargs)
 
 
 def _after_all(method: Callable[..., Any]) -> Callable[..., Any]:
