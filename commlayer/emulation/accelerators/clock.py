@@ -36,7 +36,7 @@ _TOLERANCE_S = 200e-6
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What a rank's accelerator did in a run. Seconds are this machine's.
+    """The work of a rank's accelerator in a run. Seconds are this machine's.
 
     Attributes:
         rank: the rank.
