@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.emulation.accelerators.clock import device_clock
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Experts
@@ -67,12 +66,6 @@ class DispatchDecision:
     def predicted_us(self) -> float | None:
         """The predicted time of exchanges and experts, forward and backward."""
         return self.slices_us.get(self.slices)
-
-
-def _leaves_cores(like: torch.Tensor) -> bool:
-    """Whether experts compute tokens such as ``like`` on a device, so that the host's cores are free to send: a GPU, or an
-    emulated accelerator, which all ranks have or none."""
-    return like.is_cuda or device_clock() is not None
 
 
 class DispatchPlanner:
@@ -158,7 +151,7 @@ class DispatchPlanner:
             return "each would gather the experts' shards anew"
         if self._exchange_us(layout.most_rows * _row_bytes(like), _rows_of(like)) is None:
             return "no profile of this group"
-        if not _leaves_cores(like) and all(len(shape) == 1 for shape in self._everyones_shapes()[0]):
+        if not like.is_cuda and all(len(shape) == 1 for shape in self._everyones_shapes()[0]):
             return "inside a node the cores that compute also copy"
         return None
 
@@ -171,7 +164,7 @@ class DispatchPlanner:
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
         # On a CPU what a call takes that sends next to nothing is mostly work of the cores that compute. Where the wire's own
         # latency is a large part of it, this errs towards fewer chunks.
-        posting_us = 0.0 if _leaves_cores(like) else 2 * (self._exchange_us(1, None) or 0.0)
+        posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1, None) or 0.0)
         return choose_slices(
             traffic,
             lambda part: self._exchange_us(part, _rows_of(like)) or 0.0,
