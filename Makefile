@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -104,6 +104,9 @@ bench-codecs: $(READY)  ## encoding and decoding on one core against plain torch
 bench-lanes: $(READY)  ## an expert all_to_all beside gradients, and a whole step, with lanes and without; writes dated documents
 	$(RUN) benchmarks/lanes.py $(ARGS)
 	$(RUN) benchmarks/lanes_step.py
+
+bench-overlap: $(READY)  ## the MoE layer with emulated accelerators: how much of its exchanges is hidden; writes a dated document
+	$(RUN) benchmarks/overlap.py $(ARGS)
 
 bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the simulated step; writes a dated document
 	$(RUN) benchmarks/mappings.py $(ARGS)

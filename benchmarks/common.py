@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from commlayer.version import __version__
 
 if TYPE_CHECKING:
+    from commlayer.emulation import DeviceReport
     from commlayer.measure.profiler import SweepOptions
 
 __all__ = [
     "RESULTS",
     "add_output",
     "dated_stem",
+    "described",
     "facts",
     "machine",
     "measure_links",
@@ -77,6 +80,14 @@ def facts(script: str, load: float) -> dict[str, str]:
         "versions": versions(),
         "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
     }
+
+
+def described(reports: Sequence[DeviceReport]) -> str:
+    """Say whether this machine kept up with the accelerators that ranks stood for."""
+    late = max(report.late_s / report.busy_s for report in reports)
+    wall_s = max(report.wall_s for report in reports)
+    cores = sum(report.cpu_s for report in reports) / (wall_s * len(os.sched_getaffinity(0)))
+    return f"Lateness added {late:.1%} at most to an accelerator's operations; the cores were {cores:.0%} busy."
 
 
 def measure_links(path: str, source: str, options: SweepOptions | None = None, name: str = "bench") -> float:

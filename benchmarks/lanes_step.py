@@ -22,18 +22,18 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import add_output, dated_stem, facts, measure_links, today, write_results
+from common import add_output, dated_stem, described, facts, measure_links, today, write_results
 from moe_tables import ratios
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.emulation import EmulatedCluster
+from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
 from commlayer.engine.lane_holds import lanes
 from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
@@ -55,9 +55,11 @@ _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_
 @dataclass(frozen=True)
 class Shape:
     """``shared_width`` makes most of the dense gradients; ``sequence`` · ``batch`` tokens on all ranks together. ``plan``: of all
-    planned calls, as COMMLAYER_PLAN; else what the profile says."""
+    planned calls, as COMMLAYER_PLAN; else what the profile says. ``compute``: of the accelerator that each rank stands for, such
+    as 3gflops; else ranks compute as fast as their share of the machine's cores."""
 
     inter: str = "200mbit"
+    compute: str = ""
     plan: str = ""
     pp: int = 1
     cp: int = 2
@@ -102,7 +104,8 @@ class Shape:
 class Result:
     """``times_s``: of each way's rounds, the slowest rank's. ``error``: the largest difference of losses and gradients between
     ways, of a tensor's largest magnitude. ``held``: how often, and how many seconds, rank 0's gradients were held in all rounds.
-    ``calls``: what rank 0 called in one step on lanes: group, collective, plan, calls, bytes."""
+    ``calls``: what rank 0 called in one step on lanes: group, collective, plan, calls, bytes. ``reports``: what emulated
+    accelerators did."""
 
     cluster: str
     shape: Shape
@@ -112,6 +115,7 @@ class Result:
     error: float
     held: tuple[int, float]
     calls: list[tuple[str, str, str, int, int]]
+    reports: list[DeviceReport] = field(default_factory=list)
 
 
 # On every rank
@@ -207,6 +211,7 @@ class _Bench:
         dist.barrier()
         begin = time.perf_counter()
         self.step(way)
+        await_device()
         return self.slowest(time.perf_counter() - begin)
 
     def slowest(self, value: float) -> float:
@@ -272,7 +277,8 @@ def on_rank(cluster: str, shape: Shape, profile: str, number: int, budget_s: flo
 def measure(cluster: str, shape: Shape, profile: Path | None, number: int, budget_s: float) -> Result:
     """``profile`` None, or a file that is not there yet: the links are measured first."""
     with tempfile.TemporaryDirectory() as folder:
-        with EmulatedCluster(2, _CLUSTERS[cluster][0], inter=shape.inter, mode="netns") as emulated:
+        ranks, compute = _CLUSTERS[cluster][0], shape.compute or None
+        with EmulatedCluster(2, ranks, inter=shape.inter, compute=compute, mode="netns") as emulated:
             profile = Path(folder) / "profile.json" if profile is None else profile.resolve()
             if not profile.exists():
                 emulated.run(
@@ -281,7 +287,8 @@ def measure(cluster: str, shape: Shape, profile: Path | None, number: int, budge
             found: Result = emulated.run(
                 on_rank, cluster, shape, str(profile), number, budget_s, timeout_s=4 * budget_s + 300
             )[0]
-        return found
+            reports = emulated.device_reports
+        return replace(found, reports=reports)
 
 
 def document(date: str, known: dict[str, str], results: Sequence[Result]) -> str:
@@ -299,6 +306,7 @@ def document(date: str, known: dict[str, str], results: Sequence[Result]) -> str
             f"ways differ by {result.error:.0e} of a tensor's largest magnitude at most. Gradients of rank 0 were held "
             f"{result.held[0]} times, {result.held[1] / rounds:.2f} s a round.",
             "",
+            *([f"{described(result.reports)}", ""] if result.reports else []),
             "| way | median step, s |",
             "|---|---|",
             *(f"| {way} | {median(times):.2f} |" for way, times in result.times_s.items()),

@@ -17,7 +17,7 @@ from commlayer.scheduler.wire import WireFormat, parse_wire
 __all__ = ["Settings"]
 
 _PREFIX = "COMMLAYER_"
-_EMULATED = ("EMULATED", "EMULATED_LINKS")
+_EMULATED = ("EMULATED", "EMULATED_LINKS", "EMULATED_COMPUTE", "EMULATED_REPORTS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
 _NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING")
 _COUNTS = ("SHADOW",)

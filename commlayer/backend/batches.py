@@ -28,6 +28,7 @@ from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages, NotedMessage
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
+from commlayer.emulation.accelerators.clock import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.failures.waits import NO_TIMEOUT
@@ -189,6 +190,7 @@ class Batches:
         recording.add(record)
 
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
+        await_device()
         noted = [self._messages.note("send", x.dtype, x.nbytes, peer, _TAG) for x, peer in sends]
         for x, _ in sends:
             self._counters.flat["send"].add(x.nbytes, 0)

@@ -24,6 +24,7 @@ from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
 from commlayer.diagnosis.ring import Track
+from commlayer.emulation.accelerators.clock import await_device, device_clock
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
@@ -63,7 +64,7 @@ class Order:
         self.record: CallRecord | None = None
         self.watch: GroupWatch | None = None
         self.traffic, self.key = calls_under_way(), id(inner.planned)
-        self.is_watched = False  # a lane or a recorder wants to see calls
+        self.is_watched = False  # a lane or a recorder wants to see calls, or an emulated accelerator has to end before
         self.is_direct = (
             False  # until the lane is known, at the first call: torch describes a group after it has made it
         )
@@ -72,6 +73,7 @@ class Order:
 
     def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
+        await_device()  # as NCCL's calls begin: after what their caller has launched
         number = self.track.note(label, *noted(args, opts), depth=4)
         task, args = self._run_noted, (number, task, *args)
         work = self._issue(opts, label, outputs, task, args)
@@ -184,7 +186,7 @@ class Order:
             self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
         else:
             self.inner.planned.use_lane(*self.lane.cut)
-        self.is_watched = self.lane.is_on or recorder() is not None
+        self.is_watched = self.lane.is_on or recorder() is not None or device_clock() is not None
         self.is_direct = not self.needs_look and not self.is_watched
 
     def use_siblings(self, siblings: int) -> None:

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Work
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import land, landing, plain_row, reals
 from commlayer.diagnosis.ring import ANY
+from commlayer.emulation.accelerators.clock import await_device
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters
@@ -110,6 +111,7 @@ class Messages:
         if not tensor.is_cpu:
             return self._order.on_device(tensor).send(tensors, member, tag)  # type: ignore[no-any-return]
         self._members.require_other("destination", member)
+        await_device()
         moved, what = plain_row(tensor), f"send to rank {self._members.named(member)}, tag {tag}"
         return self._start("send", what, moved, moved, member, tag)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from commlayer.cli.emulated_device import describe_computation, describe_device
 from commlayer.cli.option_types import COUNT, DURATION_US, NODE_RATE, PAIR_RATE, PairRate
 from commlayer.cli.tables import echo, said_warnings
 from commlayer.profiles.errors import UsageError
@@ -46,6 +48,19 @@ _MODES = click.Choice(["auto", "netns", "loopback"])
 )
 @click.option("--delay", type=DURATION_US, default=0.0, help="One-way delay between nodes: 100us, 1ms.")
 @click.option(
+    "--compute",
+    metavar="RATE",
+    help="Rate of the accelerator that each rank stands for: 4tflops. Products and attention last their FLOPs over it.",
+)
+@click.option("--memory", metavar="RATE", help="Rate of that accelerator's memory: 3.35tbyte; else it takes no time.")
+@click.option(
+    "--scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Run accelerators and wires so many times slower than the rates say, with so many times the delay.",
+)
+@click.option(
     "--mode", type=_MODES, default="auto", show_default=True, help="auto: loopback where the machine grants no more."
 )
 @click.option("--per-node", is_flag=True, help="Start CMD once on each node, for torchrun itself.")
@@ -64,6 +79,9 @@ def emulate(
     slow_nodes: tuple[tuple[int, str], ...],
     slow_pairs: tuple[PairRate, ...],
     delay: float,
+    compute: str | None,
+    memory: str | None,
+    scale: float,
     mode: str,
     per_node: bool,
     prefix: bool | None,
@@ -78,22 +96,32 @@ def emulate(
     \b
       commlayer emulate --nodes 2 --ranks-per-node 4 --inter 400mbit -- python train.py
       commlayer emulate --per-node -- torchrun --nproc-per-node 4 train.py
+      commlayer emulate --compute 4tflops --inter 40gbit --scale 100 -- python train.py
+
+    With --compute each rank stands for an accelerator: computation takes that device's time, and no core. What ran is said at the
+    end, also how much of it this machine ended too late; --scale gives it more time.
 
     Exit status: that of the first process that failed, 124 if the time was up, 0 if all went well. Which ranks failed, how, and
     the error that they said last, is told on stderr.
     """
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout: expected a time above zero, got {timeout / 1e6:g}s")
-    with _built(nodes, ranks_per_node, inter=inter, intra=intra, delay_us=delay, mode=mode) as cluster:
+    links = {"inter": inter, "intra": intra, "delay_us": delay}
+    with _built(nodes, ranks_per_node, **links, mode=mode, compute=compute, memory=memory, scale=scale) as cluster:
         for node, rate in slow_nodes:
             _slow_down(cluster, node, rate)
         for pair in slow_pairs:
             _slow_down_pair(cluster, pair)
         slow = _described(slow_nodes, slow_pairs)
-        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + slow)
+        device = describe_device(cluster.accelerator)
+        _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + slow + device)
         if prefix is None:
             prefix = nodes * (1 if per_node else ranks_per_node) > 1
+        began_s = time.perf_counter()
         status = _run(cluster, command, None if timeout is None else timeout / 1e6, per_node=per_node, prefix=prefix)
+        if cluster.accelerator is not None:
+            took_s = time.perf_counter() - began_s
+            _say(describe_computation(cluster.accelerator, cluster.device_reports, cluster.world_size, took_s))
     sys.exit(status)
 
 

@@ -11,6 +11,8 @@ here are emulated: quote them as ratios from one run. Importing this package loa
 
 from __future__ import annotations
 
+from commlayer.emulation.accelerators.clock import DeviceReport, await_device
+from commlayer.emulation.accelerators.device import Accelerator
 from commlayer.emulation.emulated_cluster import EmulatedCluster
 from commlayer.emulation.modes import EmulationWarning, Mode
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, RanksFailedError, RanksTimedOutError, exit_status
@@ -20,6 +22,8 @@ from commlayer.emulation.rights import Rights, rights
 
 __all__ = [
     "KEEP",
+    "Accelerator",
+    "DeviceReport",
     "EmulatedCluster",
     "EmulationWarning",
     "Mode",
@@ -28,6 +32,7 @@ __all__ = [
     "RanksFailedError",
     "RanksTimedOutError",
     "Rights",
+    "await_device",
     "exit_status",
     "format_rate",
     "parse_rate",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
+from commlayer.emulation.accelerators.clock import DeviceReport
+from commlayer.emulation.accelerators.device import Accelerator
+from commlayer.emulation.accelerators.starting import load_before_fork, read_reports
 from commlayer.emulation.collect import RunResult, run_jobs
 from commlayer.emulation.fabric import Fabric
 from commlayer.emulation.jobs import ClusterLayout, make_jobs, pick_port
@@ -37,6 +42,11 @@ class EmulatedCluster:
 
     Ready when constructed; close it, or use it as a context manager. Everything in it is private to it: two clusters
     do not see each other, and nothing of it outlives this process.
+
+    Attributes:
+        accelerator: the device that each rank stands for; None: nothing of computation is emulated.
+        scale: how many times slower everything runs than the cluster that it stands for.
+        device_reports: what the ranks' accelerators did in the last run, by rank: of those that ended by themselves.
     """
 
     def __init__(
@@ -48,6 +58,9 @@ class EmulatedCluster:
         intra: str | None = None,
         delay_us: float = 0.0,
         mode: Mode = "auto",
+        compute: str | None = None,
+        memory: str | None = None,
+        scale: float = 1.0,
     ) -> None:
         """Build the network.
 
@@ -59,6 +72,12 @@ class EmulatedCluster:
             delay_us: one-way delay between nodes, in µs.
             mode: ``netns`` (namespaces, or an error), ``loopback`` (no namespaces, no shaping), or ``auto``: namespaces
                 where the machine grants them, else loopback with a warning. COMMLAYER_EMULATION decides for ``auto``.
+            compute: how fast the accelerator is that every rank stands for, such as ``4tflops``: products and attention last
+                their FLOPs over it, without holding a core. None: ranks compute as fast as this machine does.
+            memory: how fast that accelerator's memory is, such as ``3.35tbyte`` per second: all other operations last their
+                bytes over it. None: they take no time of it.
+            scale: by how many times everything is slowed down: the rates above are those of the cluster that this one stands
+                for, and wires and accelerators run at a ``scale``-th of them, with so many times the delay.
 
         Raises:
             UsageError: an argument that cannot be.
@@ -71,10 +90,14 @@ class EmulatedCluster:
         self.ranks_per_node = checked_count("ranks_per_node", ranks_per_node)
         if self.world_size > _MAX_RANKS:
             raise UsageError(f"{nodes} x {ranks_per_node} ranks: one machine emulates at most {_MAX_RANKS}")
-        spec = link_spec(inter, intra, delay_us)
+        self.accelerator = Accelerator.declared(compute, memory, scale)
+        self.scale = 1.0 if self.accelerator is None else self.accelerator.scale
+        self.device_reports: list[DeviceReport] = []
+        spec = link_spec(inter, intra, delay_us, self.scale)
         self.mode: Literal["netns", "loopback"] = decide_mode(mode, spec)
         links = f"inter {inter or 'unshaped'}, intra {intra or 'unshaped'}, delay {delay_us:g} us"
-        self._layout = ClusterLayout(nodes, ranks_per_node, self.mode, links)
+        links += "" if self.scale == 1 else f", {self.scale:g} times slower"
+        self._layout = ClusterLayout(nodes, ranks_per_node, self.mode, links, self.accelerator)
         self._line = threading.Lock()
         self._running = threading.Lock()
         self._num_runs = 0
@@ -146,7 +169,8 @@ class EmulatedCluster:
             RanksFailedError: a rank raised, exited or was killed; names every one, with tracebacks.
             RanksTimedOutError: the time was up (also with ``check=False``); names the ranks and where they hung.
         """
-        result = self._run(self._jobs(call=partial(fn, *args)), timeout_s, grace_s)
+        with self._reporting() as reports:
+            result = self._run(self._jobs(call=partial(fn, *args), reports=reports), timeout_s, grace_s)
         if not check:
             return result.outcomes
         if result.failures:
@@ -184,16 +208,31 @@ class EmulatedCluster:
             raise UsageError(f"argv: expected a list such as ['python', 'train.py'], got {argv!r}")
         if shutil.which(argv[0]) is None:
             raise UsageError(f"no program {argv[0]!r} on the PATH: give its full path, or 'python' and a script")
-        jobs = self._jobs(argv=argv, per_node=per_node, prefix=prefix)
-        try:
-            result = self._run(jobs, timeout_s, grace_s)
-        finally:
-            for job in jobs:
-                if job.output is not None:
-                    job.output.close()
+        with self._reporting() as reports:
+            jobs = self._jobs(argv=argv, per_node=per_node, prefix=prefix, reports=reports)
+            try:
+                result = self._run(jobs, timeout_s, grace_s)
+            finally:
+                for job in jobs:
+                    if job.output is not None:
+                        job.output.close()
         if result.failures and check:
             raise failed_error(result.outcomes, result.failures)
         return exit_status(result.failures)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[str]:
+        """A folder for what the ranks' accelerators did, read at the end into ``device_reports``; "" where they have none."""
+        self.device_reports = []
+        if self.accelerator is None:
+            yield ""
+            return
+        load_before_fork()
+        with tempfile.TemporaryDirectory(prefix="commlayer-reports-") as folder:
+            try:
+                yield folder
+            finally:
+                self.device_reports = read_reports(folder)
 
     def shape(
         self, *, inter: str | Keep | None = KEEP, intra: str | Keep | None = KEEP, node: int | None = None

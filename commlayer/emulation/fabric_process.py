@@ -64,10 +64,10 @@ class _FabricProcess:
         links = self._links = FabricLinks(with_bridge=not by_relay)
         ports = [links.cable(node, net_fd) for node, (net_fd, _) in enumerate(fds)]
         for links_of_node in self._nodes:
-            links_of_node.plug(self._spec.delay_us if self._spec.delay_by == "netem" else 0.0)
+            links_of_node.plug(self._spec.slowed_delay_us if self._spec.delay_by == "netem" else 0.0)
         if by_relay:
             macs = [bytes.fromhex(node_mac(node).replace(":", "")) for node in range(self._num_nodes)]
-            self._delay = SharedDelay(self._spec.delay_us)
+            self._delay = SharedDelay(self._spec.slowed_delay_us)
             self._relay = start_relay(ports, macs, self._delay)
         self.shape({"inter": self._spec.inter, "intra": self._spec.intra}, range(self._num_nodes))
         shared = [mount_fd, *([] if self._user_fd is None else [self._user_fd])]
@@ -84,13 +84,13 @@ class _FabricProcess:
                 if self._rates[node][link] == rate:
                     continue
                 if link == "intra":
-                    self._nodes[node].intra.set(rate)
+                    self._nodes[node].intra.set(self._spec.slowed(rate))
                 else:
                     inner = self._nodes[node].inter
                     if inner is None:
                         raise InternalError(f"node {node} has no cable yet")
-                    inner.set(rate)
-                    self._links.ports[node].set(rate)
+                    inner.set(self._spec.slowed(rate))
+                    self._links.ports[node].set(self._spec.slowed(rate))
                 self._rates[node][link] = rate
 
     def _delay_by(self, delay_us: float) -> None:
@@ -137,17 +137,20 @@ class _FabricProcess:
                 return {"rates": [{k: format_rate(v) for k, v in rates.items()} for rates in self._rates]}
             if request["op"] == "shape_pair":
                 sender, receiver = _checked_pair(request["nodes"], self._num_nodes)
-                rate = request["rate"]
-                self._nodes[sender].slow_down_to(receiver, None if rate is None else parse_rate(rate, "rate"))
+                rate = self._parsed(request["rate"], "rate")
+                self._nodes[sender].slow_down_to(receiver, self._spec.slowed(rate))
                 return {}
             if request["op"] == "delay":
-                self._delay_by(request["delay_us"])
+                self._delay_by(request["delay_us"] * self._spec.scale)
                 return {}
-            rates = {link: None if rate is None else parse_rate(rate, link) for link, rate in request["rates"].items()}
+            rates = {link: self._parsed(rate, link) for link, rate in request["rates"].items()}
             self.shape(rates, _chosen_nodes(request["node"], self._num_nodes))
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to the one who asked
             return error_reply(error)
         return {}
+
+    def _parsed(self, rate: str | None, name: str) -> int | None:
+        return None if rate is None else parse_rate(rate, name, self._spec.scale)
 
     def clean_up(self) -> None:
         """Kill what still lives in the nodes, and the relay."""

@@ -8,8 +8,11 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from commlayer.emulation.accelerators.device import Accelerator
+from commlayer.emulation.accelerators.starting import DEVICE, REPORTS, STARTUP_FOLDER, computing
 from commlayer.emulation.namespaces import RankSpaces, node_address
 from commlayer.emulation.output import RankOutput
 from commlayer.emulation.ranks import RankJob
@@ -23,7 +26,7 @@ _LOOPBACK_PORTS = range(20_000, 30_000)
 _MOST_TRIES = 100
 _TORCHRUN = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 """The variables from which torchrun takes its options when they are not on its command line."""
-_REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", *_TORCHRUN)
+_REMOVED = ("COMMLAYER_TOPOLOGY", "RANK", "LOCAL_RANK", "WORLD_SIZE", DEVICE, REPORTS, *_TORCHRUN)
 """The variables that a rank must not inherit from a parent that runs under torchrun or in a cluster itself."""
 
 
@@ -36,6 +39,8 @@ class ClusterLayout:
     mode: Literal["netns", "loopback"]
     links: str = ""
     """The rates that it began with, for a profile's cache: two clusters of one shape may differ in nothing else."""
+    accelerator: Accelerator | None = None
+    """The device that every rank stands for."""
 
     @property
     def master_address(self) -> str:
@@ -72,13 +77,18 @@ def make_jobs(
     argv: Sequence[str] = (),
     per_node: bool = False,
     prefix: bool = False,
+    reports: str = "",
 ) -> list[RankJob]:
-    """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``: with pipes for its output."""
+    """One job per rank, by rank (or per node; a job's rank is then the node's first). ``prefix``: with pipes for its output.
+    ``reports``: the folder in which ranks tell what their accelerators did."""
     jobs = []
+    emulated = _accelerated(layout.accelerator, reports, is_program=call is None)
+    if emulated and call is not None:
+        call = partial(computing, call)
     for node in range(layout.nodes):
         for local_rank in range(1 if per_node else layout.ranks_per_node):
             rank = node * layout.ranks_per_node + local_rank
-            environment = _environment(layout, node, None if per_node else local_rank, port)
+            environment = _environment(layout, node, None if per_node else local_rank, port) | emulated
             if prefix and "PYTHONUNBUFFERED" not in os.environ:
                 environment["PYTHONUNBUFFERED"] = (
                     "1"  # into a pipe Python would write late, and a killed rank's words never
@@ -96,6 +106,14 @@ def make_jobs(
                 )
             )
     return jobs
+
+
+def _accelerated(accelerator: Accelerator | None, reports: str, *, is_program: bool) -> dict[str, str]:
+    """What a rank finds that stands for an accelerator."""
+    if accelerator is None:
+        return {}
+    paths = [STARTUP_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])] if is_program else []
+    return {DEVICE: accelerator.to_text(), REPORTS: reports} | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
 
 
 def _environment(layout: ClusterLayout, node: int, local_rank: int | None, port: int) -> dict[str, str]:

@@ -32,15 +32,16 @@ def checked_count(name: str, value: int) -> int:
     return value
 
 
-def link_spec(inter: str | None, intra: str | None, delay_us: float) -> LinkSpec:
+def link_spec(inter: str | None, intra: str | None, delay_us: float, scale: float = 1.0) -> LinkSpec:
     """Make the properties of the wires that were asked for."""
     if not isinstance(delay_us, int | float) or not math.isfinite(delay_us) or not 0 <= delay_us <= _MAX_DELAY_US:
         raise UsageError(f"delay_us: expected 0 to {_MAX_DELAY_US:.0f} microseconds one way, got {delay_us!r}")
     return LinkSpec(
-        None if inter is None else parse_rate(inter, "inter"),
-        None if intra is None else parse_rate(intra, "intra"),
+        None if inter is None else parse_rate(inter, "inter", scale),
+        None if intra is None else parse_rate(intra, "intra", scale),
         float(delay_us),
         "none",
+        scale,
     )
 
 

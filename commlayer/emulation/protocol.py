@@ -25,6 +25,17 @@ class LinkSpec:
     delay_us: float
     delay_by: str
     """The means of delay: ``none``, ``netem`` (the kernel's) or ``relay`` (ours)."""
+    scale: float = 1.0
+    """How many times slower the wires run here than those that they stand for: rates and delay are of the latter."""
+
+    @property
+    def slowed_delay_us(self) -> float:
+        """The delay that the wires have here."""
+        return self.delay_us * self.scale
+
+    def slowed(self, rate: int | None) -> int | None:
+        """The rate that a wire has here which stands for one of ``rate``."""
+        return None if rate is None else max(1, round(rate / self.scale))
 
 
 def error_reply(error: Exception) -> dict[str, Any]:

@@ -33,9 +33,10 @@ more anyway.
 """
 
 
-def parse_rate(rate: str, name: str = "rate") -> int:
+def parse_rate(rate: str, name: str = "rate", scale: float = 1.0) -> int:
     """Read a rate as bytes per second, such as ``400mbit``, ``3.2gbit`` or ``50mbyte`` (k, m, g are powers of 1000).
 
+    ``scale``: how many times slower than that it will be run, for what the token bucket can hold.
     tc's ``mbps`` family is refused on purpose: tc reads it as mega*bytes*, most people as megabits.
 
     Raises:
@@ -54,9 +55,10 @@ def parse_rate(rate: str, name: str = "rate") -> int:
     if unit not in _UNITS_BITS:
         raise UsageError(f"{name}: unknown unit {unit!r} in {rate!r}, expected one of {', '.join(_UNITS_BITS)}")
     bytes_per_s = round(float(number) * _UNITS_BITS[unit] / 8)
-    if not MIN_BYTES_PER_S <= bytes_per_s <= MAX_BYTES_PER_S:
+    if not MIN_BYTES_PER_S <= bytes_per_s / scale <= MAX_BYTES_PER_S:
+        slower = "" if scale == 1 else f", {scale:g} times slower,"
         raise UsageError(
-            f"{name}: {rate!r} is outside of what a shaped link can do, "
+            f"{name}: {rate!r}{slower} is outside of what a shaped link can do, "
             f"{format_rate(MIN_BYTES_PER_S)} to {format_rate(MAX_BYTES_PER_S)}: {_EXAMPLES}"
         )
     return bytes_per_s

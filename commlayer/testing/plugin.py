@@ -31,6 +31,9 @@ class ClusterFactory(Protocol):
         intra: str | None = None,
         delay_us: float = 0.0,
         mode: Mode = "auto",
+        compute: str | None = None,
+        memory: str | None = None,
+        scale: float = 1.0,
     ) -> EmulatedCluster:
         """Build a cluster; the arguments are those of `commlayer.emulation.EmulatedCluster`."""
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from commlayer.emulation.accelerators.clock import await_device
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.handle import Experts
 from commlayer.integrations.moe.levels import Levels, RowsOnLevel, TwoLevelWay, two_level_way
@@ -243,10 +245,9 @@ def measure_experts(experts: Experts, num_experts: int, like: torch.Tensor, size
 
 def _time_us(call: Callable[[], torch.Tensor], like: torch.Tensor) -> float:
     """The time that ``call`` takes on the device of ``like``."""
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
+    synchronize = partial(torch.cuda.synchronize, like.device) if like.is_cuda else await_device
+    synchronize()
     started = time.perf_counter()
     call()
-    if like.is_cuda:
-        torch.cuda.synchronize(like.device)
+    synchronize()
     return (time.perf_counter() - started) * 1e6
