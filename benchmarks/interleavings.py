@@ -1,8 +1,8 @@
 """Plans on simulated devices in many orders of their streams: whether any gives other bits, or a deadlock.
 
-``.venv/bin/python benchmarks/interleavings.py --runs 100000``: every collective by every plan that applies, in every format and on
-lanes, on groups of 2 to 8 ranks, exchanges of rows and of replicated tokens; each run with a seed of its own, which says in what
-order the streams of all ranks go. ``--first`` continues an earlier run, ``--workers`` shares the runs out. Exits with 1 where a
+``.venv/bin/python benchmarks/interleavings.py --runs 100000``: every collective by every plan that applies, in every format and
+on lanes, on groups of 2 to 8 ranks, exchanges of rows and of replicated tokens; each run has a seed, which says in what
+order the streams go. ``--first`` continues an earlier run, ``--workers`` shares the runs out. Exits with 1 where a
 run went wrong, and names its program and seed, which give the same order again.
 """
 

@@ -41,7 +41,7 @@ class Inherited(Destroyed):
 
 
 class OnDevice:
-    """What moves a group's tensors of one type of device. ``verbs``: c10d's, some of them by plan."""
+    """The inner group and the plans for a group's tensors on one type of device. ``verbs``: c10d's, some of them by plan."""
 
     __slots__ = ("inner", "plans", "verbs")
 

@@ -17,7 +17,7 @@ from commlayer.profiles.errors import ClusterError
 
 __all__ = [
     "CLIENT",
-    "DEVICE",
+    "GLOO_DEVICE",
     "Awaiting",
     "explained",
     "of_gloo",
@@ -29,7 +29,7 @@ __all__ = [
 
 CLIENT = 4
 """Descriptors that connecting to the store takes for a moment: its socket, and the files that looking up a name opens."""
-DEVICE = 4
+GLOO_DEVICE = 4
 """Descriptors of a device of Gloo's: its listener, its poll, and the two ends of the pipe that wakes its thread."""
 _ADVISED = 1024
 _RESERVE = 64

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
-from commlayer.failures.descriptors import DEVICE, of_gloo
+from commlayer.failures.descriptors import GLOO_DEVICE, of_gloo
 from commlayer.failures.waits import keep
 
 __all__ = ["gloo_in_order", "needed_descriptors"]
@@ -43,7 +43,7 @@ def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dis
 
 def needed_descriptors(size: int) -> int:
     """Count the descriptors that another group of ``size`` ranks takes here, with those of the device where there is none yet."""
-    return of_gloo(size) + (0 if _interfaces() in _devices else DEVICE)
+    return of_gloo(size) + (0 if _interfaces() in _devices else GLOO_DEVICE)
 
 
 def _interfaces() -> tuple[str, ...]:

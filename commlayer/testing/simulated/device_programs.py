@@ -131,7 +131,7 @@ def turns(call: DeviceCall) -> list[DeviceCall]:
 
 
 def exchanges() -> Iterator[list[DeviceCall]]:
-    """Of rows, in their own format between the ranks of a node and of a rail, in others between all."""
+    """Exchange rows: in their own format between the ranks of a node and of a rail, in others between all."""
     for shape in ((2, 2), (3,), (3, 3)):
         for span in (Span.NODE, Span.RAIL) if len(shape) > 1 else ():
             plan = exchange_over(span, shape, 4096)

@@ -25,7 +25,7 @@ from commlayer.testing.simulated.torch_memory import TorchMemory
 from commlayer.testing.simulated.torch_operators import DEVICE_NAME, Operators
 from commlayer.testing.simulated.torch_streams import QueueMark, QueueRunner, StreamDelays, StreamQueue
 
-__all__ = ["TorchEvent", "TorchSimulator", "TorchStream", "simulated_device"]
+__all__ = ["TorchEvent", "TorchSimulator", "TorchStream", "made_device"]
 
 _TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
 
@@ -157,20 +157,15 @@ def _require_made() -> TorchSimulator:
     return _made
 
 
-def simulated_device(
-    delays: StreamDelays | None = None, *, memory_bytes: int = 1 << 28, timeout_s: float = 60.0
-) -> torch.device:
-    """Register the simulated device with torch, once in a process, and return it; again: with other delays.
-
-    Before ``init_process_group``, whose groups then have an inner backend for it. ``delays``: how its streams are delayed, by
-    which seed; ``memory_bytes``: what it has; ``timeout_s``: how long the host waits for a device on which nothing moves.
+def made_device(delays: StreamDelays | None, *, memory_bytes: int, timeout_s: float) -> TorchSimulator | None:
+    """Register the device with torch, and return it; None where it is registered, and has other delays from now on.
 
     Raises UsageError where torch's place for such a device is another's.
     """
     global _made
     if _made is not None:
         _made.reseed(delays or StreamDelays())
-        return torch.device(DEVICE_NAME, 0)
+        return None
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
         raise UsageError(
@@ -179,24 +174,10 @@ def simulated_device(
     _setup_privateuseone_for_python_backend(DEVICE_NAME, backend_module=_module())
     _made = TorchSimulator(delays or StreamDelays(), memory_bytes, timeout_s)
     _let_storages_be_freed()
-    _let_groups_use(_made)
     torch.accelerator.synchronize = lambda device=None: _require_made().synchronize()
     torch.accelerator.current_stream = lambda device=None: _require_made().current
     atexit.register(_made.runner.stop)
-    return torch.device(DEVICE_NAME, 0)
-
-
-def _let_groups_use(simulator: TorchSimulator) -> None:
-    """Have groups of the backend commlayer take tensors of the device."""
-    import torch.distributed as dist
-
-    from commlayer.testing.simulated.torch_communicator import make_communicator
-    from commlayer.transport.accelerators import register_accelerator
-
-    register_accelerator(DEVICE_NAME, make_communicator(simulator))
-    devices: dict[str, list[str]] = dist.Backend.backend_capability
-    if DEVICE_NAME not in devices.setdefault("commlayer", []):
-        devices["commlayer"].append(DEVICE_NAME)
+    return _made
 
 
 def _let_storages_be_freed() -> None:
