@@ -68,7 +68,7 @@ class DeviceCall:
 
     @cached_property
     def inputs(self) -> list[torch.Tensor]:
-        """What every rank gives, 1-D uint8 [bytes]."""
+        """The input of every rank, 1-D uint8 [bytes]."""
         draw = torch.Generator().manual_seed(self.seed)
         count = [size // self.dtype.itemsize for size in self._input_bytes()]
         data = [torch.randint(-3, 9, (each,), generator=draw).to(self.dtype).view(torch.uint8) for each in count]
@@ -79,7 +79,7 @@ class DeviceCall:
 
     @cached_property
     def expected(self) -> list[torch.Tensor]:
-        """What every rank must get: the plan's moves, one step after the other, in plain memory."""
+        """The output that every rank must have: that of the plan's moves, one step after the other, in plain memory."""
         if self.kind == "replicated":
             return self._exchanged()
         outputs = [torch.zeros(size, dtype=torch.uint8) for size in self.output_bytes]
