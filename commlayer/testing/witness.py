@@ -78,7 +78,7 @@ def testifying(fn: Callable[..., T], folder: Path) -> Callable[..., T]:
 
 
 def alarms(folder: Path) -> list[str]:
-    """What is found wrong in what the witnesses of a job have left in ``folder``, in words; each once."""
+    """Find what is wrong in what the witnesses of a job have left in ``folder``, in words; each once."""
     seen = [msgspec.msgpack.decode(path.read_bytes(), type=_Seen) for path in sorted(folder.glob("seen-*"))]
     found: dict[str, None] = {}
     for logs in [*_asked(seen), *_mixed(seen)]:

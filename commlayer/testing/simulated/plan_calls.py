@@ -94,7 +94,7 @@ class DeviceCall:
 
     @property
     def output_bytes(self) -> list[int]:
-        """Of every rank."""
+        """The bytes of every rank's output."""
         total = self.plan.traffic.logical_bytes
         if self.splits:
             return [sum(received) for _, received in self.splits]
@@ -102,7 +102,7 @@ class DeviceCall:
 
     @property
     def coder(self) -> RowCoder | None:
-        """What encodes; None for the tensor's own format."""
+        """The codec of its wire format; None for the tensor's own."""
         return None if self.plan.wire.is_native else RowCoder(Codec(self.plan.wire, self.dtype, "pass"))
 
     def _input_bytes(self) -> list[int]:

@@ -41,7 +41,7 @@ Steps = Callable[[], Iterator[Work]]
 
 
 def make_communicator(simulator: TorchSimulator) -> Callable[..., Nccl]:
-    """What :func:`commlayer.transport.accelerators.register_accelerator` takes."""
+    """Return what :func:`commlayer.transport.accelerators.register_accelerator` takes."""
 
     def make(store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, name: str) -> Nccl:
         made: Any = TorchCommunicator(simulator, store, rank, global_ranks, timeout, name)
