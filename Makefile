@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where 
 	@$(RUN) -c 'import torch; print("torch", torch.__version__, "on", torch.cuda.get_device_name() if torch.cuda.is_available() \
 	  else "a machine WITHOUT a CUDA device: every test below skips and nothing is tested")'
 	$(RUN) -m pytest tests/gpu -m gpu -rs $(ARGS)
+
+gpu: $(READY)  ## all that one GPU can show, in some minutes: tests, sanitizer, kernels, host cost; a dated result
+	$(RUN) benchmarks/gpu.py $(ARGS)
 
 conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, compared with Gloo; some minutes
 	$(RUN) tests/conformance/driver.py $(ARGS)
