@@ -1,7 +1,7 @@
 """Everything that one GPU can show, in some minutes: tests, torch's sanitizer, kernels against copies, the host's cost of a call.
 
-``make gpu``, or ``python benchmarks/gpu.py [--output DIRECTORY]``, writes a dated document and JSON there. Several ranks share the
-GPU over NCCL (each with a host's name of its own), so bytes and order are shown, and no times of collectives. **Not yet run on a
+``make gpu``, or ``python benchmarks/gpu.py [--output DIRECTORY]``, writes a dated document and JSON there. Several ranks share
+the GPU over NCCL (each with a host's name of its own), so bytes and order are shown, and no times of collectives. **Not yet run on a
 GPU**; ``--device cpu`` runs the kernels' part on the CPU's codecs, to see that this script works, and writes nothing.
 """
 
@@ -62,8 +62,9 @@ def tests(*options: str, **environment: str) -> dict[str, Any]:
         )
         status, text = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
-        status, text = -1, f"{error.stdout or ''}\nended after {TESTS_S:g} s"
-    return {"status": status, "seconds": round(time.monotonic() - began, 1), "last": str(text).splitlines()[-12:]}
+        so_far = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        status, text = -1, f"{so_far}\nended after {TESTS_S:g} s"
+    return {"status": status, "seconds": round(time.monotonic() - began, 1), "last": text.splitlines()[-12:]}
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,12 +111,12 @@ def unplanned(rank: int, verb: str, store: str) -> None:
     dist.init_process_group("commlayer", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     x = torch.tensor([10.0 * rank, 10.0 * rank + 1], device="cuda")
     out = torch.zeros(4 if verb == "all_gather" else 1 if verb == "reduce_scatter" else 2, device="cuda")
-    run = {
+    runs: dict[str, Callable[..., object]] = {
         "all_gather": dist.all_gather_into_tensor,
         "reduce_scatter": dist.reduce_scatter_tensor,
         "all_to_all": dist.all_to_all_single,
-    }[verb]
-    run(out, x)
+    }
+    runs[verb](out, x)
     wanted = {
         "all_gather": [0.0, 1.0, 10.0, 11.0],
         "reduce_scatter": [10.0 + 2 * rank],
