@@ -1,7 +1,7 @@
 """Everything that one GPU can show, in some minutes: tests, torch's sanitizer, kernels against copies, the host's cost of a call.
 
 ``make gpu``, or ``python benchmarks/gpu.py [--output DIRECTORY]``, writes a dated document and JSON there. Several ranks share
-the GPU over NCCL (each with a host's name of its own), so bytes and order are shown, and no times of collectives. **Not yet run on a
+the GPU over NCCL (each with a host's name of its own), so bytes and order are shown, no times of collectives. **Not yet run on a
 GPU**; ``--device cpu`` runs the kernels' part on the CPU's codecs, to see that this script works, and writes nothing.
 """
 
