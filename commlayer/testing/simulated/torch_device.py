@@ -87,7 +87,7 @@ def _let_storages_be_freed() -> None:
                 f"a storage of the simulated device has {storage.size()} bytes, or none, got resize_({size})"
             )
         if size == 0:
-            made.memory.spoil(storage, made.current.queue)
+            made.memory.spoil(storage)
         return storage
 
     torch.UntypedStorage.resize_ = resize_or_spoil  # type: ignore[assignment]
