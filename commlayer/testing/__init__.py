@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
     from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
     from commlayer.testing.process_group import ProcessGroupVerbs
-    from commlayer.testing.simulated.registering import simulated_device
+    from commlayer.testing.simulated.torch_device import simulated_device
     from commlayer.testing.simulated.torch_streams import StreamDelays
     from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
     from commlayer.testing.witness import alarms, testifying

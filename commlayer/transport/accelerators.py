@@ -34,5 +34,5 @@ def register_accelerator(device_type: str, make: MakeInner) -> None:
 
 
 def registered_accelerators() -> Mapping[str, MakeInner]:
-    """List what was registered, by the type of the device."""
+    """The functions that were registered, by the type of the device."""
     return MappingProxyType(_registered)

@@ -340,28 +340,24 @@ Breaks = Callable[[pytest.MonkeyPatch], None]
 
 
 def train(kind: str, device: torch.device, breaks: Breaks = lambda patch: None) -> list[float]:
-    """The losses of some steps, read when all of them were launched. ``breaks`` leaves something out, once there is a model."""
+    """The losses of some steps, read when all of them were launched. ``breaks`` leaves something out in the backward."""
     model = MODELS[kind](device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     draws = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    with pytest.MonkeyPatch.context() as patch:
-        breaks(patch)
-        for _ in range(STEPS):
-            x = torch.randn(16, HIDDEN, generator=draws).to(device)
-            wanted = torch.randint(0, CLASSES, (16,), generator=draws).to(device)
-            losses.append(_step(model, optimizer, x, wanted))
-        return [loss.item() for loss in losses]
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    loss = functional.cross_entropy(model(x), wanted)
-    optimizer.zero_grad()
-    loss.backward()
-    if isinstance(model, _Routed):
-        model.finish()
-    optimizer.step()
-    return loss.detach()
+    for _ in range(STEPS):
+        x = torch.randn(16, HIDDEN, generator=draws).to(device)
+        wanted = torch.randint(0, CLASSES, (16,), generator=draws).to(device)
+        loss = functional.cross_entropy(model(x), wanted)
+        optimizer.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:  # not forward, where DDP's ranks tell each other how to go on
+            breaks(patch)
+            loss.backward()
+            if isinstance(model, _Routed):
+                model.finish()
+            optimizer.step()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses]
 
 
 def training(kind: str) -> tuple[list[float], list[list[float]]]:
@@ -394,7 +390,7 @@ def test_losses_are_the_cpus(emulated_cluster: ClusterFactory, kind: str, nodes:
 
 def _no_wait_before(patch: pytest.MonkeyPatch) -> None:
     """Leave out that a communicator waits for the stream of its caller."""
-    from commlayer.testing.simulated.torch_device import TorchStream
+    from commlayer.testing.simulated.torch_simulator import TorchStream
 
     waits: Any = TorchStream.wait_event
 
@@ -428,7 +424,7 @@ def _no_wait_for_sums(patch: pytest.MonkeyPatch) -> None:
 
 def _no_events(patch: pytest.MonkeyPatch) -> None:
     """Leave out that the streams of FSDP wait for each other, and for the default stream."""
-    from commlayer.testing.simulated.torch_device import TorchStream
+    from commlayer.testing.simulated.torch_simulator import TorchStream
 
     waits: Any = TorchStream.wait_event
 

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError, UsageError
-from commlayer.testing.simulated.torch_device import TorchEvent, TorchSimulator, TorchStream
+from commlayer.testing.simulated.torch_simulator import TorchEvent, TorchSimulator, TorchStream
 from commlayer.transport.gloo_groups import gloo_in_order
 from commlayer.transport.nccl import Nccl
 
@@ -41,7 +41,7 @@ Steps = Callable[[], Iterator[Work]]
 
 
 def make_communicator(simulator: TorchSimulator) -> Callable[..., Nccl]:
-    """Return what :func:`commlayer.transport.accelerators.register_accelerator` takes."""
+    """Give the function that makes groups' communicators, for :func:`commlayer.transport.accelerators.register_accelerator`."""
 
     def make(store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, name: str) -> Nccl:
         made: Any = TorchCommunicator(simulator, store, rank, global_ranks, timeout, name)

@@ -11,173 +11,67 @@ one. Autograd runs in a thread of its own, whose current stream is the default s
 from __future__ import annotations
 
 import atexit
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from commlayer.profiles.errors import UsageError
-from commlayer.testing.simulated.torch_memory import TorchMemory
-from commlayer.testing.simulated.torch_operators import DEVICE_NAME, Operators
-from commlayer.testing.simulated.torch_streams import QueueMark, QueueRunner, StreamDelays, StreamQueue
+from commlayer.testing.simulated.torch_communicator import make_communicator
+from commlayer.testing.simulated.torch_operators import DEVICE_NAME
+from commlayer.testing.simulated.torch_simulator import (
+    TorchEvent,
+    TorchSimulator,
+    TorchStream,
+    find_simulator,
+    make_simulator,
+    require_simulator,
+)
+from commlayer.testing.simulated.torch_streams import StreamDelays
+from commlayer.transport.accelerators import register_accelerator
 
-__all__ = ["TorchEvent", "TorchSimulator", "TorchStream", "made_device"]
-
-_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
-
-
-class TorchSimulator:
-    """The device of this process: its streams, its memory, its operators."""
-
-    def __init__(self, delays: StreamDelays, memory_bytes: int, timeout_s: float) -> None:
-        self.runner = QueueRunner(delays, timeout_s)
-        self.memory = TorchMemory(memory_bytes, self.runner)
-        self.queues: list[StreamQueue] = [self.runner.queue("default stream")]
-        self.default = TorchStream(self, 0)
-        self._here = threading.local()
-        self.operators = Operators(self.memory, self.runner, lambda: self.current.queue)
-        self.operators.register(lambda stream: self.queues[stream.stream_id])
-
-    @property
-    def current(self) -> TorchStream:
-        """The stream on which this thread launches."""
-        stream: TorchStream = getattr(self._here, "stream", self.default)
-        return stream
-
-    def use(self, stream: TorchStream) -> None:
-        """Launch this thread's work on ``stream`` from now on."""
-        self._here.stream = stream
-
-    def new_stream(self, name: str = "") -> TorchStream:
-        """A stream of its own; ``name``: for messages."""
-        number = len(self.queues)
-        self.queues.append(self.runner.queue(name or f"stream {number}"))
-        return TorchStream(self, number)
-
-    def synchronize(self) -> None:
-        """Make the host wait until all streams have run what was launched on them."""
-        for mark in [self.runner.record(queue) for queue in self.queues]:
-            self.runner.until(mark, "to wait for the device")
-
-    def reseed(self, delays: StreamDelays) -> None:
-        """Delay streams by other draws from now on."""
-        self.synchronize()
-        self.runner.reseed(delays)
+__all__ = ["simulated_device"]
 
 
-class TorchEvent:
-    """A point in a stream's work, as ``torch.cuda.Event`` is one."""
+def simulated_device(
+    delays: StreamDelays | None = None, *, memory_bytes: int = 1 << 28, timeout_s: float = 60.0
+) -> torch.device:
+    """Register the simulated device with torch, once in a process, and return it; again: with other delays.
 
-    def __init__(
-        self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **other: Any
-    ) -> None:
-        del device, enable_timing, blocking, other
-        self._simulator = _require_made()
-        self._mark = QueueMark(is_done=True)
-
-    def record(self, stream: TorchStream | None = None) -> TorchEvent:
-        """Set it behind all that was launched on ``stream`` (the current one) so far."""
-        self._mark = self._simulator.runner.record((stream or self._simulator.current).queue)
-        return self
-
-    def wait(self, stream: TorchStream | None = None) -> None:
-        """Make ``stream`` (the current one) wait for it. The host does not."""
-        self._simulator.runner.wait_for((stream or self._simulator.current).queue, self._mark)
-
-    def query(self) -> bool:
-        """Whether it was reached."""
-        return self._mark.is_done
-
-    def synchronize(self) -> None:
-        """Make the host wait for it."""
-        self._simulator.runner.until(self._mark, "to wait for an event")
-
-
-class TorchStream(torch.Stream):
-    """A queue of work, as ``torch.cuda.Stream`` is one."""
-
-    simulator: TorchSimulator
-    queue: StreamQueue
-    _before: list[TorchStream]
-
-    def __new__(cls, simulator: Any = None, number: int | None = None, **other: Any) -> TorchStream:
-        """``TorchStream()`` and ``TorchStream(device, priority=…)`` make a stream of this process's device."""
-        del other
-        if not isinstance(simulator, TorchSimulator) or number is None:
-            return _require_made().new_stream()
-        made: Any = super().__new__(cls, stream_id=number, device_index=0, device_type=_TYPE)
-        made.simulator, made.queue, made._before = simulator, simulator.queues[number], []
-        return made  # type: ignore[no-any-return]
-
-    def launch(self, label: str, work: Callable[[], object]) -> None:
-        """Run ``work`` behind what it was given before; ``label``: for messages."""
-        self.simulator.runner.launch(self.queue, label, work)
-
-    def wait_event(self, event: Any) -> None:
-        """Make it wait for ``event``. The host does not."""
-        event.wait(self)
-
-    def wait_stream(self, stream: Any) -> None:
-        """Make it wait for all that ``stream`` was given so far. The host does not."""
-        self.simulator.runner.wait_for(self.queue, self.simulator.runner.record(stream.queue))
-
-    def record_event(self, event: Any = None) -> Any:
-        """The point behind all that it was given so far."""
-        return (event or TorchEvent()).record(self)
-
-    def query(self) -> bool:
-        """Whether all that it was given has run."""
-        return not self.queue.pieces
-
-    def synchronize(self) -> None:
-        """Make the host wait for it."""
-        self.simulator.runner.until(self.simulator.runner.record(self.queue), "to wait for a stream")
-
-    def __enter__(self) -> TorchStream:
-        self._before.append(self.simulator.current)
-        self.simulator.use(self)
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.simulator.use(self._before.pop())
-
-
-_made: TorchSimulator | None = None
-
-
-def _require_made() -> TorchSimulator:
-    if _made is None:
-        raise UsageError(
-            "expected the simulated device to be registered: call commlayer.testing.simulated_device first"
-        )
-    return _made
-
-
-def made_device(delays: StreamDelays | None, *, memory_bytes: int, timeout_s: float) -> TorchSimulator | None:
-    """Register the device with torch, and return it; None where it is registered, and has other delays from now on.
+    Before ``init_process_group``, whose groups then have an inner backend for it. ``delays``: how its streams are delayed, by
+    which seed; ``memory_bytes``: what it has; ``timeout_s``: how long the host waits for a device on which nothing moves.
 
     Raises UsageError where torch's place for such a device is another's.
     """
-    global _made
-    if _made is not None:
-        _made.reseed(delays or StreamDelays())
-        return None
+    made = find_simulator()
+    if made is not None:
+        made.reseed(delays or StreamDelays())
+        return torch.device(DEVICE_NAME, 0)
     taken = torch._C._get_privateuse1_backend_name()
     if taken != "privateuseone":
         raise UsageError(
             f"expected no other device in torch's place for one of others, got {taken!r}: use another process"
         )
     _setup_privateuseone_for_python_backend(DEVICE_NAME, backend_module=_module())
-    _made = TorchSimulator(delays or StreamDelays(), memory_bytes, timeout_s)
+    made = make_simulator(delays or StreamDelays(), memory_bytes, timeout_s)
     _let_storages_be_freed()
-    torch.accelerator.synchronize = lambda device=None: _require_made().synchronize()
-    torch.accelerator.current_stream = lambda device=None: _require_made().current
-    atexit.register(_made.runner.stop)
-    return _made
+    _let_groups_use(made)
+    torch.accelerator.synchronize = lambda device=None: require_simulator().synchronize()
+    torch.accelerator.current_stream = lambda device=None: require_simulator().current
+    atexit.register(made.runner.stop)
+    return torch.device(DEVICE_NAME, 0)
+
+
+def _let_groups_use(simulator: TorchSimulator) -> None:
+    """Have groups of the backend commlayer take tensors of the device."""
+    register_accelerator(DEVICE_NAME, make_communicator(simulator))
+    devices: dict[str, list[str]] = dist.Backend.backend_capability
+    if DEVICE_NAME not in devices.setdefault("commlayer", []):
+        devices["commlayer"].append(DEVICE_NAME)
 
 
 def _let_storages_be_freed() -> None:
@@ -187,13 +81,13 @@ def _let_storages_be_freed() -> None:
     def resize_or_spoil(storage: Any, size: int) -> Any:
         if storage.device.type != DEVICE_NAME:
             return resize(storage, size)
-        made = _require_made()
+        made = require_simulator()
         if size not in (0, storage.size()):
             raise UsageError(
                 f"a storage of the simulated device has {storage.size()} bytes, or none, got resize_({size})"
             )
         if size == 0:
-            made.memory.spoil(storage, made.current.queue)
+            made.memory.spoil(storage)
         return storage
 
     torch.UntypedStorage.resize_ = resize_or_spoil  # type: ignore[assignment]
@@ -229,16 +123,16 @@ def _module() -> types.ModuleType:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device, module.device = _set_device, _device
-    module._is_in_bad_fork = lambda: _made is not None and _made.runner.is_bad_fork
+    module._is_in_bad_fork = lambda: (made := find_simulator()) is not None and made.runner.is_bad_fork
     module.Stream, module.Event, module.stream = TorchStream, TorchEvent, _stream
-    module.current_stream = lambda device=None: _require_made().current
-    module.default_stream = lambda device=None: _require_made().default
-    module.set_stream = lambda stream: _require_made().use(stream)
-    module.synchronize = lambda device=None: _require_made().synchronize()
+    module.current_stream = lambda device=None: require_simulator().current
+    module.default_stream = lambda device=None: require_simulator().default
+    module.set_stream = lambda stream: require_simulator().use(stream)
+    module.synchronize = lambda device=None: require_simulator().synchronize()
     module.manual_seed = module.manual_seed_all = lambda seed: None  # its numbers are drawn by the CPU's generator
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    module.memory_allocated = lambda device=None: _require_made().memory.allocated
+    module.memory_allocated = lambda device=None: require_simulator().memory.allocated
     module.empty_cache = lambda: None
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ class TorchMemory:
             if taken is not None and taken[0].queue is not queue:
                 taken[0].users.add(queue)
 
-    def spoil(self, storage: Any, queue: StreamQueue) -> None:
+    def spoil(self, storage: Any) -> None:
         """Overwrite a storage that is freed though somebody still holds it, as torch's FSDP does."""
         with self._lock:
             taken = self._taken.get(storage.data_ptr() - self._base)
@@ -122,7 +122,6 @@ class TorchMemory:
                 block = taken[0]
                 for user in block.users:
                     self._runner.wait_for(block.queue, self._runner.record(user))
-                del queue
                 self._spoil(block)
 
     def collect(self) -> None:
