@@ -22,7 +22,7 @@ from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.joining import GroupRequest, Joined, join_group
-from commlayer.backend.patches import teach_monitored_barrier, teach_timeouts
+from commlayer.backend.patches import teach_batches, teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.devices.contract import Messenger
@@ -71,6 +71,7 @@ def create_group(request: GroupRequest, joined: Joined, nccl_options: Any) -> Co
     skip_methods()
     teach_monitored_barrier()
     teach_timeouts()
+    teach_batches()
     detector, me = joined.detector, request.global_rank
     board = FailureBoard(detector, f"{request.name}#{joined.generation}", me, request.global_ranks)
     try:

@@ -19,6 +19,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.failures.waits import NO_TIMEOUT
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters
+from commlayer.transport.nccl import Nccl
 from commlayer.transport.streams import StreamCall
 
 __all__ = ["DeviceVerbs", "LaunchedWork"]
@@ -65,23 +66,27 @@ class LaunchedWork(Work):
 
 
 class DeviceVerbs:
-    """The verbs by their first names; those that have no plan are ``inner``'s."""
+    """The verbs by their first names; those that have no plan are ``inner``'s: its backend's, or where that has not the name,
+    those of the process group around it."""
 
-    def __init__(self, inner: Any, plans: DevicePlans, counters: GroupCounters) -> None:
-        self._inner, self._plans, self._counters = inner, plans, counters
+    def __init__(self, inner: Nccl, plans: DevicePlans, counters: GroupCounters) -> None:
+        self._backend: Any = inner.backend
+        self._inner: Any = inner.verbs or inner.backend
+        self._plans, self._counters = plans, counters
         self._size = sum(map(len, plans.nodes))
         self._is_coalescing = False
 
     def __getattr__(self, verb: str) -> Any:
-        return getattr(self._inner, verb)
+        found = getattr(self._backend, verb, None)
+        return getattr(self._inner, verb) if found is None else found
 
     def _start_coalescing(self) -> None:
         self._is_coalescing = True
-        self._inner._start_coalescing()
+        self._backend._start_coalescing()
 
     def _end_coalescing(self) -> Work:
         self._is_coalescing = False
-        work: Work = self._inner._end_coalescing()
+        work: Work = self._backend._end_coalescing()
         return work
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
@@ -89,7 +94,7 @@ class DeviceVerbs:
         x, op = tensors[0], opts.reduceOp.op
         plan = self._plan("all_reduce", x, x, x.nbytes, op) if len(tensors) == 1 else None
         if plan is None:
-            work: Work = self._inner.allreduce(tensors, opts)
+            work: Work = self._backend.allreduce(tensors, opts)
             return work
         return self._launched(plan, x, x, tensors, op=op)
 
@@ -98,7 +103,7 @@ class DeviceVerbs:
         x = tensors[0]
         plan = self._plan("broadcast", x, x, x.nbytes) if len(tensors) == 1 else None
         if plan is None:
-            work: Work = self._inner.broadcast(tensors, opts)
+            work: Work = self._backend.broadcast(tensors, opts)
             return work
         return self._launched(plan, x, x, tensors, root=opts.rootRank)
 

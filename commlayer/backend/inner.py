@@ -47,7 +47,7 @@ class OnDevice:
 
     def __init__(self, inner: Nccl, plans: DevicePlans, counters: GroupCounters) -> None:
         self.inner, self.plans = inner, plans
-        self.verbs = DeviceVerbs(inner.verbs or inner.backend, plans, counters)
+        self.verbs = DeviceVerbs(inner, plans, counters)
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""

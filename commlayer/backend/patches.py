@@ -3,6 +3,8 @@
 - ``monitored_barrier`` refuses every backend that is not named gloo, although it then only calls the group's method. It is
   wrapped when the first group of ours is made; other groups see torch's own.
 - ``_set_pg_timeout`` sets the timeout of the registered backends of the classes that it knows. Ours wait elsewhere too.
+- ``batch_isend_irecv`` puts messages into one block for groups of exactly torch's class. One by one, on a device, two ranks that
+  send to each other before they receive wait for ever.
 - ``init_process_group`` and ``new_group`` are wrapped only where ``COMMLAYER_AS`` is set: programs that accept known names
   only (accelerate, the HF Trainer) then get this backend under the name ``gloo`` or ``nccl``.
 
@@ -20,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["answer_to", "teach_monitored_barrier", "teach_timeouts"]
+__all__ = ["answer_to", "teach_batches", "teach_monitored_barrier", "teach_timeouts"]
 
 _MARK = "_commlayer_wraps"
 
@@ -71,6 +73,33 @@ def teach_timeouts() -> None:
         return _set_pg_timeout
 
     _replace("_set_pg_timeout", make)
+
+
+def teach_batches() -> None:
+    """Let ``batch_isend_irecv`` of tensors on a device post its messages as one block on groups of this backend too."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+            from commlayer.backend.group import CommlayerGroup
+
+            first = p2p_op_list[0] if p2p_op_list else None
+            group = getattr(first, "group", None) or c10d.GroupMember.WORLD
+            if first is None or not isinstance(group, CommlayerGroup) or first.tensor.is_cpu:
+                return original(p2p_op_list)  # type: ignore[no-any-return]
+            c10d._check_p2p_op_list(p2p_op_list)
+            device = first.tensor.device
+            group._start_coalescing(device)
+            try:
+                for each in p2p_op_list:
+                    peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+                    each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+            finally:
+                work = group._end_coalescing(device)
+            return [work]
+
+        return batch_isend_irecv
+
+    _replace("batch_isend_irecv", make)
 
 
 def answer_to(alias: str) -> None:

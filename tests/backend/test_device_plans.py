@@ -134,6 +134,28 @@ def test_a_wait_that_is_left_out_shows(emulated_cluster: ClusterFactory, monkeyp
     assert not any(emulated_cluster(2, 2).run(without_a_wait))
 
 
+# Messages
+
+
+def ring() -> bool:
+    """Everybody sends to the next rank before it receives, more than any connection holds."""
+    device = simulated_device(StreamDelays(chance=0.0), timeout_s=20.0)
+    dist.init_process_group("commlayer")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = torch.full((1 << 22,), float(rank), device=device)
+    come = torch.zeros(1 << 22, device=device)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, (rank + 1) % size), dist.P2POp(dist.irecv, come, (rank - 1) % size)]
+    )
+    for work in works:
+        work.wait()
+    return len(works) == 1 and come.eq((rank - 1) % size).all().item() is True
+
+
+def test_a_batch_of_messages_is_one_block(emulated_cluster: ClusterFactory) -> None:
+    assert all(emulated_cluster(1, 3).run(ring))
+
+
 # Training
 
 
