@@ -111,6 +111,7 @@ class GroupWatch:
         self._pace: deque[tuple[int, float]] = deque([(0, time.monotonic())])
         self._calls_per_s = 0.0
         self._num_tried = self._num_missed = 0
+        self._has_doubted = False  # trials were begun at the latest appointment
         self._asked_for = ""  # the purpose of the appointment that was made last, until its outcome is known
         self._found: tuple[LinkRates, bool] | None = None
         self._suspected: LinkRates | None = None  # seen once, equal on all ranks
@@ -223,7 +224,7 @@ class GroupWatch:
         trials would take for wrong prices."""
         self._measure(1.0)
         if self._found is not None and not self._found[1] and self._suspected is None:
-            self._found = None
+            self._found, self._has_doubted = None, True
             self._take(self._planned.choices.doubted(budget_us))
 
     def _take(self, choices: Choices) -> None:
@@ -310,7 +311,9 @@ class GroupWatch:
 
     def _appoint(self, purpose: str, value: float) -> None:
         self._asked_for = purpose
-        turn_s = max(self._turn_s, self._rest_s)  # the others look at least as often: they compare nothing
+        turn_s = max(
+            self._turn_s, self._rest_s
+        )  # who is in more groups may rest longer: then it is missed, and made anew
         ahead = max(_LEAST_AHEAD, math.ceil(self._calls_per_s * turn_s * _AHEAD_TURNS)) << self._num_missed
         self._appointments.make(purpose, value, ahead, max(PATIENCE_S, 3 * turn_s))
 
@@ -318,7 +321,8 @@ class GroupWatch:
         """Take note of what has become of the last appointment."""
         purpose, outcome = self._asked_for, self._found
         self._asked_for, self._found = "", None
-        if purpose == _TRY and outcome is None:
+        if purpose == _TRY and self._has_doubted:
+            self._has_doubted = False
             self._drift.begin_anew()  # trials have corrected what is promised: it is believed again
             self._quiet_until_s = now_s
             return

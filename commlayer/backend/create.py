@@ -42,7 +42,7 @@ from commlayer.statistics import print_at_exit
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.inner_messages import InnerMessenger
-from commlayer.transport.nccl import is_usable, make_nccl
+from commlayer.transport.nccl import Nccl, connect_now, is_usable, like_options, make_nccl
 
 __all__ = ["create_group", "make_group"]
 
@@ -117,7 +117,7 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
         rank=rank,
         global_ranks=global_ranks,
         inner=inner,
-        is_planning=job.planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
+        is_planning=job.cpu_planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
         make=make_group,
     )
     group.place_in_profile(job.places_of(global_ranks))
@@ -126,7 +126,7 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     if is_usable():
         nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, nccl_options, is_default=is_default)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
-        group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), connect.own_nccl)
+        group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), partial(connect.own_nccl, nccl_options))
     for device_type, make in registered_accelerators().items():
         with connect.connecting(f"for tensors on {device_type}"):
             own = PrefixStore(f"{device_type}/", store)
@@ -204,7 +204,7 @@ class _Connector:
             nodes=job.nodes_of(self.global_ranks),
             global_ranks=self.global_ranks,
             store=PrefixStore("planned/", self.store),
-            planner=job.planner if len(self.global_ranks) > 1 else None,
+            planner=job.cpu_planner if len(self.global_ranks) > 1 else None,
             settings=job.settings,
             timeout_s=self.timeout.total_seconds(),
             board=self.board,
@@ -221,21 +221,29 @@ class _Connector:
         settings = replace(job.settings, trials="off")  # they are run by the host, which does not see a device's steps
         return Choices(shape, planner, settings)
 
-    def own_nccl(self, purpose: str, lane: str) -> Messenger:
-        """A communicator of NCCL's for the messages of plans. Collective."""
-        own = PrefixStore(f"{purpose}/", self.store)
-        name = f"{self.name}: {purpose}"
-        made = make_nccl(
-            own, self.rank, self.global_ranks, self.timeout, name, None, is_default=False, is_split=False, lane=lane
-        )
-        return InnerMessenger(made)
+    def own_nccl(self, options: Any, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
+        """A communicator of NCCL's for the messages of plans, connected. ``options``: the user's of the group. Collective."""
+        own, name = PrefixStore(f"{purpose}/", self.store), f"{self.name}: {purpose}"
 
-    def own_of(self, make: MakeInner, purpose: str, lane: str) -> Messenger:
-        """The same of a registered device, which knows no lanes. Collective."""
-        del lane
+        def make() -> Nccl:
+            given, members = like_options(options), self.global_ranks
+            made = make_nccl(own, self.rank, members, timeout, name, given, is_default=False, is_split=False, lane=lane)
+            connect_now(made, device)
+            return made
+
         with self.connecting(purpose):
-            own = PrefixStore(f"{purpose}/", self.store)
-            return InnerMessenger(make(own, self.rank, self.global_ranks, self.timeout, f"{self.name}: {purpose}"))
+            return InnerMessenger(bounded(make, self.board, timeout.total_seconds(), purpose))
+
+    def own_of(self, maker: MakeInner, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
+        """The same of a registered device, which knows no lanes, and connects when it is made. Collective."""
+        del lane, device
+        own, name = PrefixStore(f"{purpose}/", self.store), f"{self.name}: {purpose}"
+
+        def make() -> Nccl:
+            return maker(own, self.rank, self.global_ranks, timeout, name)
+
+        with self.connecting(purpose):
+            return InnerMessenger(bounded(make, self.board, timeout.total_seconds(), purpose))
 
     def signatures(self, planned: PlannedGroup, gloo: Any) -> SignatureCheck | None:
         """Make the comparison of calls where COMMLAYER_DEBUG asks for one; else None."""

@@ -24,6 +24,7 @@ from commlayer.transport.streams import StreamCall
 
 __all__ = ["DeviceVerbs", "LaunchedWork"]
 
+_STRIDED = torch.strided
 _SUMMED = FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 
@@ -92,6 +93,9 @@ class DeviceVerbs:
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         """Reduce a tensor over all ranks, in place."""
         x, op = tensors[0], opts.reduceOp.op
+        if x.layout is not _STRIDED:
+            sparse: Work = self._inner.allreduce(tensors, opts)  # by the verb that knows of them
+            return sparse
         plan = self._plan("all_reduce", x, x, x.nbytes, op) if len(tensors) == 1 else None
         if plan is None:
             work: Work = self._backend.allreduce(tensors, opts)
@@ -128,7 +132,7 @@ class DeviceVerbs:
     def _plan(
         self, collective: str, output: torch.Tensor, input: torch.Tensor, num_bytes: int, op: Any = None
     ) -> Plan | None:
-        if self._is_coalescing or not _is_plain(output) or not _is_plain(input) or output.dtype is not input.dtype:
+        if self._is_coalescing or not _is_dense(output) or not _is_dense(input) or output.dtype is not input.dtype:
             return None
         if op is not None and not _is_summed(op, input.dtype):
             return None
@@ -145,7 +149,8 @@ class DeviceVerbs:
         root: int = 0,
     ) -> Work:
         name = "sum" if op is None else PLAN_NAMES[op]
-        source, target = (source.detach(), target.detach()) if source is not target else (x := source.detach(), x)
+        row = _row(target)
+        source, target = (row if source is target else _row(source)), row
         call, sent = self._plans.launch(plan, source, target, op=name, root=root)
         if op == AVG:
             call.then(partial(target.div_, self._size))
@@ -153,14 +158,32 @@ class DeviceVerbs:
         return LaunchedWork(self._plans, call, outputs)
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    return x.is_contiguous() and not x.is_sparse and not x.is_neg() and not x.is_conj()
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the elements of ``x`` fill one piece of memory, in whatever order.
+
+    NCCL takes such tensors in place, and so do plans: no rank goes flat alone because its tensor has another memory format.
+    """
+    if x.layout is not _STRIDED or x.is_neg() or x.is_conj():
+        return False
+    if x.is_contiguous():
+        return True
+    filled = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def _row(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor, as a row of its elements."""
+    return x.detach().as_strided((x.numel(),), (1,))
 
 
 def _is_summed(op: Any, dtype: torch.dtype) -> bool:
     """Whether a plan reduces so: an average of floats only, and bitwise operations of integers only."""
     if op not in PLAN_NAMES or dtype not in _SUMMED:
         return False
-    if op == AVG:
-        return dtype in FLOATS
+    if op == AVG:  # of a sum that half precision may not hold; NCCL divides before it adds
+        return dtype in FLOATS and dtype is not torch.float16
     return PLAN_NAMES[op] not in ("band", "bor", "bxor") or dtype not in FLOATS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from commlayer.auditing.ledger import Ledger
@@ -41,8 +42,12 @@ class Ending:
             inner.planned.close()
         elif self._break():
             inner.planned.close()
-        for each in inner.on_devices.values():
-            each.end(drain=drain)
+        with contextlib.ExitStack() as stack:  # a device's error is raised in the end: the others are told first
+            stack.callback(self._let_go, drain=drain)
+            for each in inner.on_devices.values():
+                stack.callback(each.end, drain=drain)
+
+    def _let_go(self, *, drain: bool) -> None:
         self._counters.close()
         if self.ledger is not None:
             self.ledger.close()

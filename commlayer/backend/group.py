@@ -10,6 +10,7 @@ The group itself does nothing: a verb is a row of a table (verbs.py), and state 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -113,19 +114,30 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             self._calls.ledger.places = places
 
     def put_on_device(
-        self, device_type: str, inner: Nccl, choices: Choices, connect: Callable[[str, str], Messenger]
+        self,
+        device_type: str,
+        inner: Nccl,
+        choices: Choices,
+        connect: Callable[[str, str, timedelta, torch.device], Messenger],
     ) -> None:
         """Move tensors of a type of device by ``inner``, and by the plans that ``choices`` has for them.
 
-        ``connect(purpose, lane)`` makes the communicators of their messages.
+        ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages.
         """
-        order = self._order
+        order, groups = self._order, self._inner
+        if groups.planned.settings.shadow is not None and choices.is_planning:
+            warnings.warn(
+                f"commlayer: COMMLAYER_SHADOW compares planned calls of CPU tensors; those on {device_type} are not compared",
+                stacklevel=2,
+            )
 
         def lane() -> str:
             return order.lane_name
 
-        nodes, rank = self._inner.planned.nodes, self._members.rank
-        plans = DevicePlans(nodes, rank, choices, lambda purpose: connect(purpose, lane()), lane)
+        def connected(purpose: str, device: torch.device) -> Messenger:
+            return connect(purpose, lane(), groups.timeout, device)
+
+        plans = DevicePlans(groups.planned.nodes, self._members.rank, choices, connected, lane)
         self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters)
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -51,12 +52,9 @@ class OnDevice:
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""
-        if drain:
-            self.plans.close()
-            self.inner.backend.shutdown()
-        else:
-            self.plans.abort()
-            self.inner.backend.abort()
+        with contextlib.ExitStack() as stack:  # both, whatever fails
+            stack.callback(self.inner.backend.shutdown if drain else self.inner.backend.abort)
+            stack.callback(self.plans.close if drain else self.plans.abort)
 
 
 class InnerGroups:
@@ -100,6 +98,7 @@ class InnerGroups:
         self.planned.timeout_s = timeout.total_seconds()
         for each in self.on_devices.values():
             each.inner.backend._set_default_timeout(timeout)
+            each.plans.set_timeout(timeout)
 
     def stand_in(self, destroyed: Destroyed) -> None:
         """Let ``destroyed`` answer whatever is asked of these groups from now on."""

@@ -208,6 +208,8 @@ class Order:
         self.sequence += 1
         require_same_number(self.members, self.inner, self.sequence, "use_siblings", siblings)
         self.inner.planned.choices.use_siblings(siblings)
+        for each in self.inner.on_devices.values():
+            each.plans.use_siblings(siblings)
 
     def use_lane_of_group(self) -> None:
         """The lane that the group's description says: for a call before anybody has said one."""

@@ -64,6 +64,13 @@ class World:
     settings: Settings
     planner: Planner | None
 
+    @property
+    def cpu_planner(self) -> Planner | None:
+        """The planner for tensors on the CPU; None where the profile that was named is one of NCCL's links."""
+        if self.planner is None or self.planner.profile.environment.get("backend") == "nccl":
+            return None
+        return self.planner
+
     def device_planner(self, device_type: str) -> Planner | None:
         """The planner for tensors on a device: by the profile that was named, if it was measured there, or is a published one.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -75,7 +76,8 @@ class Received(Protocol):
 class Messenger(Protocol):
     """One rank's end of a communicator on a device, with NCCL's order: what it is given runs one after the other.
 
-    All ranks give it messages in one order. Messages between two ranks have no tags: they meet in the order in which both ends
+    It is connected when it is made, by all ranks together: for its first message not all of them may come. All ranks give it
+    messages in one order. Messages between two ranks have no tags: they meet in the order in which both ends
     name them.
     """
 
@@ -84,6 +86,9 @@ class Messenger(Protocol):
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> Received:
         """Enqueue an all_gather of equal parts, 1-D [bytes], in the order of ranks; ``mine`` may lie in ``whole``."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of its messages."""
 
     def abort(self) -> None:
         """Break its connections, so that nobody waits for this rank."""

@@ -8,6 +8,7 @@ are made at the first planned call, which all members make together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
 from commlayer.engine.runner import Runner, Sent, drive
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.group_moves import moves_of_call
 from commlayer.scheduler.plan import Plan, Step
@@ -34,9 +36,9 @@ _NO_TIMEOUT = 0.0
 class DevicePlans:
     """Plans and launches the collectives of one group on its device's tensors.
 
-    ``nodes``: the members on each node, as ranks of the group, of which this is ``rank``. ``connect(purpose)`` makes a
-    communicator of all members, and is collective. ``lane()``: the class of traffic. Not thread-safe: one call at a time, in the
-    same order on all ranks.
+    ``nodes``: the members on each node, as ranks of the group, of which this is ``rank``. ``connect(purpose, device)`` makes a
+    communicator of all members, connected, and is collective. ``lane()``: the class of traffic, as it is at the first planned
+    call. Not thread-safe: one call at a time, in the same order on all ranks.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class DevicePlans:
         nodes: Sequence[Sequence[int]],
         rank: int,
         choices: Choices,
-        connect: Callable[[str], Messenger],
+        connect: Callable[[str, torch.device], Messenger],
         lane: Callable[[], str],
     ) -> None:
         self.nodes, self.rank, self.choices = tuple(tuple(node) for node in nodes), rank, choices
         self._connect, self._lane = connect, lane
         self._runner: Runner | None = None
+        self._messengers: list[StepMessenger] = []
         self._device: AcceleratorDevice
         self._told: AcceleratorStream  # of futures, so that nobody's callbacks hold a stage up
 
@@ -66,12 +69,18 @@ class DevicePlans:
         :meth:`commlayer.engine.planned.PlannedGroup.run`.
         """
         runner = self._runner or self._connected(source.device)
+        if source.device != self._device.device:
+            raise UsageError(
+                f"this group plans for tensors on {self._device.device}, got one on {source.device}: calls of a process with "
+                "several devices go by NCCL alone (COMMLAYER_PROFILE=none)"
+            )
         prepared = runner.prepared(plan, root, lambda: moves_of_call(plan, self.nodes, self.rank, root))
         output = CallMemory(as_bytes(target))
         data = output if source is target else CallMemory(as_bytes(source))
-        call = runner.start(prepared, data, output, _NO_TIMEOUT, reducer(source.dtype, op))
-        assert isinstance(call, StreamCall)  # of the transport that was made here
-        drive(plan, call)
+        with torch._C._InferenceMode(True):  # tensors that were made in it are written in it only
+            call = runner.start(prepared, data, output, _NO_TIMEOUT, reducer(source.dtype, op))
+            assert isinstance(call, StreamCall)  # of the transport that was made here
+            drive(plan, call)
         return call, prepared.sent
 
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
@@ -89,20 +98,29 @@ class DevicePlans:
 
     def _connected(self, device: torch.device) -> Runner:
         places = tuple(range(sum(map(len, self.nodes))))
-        inside = between = StepMessenger(self._connect("messages inside nodes"), places)
+        inside = between = StepMessenger(self._connect("messages inside nodes", device), places)
         if len(self.nodes) > 1:
-            between = StepMessenger(self._connect("messages between nodes"), places)
+            between = StepMessenger(self._connect("messages between nodes", device), places)
 
         def messenger_of(step: Step) -> StepMessenger:
             return between if step.resource is Resource.INTER else inside
 
-        messengers = [inside] if between is inside else [inside, between]
+        messengers = self._messengers = [inside] if between is inside else [inside, between]
         self._device = AcceleratorDevice(device)
         self._told = self._device.stream(is_high=False)
         transport = StreamTransport(self._device, messenger_of, messengers, self._lane())
         near = next(members for members in self.nodes if self.rank in members)
         self._runner = Runner(transport, near)
         return self._runner
+
+    def use_siblings(self, siblings: int) -> None:
+        """Plan for so many groups that use a node's links at the same time. The same on all ranks, between the same calls."""
+        self.choices.use_siblings(siblings)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the timeout of the communicators that there are; later ones are made with the group's."""
+        for each in self._messengers:
+            each.messenger.set_timeout(timeout)
 
     def abort(self) -> None:
         """Break its communicators."""

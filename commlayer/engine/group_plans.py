@@ -146,6 +146,11 @@ class Choices:
         return Resource.INTER if len(self.shape) > 1 else Resource.INTRA
 
     @property
+    def is_planning(self) -> bool:
+        """Whether any call may get a plan."""
+        return self.size > 1 and (self.planner is not None or self._forced is not None or self._is_ordered)
+
+    @property
     def is_forced(self) -> bool:
         """Whether one plan is named for all calls."""
         return self._forced is not None

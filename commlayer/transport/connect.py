@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
+from commlayer.devices.contract import Messenger
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.forks import never_free_in_child
@@ -23,6 +25,8 @@ from commlayer.settings import Settings
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
+from commlayer.transport.inner_messages import InnerMessenger
+from commlayer.transport.nccl import Inner, Nccl, connect_now
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
 __all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
@@ -56,8 +60,6 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
 
 def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoard, timeout: timedelta) -> Transport:
     from commlayer.devices.accelerator import AcceleratorDevice
-    from commlayer.transport.inner_messages import InnerMessenger
-    from commlayer.transport.nccl import Inner, Nccl
     from commlayer.transport.streams import StepMessenger, StreamTransport
 
     lines = {}
@@ -65,9 +67,7 @@ def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoa
         with board.connecting(ranks, name, "messages", timeout.total_seconds()):
             group = _nccl_group(name, ranks, timeout)
         places = tuple(dist.get_group_rank(group, rank) for rank in ranks)
-        lines[op] = StepMessenger(
-            InnerMessenger(Nccl(cast("Inner", group._get_backend(torch.device("cuda"))), verbs=group)), places
-        )
+        lines[op] = StepMessenger(_nccl_messenger(group), places)
     device = AcceleratorDevice(torch.device("cuda", torch.cuda.current_device()))
     return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
 
@@ -119,6 +119,14 @@ def wants_shared_memory(settings: Settings) -> bool:
         return settings.intra == "shared"
     links = os.environ.get("COMMLAYER_EMULATED_LINKS")
     return links is None or "intra unshaped" in links
+
+
+def _nccl_messenger(group: dist.ProcessGroup) -> Messenger:
+    """The messenger of a registered group, connected now; it leaves torch's list of groups when it is closed."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    inner = Nccl(cast("Inner", group._get_backend(device)), verbs=group)
+    connect_now(inner, device)
+    return InnerMessenger(inner, partial(dist.destroy_process_group, group))
 
 
 def _nccl_group(name: str, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:

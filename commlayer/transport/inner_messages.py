@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ __all__ = ["InnerMessenger"]
 class InnerMessenger:
     """A communicator of an inner backend (``dist.ProcessGroupNCCL``), whose works make streams wait, not the host.
 
+    ``close`` ends it where that is not its own ``shutdown``.
+
     Its messages are posted without a process group around it: torch's batched messages need a registered one, which all ranks of
     the job would have to make in the same order.
     """
 
-    def __init__(self, inner: Nccl) -> None:
+    def __init__(self, inner: Nccl, close: Callable[[], object] | None = None) -> None:
         self.backend: Any = inner.backend
+        self._close: Callable[[], object] = close or self.backend.shutdown
         self._verbs: Any = inner.verbs or inner.backend
 
     def exchange(self, sends: Sequence[Addressed], receives: Sequence[Addressed]) -> Received:
@@ -40,5 +44,8 @@ class InnerMessenger:
     def abort(self) -> None:
         self.backend.abort()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.backend._set_default_timeout(timeout)
+
     def close(self) -> None:
-        self.backend.shutdown()
+        self._close()

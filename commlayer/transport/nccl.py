@@ -31,8 +31,10 @@ __all__ = [
     "Nccl",
     "apply_lane",
     "config_fields",
+    "connect_now",
     "is_high_priority",
     "is_usable",
+    "like_options",
     "make_nccl",
     "nccl_lane_options",
     "use_lane",
@@ -181,6 +183,23 @@ def make_nccl(
     made: Any = backend
     made._set_sequence_number_for_group()
     return Nccl(made, None if is_given else options, _with_all_verbs(made, rank, len(global_ranks)))
+
+
+def like_options(options: Any) -> Any:
+    """Options as the user's of a group, for another communicator of its members; None where the user gave none."""
+    if not dist.is_nccl_available() or not isinstance(options, dist.ProcessGroupNCCL.Options):
+        return None
+    made = dist.ProcessGroupNCCL.Options()
+    made.is_high_priority_stream, made.config = options.is_high_priority_stream, options.config
+    return made
+
+
+def connect_now(nccl: Nccl, device: torch.device) -> None:
+    """Connect on ``device``, with all members: at its first message, for which not all of them come, a member would wait for the
+    others for ever, and ranks that use two communicators in another order for each other."""
+    backend: Any = nccl.backend
+    with torch.cuda.device(device):  # of this thread
+        backend.eager_connect_single_device(device)
 
 
 def _with_all_verbs(backend: Any, rank: int, size: int) -> Any:

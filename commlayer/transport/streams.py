@@ -10,6 +10,7 @@ unequal slices and all else are grouped messages, so that no bytes are padded an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -155,14 +156,16 @@ class StreamTransport:
 
     def abort(self, why: str | None = None) -> None:
         del why  # a torn communicator tells its peers that, and nothing else
-        for line in self._lines:
-            line.messenger.abort()
+        with contextlib.ExitStack() as stack:  # all of them, whatever fails
+            for line in self._lines:
+                stack.callback(line.messenger.abort)
 
     def close(self) -> None:
-        self.device.synchronize()
-        for line in self._lines:
-            line.messenger.close()
-        self._lines = ()
+        with contextlib.ExitStack() as stack:
+            for line in self._lines:
+                stack.callback(line.messenger.close)
+            self._lines = ()
+            self.device.synchronize()
 
 
 class StreamCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
@@ -188,6 +189,9 @@ class SimulatedMessenger:
             _End(self._rank, place, True, unheld(tensor)) if is_sent else _End(place, self._rank, False, unheld(tensor))
             for place, tensor in addressed
         ]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing: a deadlock is known at once."""
 
     def abort(self) -> None:
         """Nothing: ranks of a machine do not die."""

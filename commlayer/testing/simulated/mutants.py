@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from commlayer.testing.simulated.machine import SimulatedEvent, SimulatedStream
 from commlayer.testing.simulated.messages import ArrivedMessages
 
-__all__ = ["OrderingSite", "ordering_sites", "without"]
+__all__ = ["OrderingSite", "ordering_lines", "ordering_sites", "without"]
 
 _OPERATIONS: tuple[tuple[type, str], ...] = (
     (SimulatedStream, "wait"),
@@ -42,6 +45,13 @@ def ordering_sites(module: str, run: Callable[[], object]) -> set[OrderingSite]:
     with _asking(module, see):
         run()
     return found
+
+
+def ordering_lines(module: ModuleType) -> set[int]:
+    """The lines in a module's source that call for such an operation, whether or not anything has run them."""
+    names = {name for _, name in _OPERATIONS}
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call)]
+    return {node.lineno for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in names}
 
 
 @contextlib.contextmanager

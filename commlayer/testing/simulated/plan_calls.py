@@ -18,7 +18,7 @@ from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher
 from commlayer.testing.simulated.messages import SimulatedCommunicator
 from commlayer.transport.contract import Call, CallMemory
-from commlayer.transport.streams import StepMessenger, StreamTransport
+from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 
 __all__ = ["DeviceCall", "Outcome", "run_calls", "transports_of"]
@@ -32,7 +32,7 @@ class DeviceCall:
 
     ``kind``: as of :class:`commlayer.auditing.saved_calls.CallShape`, or ``replicated``. ``splits``: of an exchange, the bytes
     that each rank sends to each member, and gets from each. ``seed``: of the data: small integers, so that sums are exact in any
-    order.
+    order. ``is_doubled``: the result is doubled behind the call, as a mean is divided.
     """
 
     kind: str
@@ -42,6 +42,7 @@ class DeviceCall:
     root: int = 0
     splits: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     seed: int = 0
+    is_doubled: bool = False
 
     @property
     def size(self) -> int:
@@ -90,6 +91,8 @@ class DeviceCall:
             for x, output in zip(self.inputs, outputs, strict=True)
         ]
         run_in_memory(self.plan, self.moves, given, reducer(self.dtype, "sum"), self.coder)
+        for each in given if self.is_doubled else ():
+            each[Buffer.OUTPUT].view(self.dtype).mul_(2)
         return [each[Buffer.OUTPUT] for each in given]
 
     @property
@@ -217,6 +220,9 @@ def _started(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor, outpu
     target = source if call.is_in_place else CallMemory(output)
     started = runner.start(prepared, source, target, _LIMIT_S, reducer(call.dtype, "sum"), call.coder)
     drive(call.plan, started)
+    if call.is_doubled:
+        assert isinstance(started, StreamCall)  # of the transports that were made here
+        started.then(partial(target.part(0, output.numel(), call.dtype).mul_, 2))
     return started
 
 

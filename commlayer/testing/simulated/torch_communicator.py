@@ -363,7 +363,7 @@ class TorchCommunicator:
 
     def send(self, tensors: Tensors, target: int, tag: int) -> Work:
         own = self._bytes("send", tensors[0])
-        return self._message(f"send to {target}", tensors, [], lambda: self._send(own, target, tag + 1))
+        return self._message(f"send to {target}", tensors, [], lambda: self._send(own, target, 1))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         place = self._bytes("recv", tensors[0])
