@@ -7,6 +7,7 @@ are made at the first planned call, which all members make together.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -77,7 +78,8 @@ class DevicePlans:
         prepared = runner.prepared(plan, root, lambda: moves_of_call(plan, self.nodes, self.rank, root))
         output = CallMemory(as_bytes(target))
         data = output if source is target else CallMemory(as_bytes(source))
-        with torch._C._InferenceMode(True):  # tensors that were made in it are written in it only
+        # Tensors that were made in inference mode are written in it only; others stay as they are.
+        with torch._C._InferenceMode(True) if target.is_inference() else contextlib.nullcontext():
             call = runner.start(prepared, data, output, _NO_TIMEOUT, reducer(source.dtype, op))
             assert isinstance(call, StreamCall)  # of the transport that was made here
             drive(plan, call)
