@@ -309,14 +309,14 @@ def _watch_edge(struck: Struck) -> None:
         return come
 
     def swapping(swap: Any) -> Any:
-        def swapped(*args: Any) -> None:
+        def swapped(*args: Any, **how: Any) -> None:
             struck.at("while links are timed")
-            swap(*args)
+            swap(*args, **how)
 
         return swapped
 
     replace(Appointments, "next_call", coming)
-    replace(link_times, "_swap", swapping)
+    replace(link_times, "swap", swapping)
 
 
 def _change_links(struck: Struck) -> None:

@@ -138,8 +138,9 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     cycles = _cycles(graph)
     ranks = sorted({rank for log in logs for rank in log.ranks} | set(graph.views))
     is_timeout = any(log.reason == "timeout" for log in logs)
+    is_over = is_timeout or any(log.reason == "program" for log in logs)  # nobody is still on the way
     return Diagnosis(
-        findings=(*mismatches, *cycles, *_gone(graph, 0 if is_timeout else _MOMENT_NS)),
+        findings=(*mismatches, *cycles, *_gone(graph, 0 if is_over else _MOMENT_NS)),
         waits=tuple(_late(graph)),
         ranks=tuple(ranks),
         without=tuple(rank for rank in ranks if rank not in graph.views),
@@ -328,7 +329,7 @@ def _gone(graph: Graph, least_ns: int) -> list[Missing]:
     """Ranks that have ended, and for which others are stuck and have waited for so long."""
     found: dict[Node, list[Blocked]] = {}
     for blocked in graph.stuck_threads:
-        if graph.views[blocked.rank].log.now_ns - blocked.since_ns < least_ns:
+        if least_ns and graph.views[blocked.rank].log.now_ns - blocked.since_ns < least_ns:
             continue
         for node, other in graph.reasons(blocked):
             if other is None:

@@ -126,7 +126,7 @@ def test_a_probe_is_kept_and_found_again(emulated_cluster: ClusterFactory, tmp_p
 
     first, second = cluster.run(job), cluster.run(job)
     assert len({*first, *second}) == 1
-    (kept,) = (tmp_path / "new").iterdir()
+    (kept,) = (tmp_path / "new").glob("*.json")
     kept.write_text("damaged")
     third = cluster.run(job)
     assert len(set(third)) == 1
@@ -151,7 +151,7 @@ def test_a_probe_is_found_by_a_job_whose_hosts_have_other_names_and_checked(
 
     first, second = cluster.run(job, "first"), cluster.run(job, "second")
     assert len({*first, *second}) == 1
-    (kept,) = (tmp_path / "new").iterdir()
+    (kept,) = (tmp_path / "new").glob("*.json")
     profile = read_profile(kept)
     faster = [
         msgspec.structs.replace(curve, time_us=tuple(time / 1000 for time in curve.time_us), p50_us=(), p99_us=())
