@@ -456,9 +456,13 @@ def broken(kind: str, breaks: Breaks) -> tuple[list[float], list[list[float]]]:
     ],
 )
 def test_a_wait_left_out_is_found(emulated_cluster: ClusterFactory, kind: str, breaks: Breaks) -> None:
+    text = ""
     try:
         results = emulated_cluster(1, 2).run(broken, kind, breaks)
-    except RanksFailedError as error:  # what ranks tell each other is wrong too, and DDP may notice before losses show it
-        assert "reducer.cpp" in str(error)
-        return
-    assert any(losses != pytest.approx(wanted, rel=1e-3) for wanted, found in results for losses in found)
+    except RanksFailedError as error:  # DDP itself may notice: what its ranks tell each other is wrong too
+        results, text = [], str(error)
+    assert (
+        "reducer.cpp" in text
+        if not results
+        else any(losses != pytest.approx(wanted, rel=1e-3) for wanted, found in results for losses in found)
+    )
