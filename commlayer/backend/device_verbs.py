@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Work
 from commlayer.backend.arithmetic import AVG, FLOATS, PLAN_NAMES
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.failures.waits import NO_TIMEOUT
+from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
@@ -113,6 +114,7 @@ class DeviceVerbs:
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         """Gather all ranks' inputs, one behind the other."""
+        self._require_alike("all_gather", output, input)
         fits = output.nbytes == self._size * input.nbytes
         plan = self._plan("all_gather", output, input, output.nbytes) if fits else None
         if plan is None:
@@ -122,6 +124,7 @@ class DeviceVerbs:
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         """Reduce all ranks' inputs, and keep block k on rank k."""
+        self._require_alike("reduce_scatter", output, input)
         fits, op = input.nbytes == self._size * output.nbytes, opts.reduceOp.op
         plan = self._plan("reduce_scatter", output, input, input.nbytes, op) if fits else None
         if plan is None:
@@ -129,10 +132,18 @@ class DeviceVerbs:
             return work
         return self._launched(plan, input, output, [output], op=op)
 
+    def _require_alike(self, collective: str, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Raises TensorError, before anything is launched, for tensors of two devices or of two dtypes."""
+        if output.device != input.device or output.dtype is not input.dtype:
+            raise TensorError(
+                f"{collective} expected an output of {input.dtype} on {input.device}, as the input is, got one of {output.dtype} "
+                f"on {output.device}"
+            )
+
     def _plan(
         self, collective: str, output: torch.Tensor, input: torch.Tensor, num_bytes: int, op: Any = None
     ) -> Plan | None:
-        if self._is_coalescing or not _is_dense(output) or not _is_dense(input) or output.dtype is not input.dtype:
+        if self._is_coalescing or not _is_dense(output) or not _is_dense(input):
             return None
         if op is not None and not _is_summed(op, input.dtype):
             return None

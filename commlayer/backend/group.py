@@ -125,6 +125,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages.
         """
         order, groups = self._order, self._inner
+        choices.reasons = groups.planned.choices.reasons  # one list for the statistics
         if groups.planned.settings.shadow is not None and choices.is_planning:
             warnings.warn(
                 f"commlayer: COMMLAYER_SHADOW compares planned calls of CPU tensors; those on {device_type} are not compared",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commlayer.devices.contract import Addressed
-from commlayer.profiles.errors import InternalError, UsageError
+from commlayer.profiles.errors import UsageError
 from commlayer.testing.simulated.judge import RaceJudge
 from commlayer.testing.simulated.machine import Deadlock, SimulatedDevice, SimulatedMachine, SimulatedProgram
 from commlayer.testing.simulated.memory import SPOILT
@@ -263,7 +263,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_there_is_a_program_for_each_rank() -> None:
-    with pytest.raises(InternalError, match="2 programs"):
+    with pytest.raises(UsageError, match="2 programs"):
         machine_of(2).run([])
 
 

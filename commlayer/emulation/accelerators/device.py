@@ -82,7 +82,7 @@ class Accelerator:
         if compute is None:
             if memory is not None or scale != 1:
                 raise UsageError(
-                    f"memory {memory!r} and scale {scale:g} are of an emulated accelerator: say its rate too, such as "
+                    f"memory ({memory or 'not given'}) and scale ({scale:g}) are of an emulated accelerator: say its rate too, as in "
                     "compute='4tflops'"
                 )
             return None

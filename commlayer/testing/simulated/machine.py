@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from commlayer.devices.contract import Stream, StreamEvent
-from commlayer.profiles.errors import CommlayerError, InternalError
+from commlayer.profiles.errors import CommlayerError, UsageError
 from commlayer.testing.simulated.memory import SimulatedMemory
 
 __all__ = [
@@ -359,7 +359,7 @@ class SimulatedMachine:
         Raises Deadlock where nothing can go on, naming streams, communicators and ranks.
         """
         if len(programs) != len(self.devices):
-            raise InternalError(f"expected {len(self.devices)} programs, one for each rank, got {len(programs)}")
+            raise UsageError(f"expected {len(self.devices)} programs, one for each rank, got {len(programs)}")
         results: list[Any] = [None] * len(programs)
         hosts = dict(enumerate(programs))
         held: dict[int, SimulatedEvent] = {}

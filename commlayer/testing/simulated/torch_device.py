@@ -45,8 +45,10 @@ def simulated_device(
     Before ``init_process_group``, whose groups then have an inner backend for it. ``delays``: how its streams are delayed, by
     which seed; ``memory_bytes``: what it has; ``timeout_s``: how long the host waits for a device on which nothing moves.
 
-    Raises UsageError where torch's place for such a device is another's.
+    Raises UsageError where torch's place for such a device is another's, and for delays that are no :class:`StreamDelays`.
     """
+    if delays is not None and not isinstance(delays, StreamDelays):
+        raise UsageError(f"expected StreamDelays(seed=…), got {delays!r}")
     made = find_simulator()
     if made is not None:
         made.reseed(delays or StreamDelays())

@@ -32,6 +32,11 @@ class StreamDelays:
     chance: float = 0.25
     idle_s: float = 0.005
 
+    def __post_init__(self) -> None:
+        """Raises UsageError for what is no seed, no share, or no time."""
+        if not isinstance(self.seed, int) or not 0 <= self.chance <= 1 or not self.idle_s >= 0:
+            raise UsageError(f"expected an integer seed, a chance from 0 to 1 and a time of at least 0 s, got {self}")
+
 
 class QueueMark:
     """A point in a stream's work: ``is_done`` once all that was launched before it has run."""
