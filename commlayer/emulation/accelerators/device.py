@@ -82,8 +82,8 @@ class Accelerator:
         if compute is None:
             if memory is not None or scale != 1:
                 raise UsageError(
-                    f"memory ({memory or 'not given'}) and scale ({scale:g}) are of an emulated accelerator: say its rate too, as in "
-                    "compute='4tflops'"
+                    f"memory ({memory or 'not given'}) and scale ({scale:g}) are of an emulated accelerator: say its rate "
+                    "too, as in compute='4tflops'"
                 )
             return None
         return cls(parse_compute(compute), None if memory is None else parse_memory(memory), scale)
