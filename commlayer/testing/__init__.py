@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
     from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
     from commlayer.testing.process_group import ProcessGroupVerbs
+    from commlayer.testing.simulated.judge import RaceJudge
+    from commlayer.testing.simulated.machine import SimulatedMachine
     from commlayer.testing.simulated.torch_device import simulated_device
     from commlayer.testing.simulated.torch_streams import StreamDelays
     from commlayer.testing.verbs_contract import AsyncCall, ReduceOp, Verbs
@@ -42,7 +44,9 @@ __all__ = [
     "FaultyVerbs",
     "InjectedFault",
     "ProcessGroupVerbs",
+    "RaceJudge",
     "ReduceOp",
+    "SimulatedMachine",
     "StreamDelays",
     "Verbs",
     "alarms",
