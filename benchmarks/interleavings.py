@@ -36,7 +36,7 @@ def programs() -> list[list[DeviceCall]]:
 
 
 def run(seeds: range) -> list[str]:
-    """What went wrong, in words."""
+    """Run these seeds, and return what went wrong, in words."""
     found = []
     for seed in seeds:
         calls = programs()[seed % len(programs())]

@@ -107,7 +107,7 @@ class Trial:
 
 @dataclass
 class Found:
-    """What became of a trial; ``ranks``: what each said, or None where the fault ended it."""
+    """The outcome of a trial; ``ranks``: what each said, or None where the fault ended it."""
 
     trial: Trial
     is_struck: bool = False

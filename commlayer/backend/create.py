@@ -215,7 +215,7 @@ class _Connector:
         return planned
 
     def choices(self, job: world.World, device_type: str) -> Choices:
-        """What decides on the plans of tensors on a device."""
+        """The choices of plans for tensors on a device."""
         shape = tuple(map(len, job.nodes_of(self.global_ranks)))
         planner = job.device_planner(device_type) if len(self.global_ranks) > 1 else None
         settings = replace(job.settings, trials="off")  # they are run by the host, which does not see a device's steps

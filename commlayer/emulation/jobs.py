@@ -109,7 +109,7 @@ def make_jobs(
 
 
 def _accelerated(accelerator: Accelerator | None, reports: str, *, is_program: bool) -> dict[str, str]:
-    """What a rank finds that stands for an accelerator."""
+    """The environment of a rank that stands for an accelerator."""
     if accelerator is None:
         return {}
     paths = [STARTUP_FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])] if is_program else []

@@ -254,7 +254,7 @@ class StreamCall:
         return [(places[message.peer], self._part(message.region)) for message in messages]
 
     def _local(self, moves: Moves) -> list[Callable[[], object]]:
-        """What the rank does with its own memory, in the order in which moves say it."""
+        """The rank's work on its own memory, in the order in which moves say it."""
         return list(
             chain(
                 (partial(self._part(copy.target).copy_, self._part(copy.source), True) for copy in moves.copies),

@@ -54,7 +54,7 @@ def calls_until_changed(group: Any, most: int = MOST_CALLS) -> int:
 
 
 def events() -> list[str]:
-    """What has happened to the plans of the job's only group."""
+    """The events of the plans of the job's only group."""
     return [event["what"] for event in commlayer.audit()["groups"][0]["events"]]
 
 

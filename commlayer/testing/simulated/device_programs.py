@@ -68,7 +68,7 @@ def traffic_of(collective: str, shape: tuple[int, ...], wire: Wire = NATIVE, lan
 
 
 def plans_of(collective: str, shape: tuple[int, ...]) -> Iterator[Plan]:
-    """Those that apply, by messages: flat is one call of the communicator's own."""
+    """Yield the plans that apply, by messages: flat is one call of the communicator's own."""
     for wire in _WIRES:
         for lane in ("", "dp"):
             for strategy, chunks, pieces in _WAYS:
