@@ -1,4 +1,4 @@
-"""What it costs that calls are audited, watched for drift and remembered: the same calls, and training steps, with and without.
+"""The cost of calls that are audited, watched for drift and remembered: the same calls, and training steps, with and without.
 
 All ways take turns in one job, in blocks: what a group keeps for the ring of calls, its ledger and its watch is taken from it and
 given back between blocks, on all ranks before the same call. ``--ranks`` and the other options are host_cost.py's.
@@ -45,7 +45,7 @@ _Found = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 class Parts:
-    """What the groups of this rank keep for the ring, the ledger and the watch, and takes and gives it."""
+    """The ring, the ledger and the watch of this rank's groups, which are taken away and given back."""
 
     def __init__(self) -> None:
         groups: list[Any] = [each for each in dist.distributed_c10d._world.pg_map if isinstance(each, CommlayerGroup)]

@@ -34,7 +34,7 @@ from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions
 
 INTER, SCALE = "400gbit", 1000.0
-"""Of the cluster that is stood for. It runs a thousandth as fast: 400 Mbit/s a node."""
+"""The rate of the cluster that is stood for. It runs a thousandth as fast: 400 Mbit/s a node."""
 _CLUSTERS = {"2x4": (4, 2048), "2x8": (8, 1024)}
 """Ranks of each of two nodes, and tokens of each rank: a node sends as much."""
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
@@ -59,7 +59,7 @@ class Shape:
     top_k: int = 2
 
     def flops(self, tokens: int) -> float:
-        """Of a rank's experts, forward and backward, where all get as many rows."""
+        """Count the FLOPs of a rank's experts, forward and backward, where all get as many rows."""
         return 18.0 * tokens * self.top_k * self.hidden * self.width
 
 

@@ -54,7 +54,7 @@ from commlayer.scheduler.link_rates import LinkRates, card_gbps
 
 SHAPES = ((2, 2), (3, 1), (2, 1), (3, 2))
 FAULTS = {"killed": 6, "stopped": 2, "stopped for a while": 5, "slow": 4, "store lost": 4}
-"""What befalls a rank, or the store, and how often beside the others."""
+"""The faults that befall a rank, or the store, and how often beside the others."""
 STAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "announce": {
         "leader": ("before it announces", "when it has announced"),
@@ -77,7 +77,7 @@ SHORT_S, LONG_S = 3.0, 30.0
 _INTER = "400mbit"
 _SLOW_S = (0.02, 3.0)
 _PATIENCE_S, _TURN_S = 1.0, 0.02
-"""As of the watch, but shorter: ranks that are slow or stopped for a while come both earlier and later than that."""
+"""The patience of the watch, but shorter: ranks that are slow or stopped for a while come both earlier and later than that."""
 _HANG_S = 40.0
 _MOST_CALLS, _CALLS_AFTER, _VOTE_EVERY = 1500, 24, 6
 _SIZES = (4 << 10, 256 << 10)

@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from commlayer.agree.communicator_signatures import Signature, check_signatures, signature
 from commlayer.agree.discovery import Grid, Member, describe_self, form_grid, grid_key, versions
 from commlayer.agree.messages import Reason
-from commlayer.emulation.accelerators.clock import await_device
+from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.plain import as_bytes, plain
 from commlayer.engine.progress import ProgressQueue, StreamWork

@@ -28,7 +28,7 @@ from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages, NotedMessage
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
-from commlayer.emulation.accelerators.clock import await_device
+from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.failures.waits import NO_TIMEOUT

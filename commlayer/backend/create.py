@@ -25,7 +25,7 @@ from commlayer.backend.joining import GroupRequest, Joined, join_group
 from commlayer.backend.patches import teach_batches, teach_monitored_barrier, teach_timeouts
 from commlayer.backend.recording import begin
 from commlayer.backend.signature_check import SignatureCheck
-from commlayer.devices.contract import Messenger
+from commlayer.devices.device_contract import Messenger
 from commlayer.diagnosis.inquiry import Inquiry, inquiry_of
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.lane_holds import lanes

@@ -36,7 +36,7 @@ from commlayer.backend.running import Calls
 from commlayer.backend.verb_methods import add_methods
 from commlayer.backend.verbs import VERBS
 from commlayer.backend.works import Together
-from commlayer.devices.contract import Messenger
+from commlayer.devices.device_contract import Messenger
 from commlayer.diagnosis.inquiry import Inquiry
 from commlayer.diagnosis.ring import open_track
 from commlayer.engine.device_plans import DevicePlans

@@ -24,7 +24,7 @@ from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
 from commlayer.diagnosis.ring import Track
-from commlayer.emulation.accelerators.clock import await_device, device_clock
+from commlayer.emulation.accelerators.device_clock import await_device, device_clock
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Work
 from commlayer.backend.order import Order
 from commlayer.backend.tensors import land, landing, plain_row, reals
 from commlayer.diagnosis.ring import ANY
-from commlayer.emulation.accelerators.clock import await_device
+from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.statistics import GroupCounters

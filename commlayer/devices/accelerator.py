@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commlayer.devices.contract import Stream, StreamEvent
+from commlayer.devices.device_contract import Stream, StreamEvent
 
 __all__ = ["AcceleratorDevice", "AcceleratorEvent", "AcceleratorStream"]
 

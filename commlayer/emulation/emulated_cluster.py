@@ -15,8 +15,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
-from commlayer.emulation.accelerators.clock import DeviceReport
 from commlayer.emulation.accelerators.device import Accelerator
+from commlayer.emulation.accelerators.device_clock import DeviceReport
 from commlayer.emulation.accelerators.starting import load_before_fork, read_reports
 from commlayer.emulation.collect import RunResult, run_jobs
 from commlayer.emulation.fabric import Fabric

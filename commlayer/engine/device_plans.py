@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
-from commlayer.devices.contract import Messenger
+from commlayer.devices.device_contract import Messenger
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer

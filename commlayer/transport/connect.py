@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.discovery import Grid
-from commlayer.devices.contract import Messenger
+from commlayer.devices.device_contract import Messenger
 from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.forks import never_free_in_child

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
-from commlayer.devices.contract import Addressed, Received
+from commlayer.devices.device_contract import Addressed, Received
 from commlayer.transport.nccl import Nccl
 
 __all__ = ["InnerMessenger"]

@@ -1,6 +1,6 @@
 """Plans on a device: a stream for each resource and lane, events between them, no wait of the host.
 
-The same on every device (:mod:`commlayer.devices.contract`): what CUDA runs is what the simulated device proves. Steps are
+The same on every device (:mod:`commlayer.devices.device_contract`): what CUDA runs is what the simulated device proves. Steps are
 launched in plan order, which is the same on all ranks, and so is the order in which communicators get messages: those of two
 ranks cannot wait for each other crosswise. A step waits for an event of an earlier one only where that runs on another stream.
 
@@ -18,7 +18,7 @@ from itertools import chain
 
 import torch
 
-from commlayer.devices.contract import Addressed, Device, Messenger, Received, StreamEvent
+from commlayer.devices.device_contract import Addressed, Device, Messenger, Received, StreamEvent
 from commlayer.profiles.errors import InternalError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Reduction, Region

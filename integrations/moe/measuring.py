@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from commlayer.emulation.accelerators.clock import await_device
+from commlayer.emulation.accelerators.device_clock import await_device
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid
 from commlayer.integrations.moe.handle import Experts
 from commlayer.integrations.moe.levels import Levels, RowsOnLevel, TwoLevelWay, two_level_way

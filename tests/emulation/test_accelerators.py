@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from commlayer.emulation import Accelerator, DeviceReport, EmulatedCluster, await_device
 from commlayer.emulation.accelerators import launches as operations
-from commlayer.emulation.accelerators.clock import DeviceClock, device_clock, use_device_clock
+from commlayer.emulation.accelerators.device_clock import DeviceClock, device_clock, use_device_clock
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.plugin import ClusterFactory
 

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from commlayer.devices.contract import Addressed
+from commlayer.devices.device_contract import Addressed
 from commlayer.profiles.errors import UsageError
+from commlayer.testing.simulated.communicators import SimulatedCommunicator, SimulatedMessenger
 from commlayer.testing.simulated.judge import RaceJudge
 from commlayer.testing.simulated.machine import Deadlock, SimulatedDevice, SimulatedMachine, SimulatedProgram
-from commlayer.testing.simulated.memory import SPOILT
-from commlayer.testing.simulated.messages import SimulatedCommunicator, SimulatedMessenger
+from commlayer.testing.simulated.simulated_memory import SPOILT
 
 SEEDS = range(60)
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from commlayer.emulation.accelerators.clock import (
+from commlayer.emulation.accelerators.device_clock import (
     DeviceClock,
     DeviceReport,
     await_device,

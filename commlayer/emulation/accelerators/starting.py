@@ -20,8 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from commlayer.emulation.accelerators.clock import DeviceClock, DeviceReport, device_clock
 from commlayer.emulation.accelerators.device import Accelerator
+from commlayer.emulation.accelerators.device_clock import DeviceClock, DeviceReport, device_clock
 
 __all__ = ["DEVICE", "REPORTS", "STARTUP_FOLDER", "computing", "load_before_fork", "read_reports", "start_with_program"]
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from commlayer.devices.contract import Stream, StreamEvent
+from commlayer.devices.device_contract import Stream, StreamEvent
 from commlayer.profiles.errors import CommlayerError, UsageError
-from commlayer.testing.simulated.memory import SimulatedMemory
+from commlayer.testing.simulated.simulated_memory import SimulatedMemory
 
 __all__ = [
     "Deadlock",
@@ -66,7 +67,7 @@ class SimulatedEvent:
         self.stream.device.machine.run_until(self.is_done)
 
 
-class StreamTask:
+class StreamTask(ABC):
     """One piece of work of a stream. ``is_ready``: it may begin; ``run`` returns whether it has ended (else whoever ends it
     pops it)."""
 
@@ -75,8 +76,9 @@ class StreamTask:
     def is_ready(self, stream: SimulatedStream) -> bool:
         return True
 
+    @abstractmethod
     def run(self, stream: SimulatedStream) -> bool:
-        raise NotImplementedError
+        """Do it; whether it has ended."""
 
     def waits_in_words(self) -> str:
         return ""

@@ -15,8 +15,8 @@ from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
+from commlayer.testing.simulated.communicators import SimulatedCommunicator
 from commlayer.testing.simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher
-from commlayer.testing.simulated.messages import SimulatedCommunicator
 from commlayer.transport.contract import Call, CallMemory
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec

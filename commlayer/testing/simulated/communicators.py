@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from commlayer.devices.contract import Addressed
+from commlayer.devices.device_contract import Addressed
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.simulated.machine import (
     SimulatedDevice,
@@ -164,7 +164,7 @@ class SimulatedCommunicator:
 
 
 class SimulatedMessenger:
-    """One rank's end of a communicator: see :class:`commlayer.devices.contract.Messenger`."""
+    """One rank's end of a communicator: see :class:`commlayer.devices.device_contract.Messenger`."""
 
     def __init__(self, communicator: SimulatedCommunicator, device: SimulatedDevice, rank: int) -> None:
         self._communicator, self._device, self._rank = communicator, device, rank

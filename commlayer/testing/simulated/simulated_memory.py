@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from commlayer.devices.contract import StreamEvent
+from commlayer.devices.device_contract import StreamEvent
 
 __all__ = ["SPOILT", "SimulatedMemory"]
 
