@@ -10,7 +10,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from commlayer.profiles.catalog import load_profile
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.statistics import stats
 
-__all__ = ["print_watching"]
+__all__ = ["WAYS", "print_watching"]
 
 WAYS = ("nothing", "ring", "audit", "drift", "replan")
 """Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as with =audit, and as with =on."""
@@ -85,15 +85,15 @@ def _begin(profile: str) -> None:
     dist.init_process_group("commlayer")
 
 
-def _in_turn(rounds: int, block: Callable[[], int]) -> dict[str, list[tuple[float, float]]]:
-    """Run blocks of every way in turn; ``block`` returns how many calls it made.
+def _in_turn(rounds: int, given: Sequence[str], block: Callable[[], int]) -> dict[str, list[tuple[float, float]]]:
+    """Run blocks of the ``given`` ways in turn; ``block`` returns how many calls it made.
 
     Returns µs a call: on the clock, and of this process's processor time.
     """
     parts = Parts()
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in given}
     for turn in range(rounds + 1):
-        ways = WAYS if turn % 2 else WAYS[::-1]  # what drifts in a round then hits each alike
+        ways = given if turn % 2 else given[::-1]  # what drifts in a round then hits each alike
         for way in ways:
             parts.use(way)
             dist.barrier()
@@ -105,7 +105,7 @@ def _in_turn(rounds: int, block: Callable[[], int]) -> dict[str, list[tuple[floa
     return found
 
 
-def measure_calls(profile: str, rounds: int, num_calls: int) -> tuple[_Found, list[str]]:
+def measure_calls(profile: str, rounds: int, ways: Sequence[str], num_calls: int) -> tuple[_Found, list[str]]:
     """On a rank: times of small calls, by kind and way; which plans they had."""
     _begin(profile)
     size = dist.get_world_size()
@@ -123,13 +123,13 @@ def measure_calls(profile: str, rounds: int, num_calls: int) -> tuple[_Found, li
                 call()
             return num_calls
 
-        found[name] = _in_turn(rounds, block)
+        found[name] = _in_turn(rounds, ways, block)
     plans = [f"{call['collective']} {call['plan']}" for group in stats()["groups"] for call in group["calls"]]
     dist.destroy_process_group()
     return found, plans
 
 
-def measure_steps(profile: str, rounds: int, num_steps: int) -> tuple[_Found, list[str]]:
+def measure_steps(profile: str, rounds: int, ways: Sequence[str], num_steps: int) -> tuple[_Found, list[str]]:
     """On a rank: times of training steps of a small MoE model, by way."""
     _begin(profile)
     size = dist.get_world_size()
@@ -148,7 +148,7 @@ def measure_steps(profile: str, rounds: int, num_steps: int) -> tuple[_Found, li
             optimizer.step()
         return num_steps
 
-    found = {"a training step": _in_turn(rounds, block)}
+    found = {"a training step": _in_turn(rounds, ways, block)}
     plans = [f"{call['collective']} {call['plan']}" for group in stats()["groups"] for call in group["calls"]]
     dist.destroy_process_group()
     return found, plans
@@ -169,18 +169,20 @@ def print_watching(options: argparse.Namespace) -> None:
     nodes, ranks = map(int, options.cluster.split("x"))
     with _cluster(nodes, ranks) as (cluster, path):
         measured = measure_steps if options.watching == "steps" else measure_calls
-        found, plans = cluster.run(measured, path, options.rounds, options.block, timeout_s=600)[0]
+        ways = WAYS[0], *options.ways
+        found, plans = cluster.run(measured, path, options.rounds, ways, options.block, timeout_s=600)[0]
     print(
         f"torch {torch.__version__}, {os.cpu_count()} cores, {options.cluster}, {options.rounds} rounds of {options.block}"
     )
     print("plans:", ", ".join(sorted(set(plans))))
     print(
-        f"{'µs with nothing; ratio to it: median [quartiles], of all':56}" + "".join(f"{way:>28}" for way in WAYS[1:])
+        f"{'µs with nothing; ratio to it: median [quartiles], of all':56}"
+        + "".join(f"{way:>28}" for way in options.ways)
     )
     for name, by_way in found.items():
         for index, clock in enumerate(("clock", "processor")):
             base = [each[index] for each in by_way["nothing"]]
-            cells = "".join(f"{_ratios([each[index] for each in by_way[way]], base):>28}" for way in WAYS[1:])
+            cells = "".join(f"{_ratios([each[index] for each in by_way[way]], base):>28}" for way in options.ways)
             print(f"{f'{name}, {clock}: {median(base):.0f}':56}{cells}")
 
 

@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -55,6 +56,17 @@ def timed_round(sizes: list[int]) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def plans_so_far() -> Counter[str]:
+    """How many calls each plan has had, by collective and size."""
+    return Counter(
+        {
+            f"{row['collective']} {row['plan']} {row['up_to_bytes'] >> 10} KiB": row["calls"]
+            for group in commlayer.audit()["groups"]
+            for row in group["calls"]
+        }
+    )
+
+
 def changing(sizes: list[int], cache: str, rates: list[tuple[str, str | None]], warm: int) -> dict[str, Any]:
     """One rank: rounds until the plans have changed in each phase, then some more to be timed."""
     torch.set_num_threads(1)
@@ -66,10 +78,15 @@ def changing(sizes: list[int], cache: str, rates: list[tuple[str, str | None]], 
         timed_round(sizes)
     for label, rate in rates:
         dist.barrier()
+        before, changed_after, made = (
+            group._planned.choices,
+            None,
+            0,
+        )  # the next barrier may be the call where plans change
         if dist.get_rank() == 0 and rate is not None:
             request_shape(inter=rate, node=LAST_NODE)
         dist.barrier()
-        before, changed_after, made = group._planned.choices, None, 0
+        changed_after = 0 if group._planned.choices is not before else None
         while made < MOST_CALLS and changed_after is None:
             for name, num_bytes in a_round(sizes):
                 call(name, num_bytes)
@@ -77,15 +94,17 @@ def changing(sizes: list[int], cache: str, rates: list[tuple[str, str | None]], 
                 if changed_after is None and group._planned.choices is not before:
                     changed_after = made
         timed_round(sizes)
+        noted = plans_so_far()
         times = [timed_round(sizes) for _ in range(5)]
-        phases.append({"phase": label, "calls_until": changed_after, "round_ms": times})
+        plans = sorted(f"{name} ×{calls}" for name, calls in (plans_so_far() - noted).items())
+        phases.append({"phase": label, "calls_until": changed_after, "round_ms": times, "plans": plans})
     found = commlayer.audit()
     events = found["groups"][0]["events"] if found["groups"] else []
     dist.destroy_process_group()
     return {"phases": phases, "events": events}
 
 
-def steady(sizes: list[int], cache: str, warm: int) -> list[float]:
+def steady(sizes: list[int], cache: str, warm: int) -> tuple[list[float], list[str]]:
     """One rank of a job that measured its links as they are."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_CACHE"] = cache
@@ -93,9 +112,11 @@ def steady(sizes: list[int], cache: str, warm: int) -> list[float]:
     dist.init_process_group("commlayer", timeout=timedelta(seconds=120))
     for _ in range(warm):
         timed_round(sizes)
+    noted = plans_so_far()
     times = [timed_round(sizes) for _ in range(5)]
+    plans = sorted(f"{name} ×{calls}" for name, calls in (plans_so_far() - noted).items())
     dist.destroy_process_group()
-    return times
+    return times, plans
 
 
 LAST_NODE = 1
@@ -122,11 +143,12 @@ def main() -> None:
     for index, best in enumerate((slow, fast)):
         phases = [result["phases"][index] for result in results]
         until = sorted({phase["calls_until"] for phase in phases}, key=str)
-        mine, theirs = max(median(p["round_ms"]) for p in phases), max(median(each) for each in best)
+        mine, theirs = max(median(p["round_ms"]) for p in phases), max(median(each) for each, _ in best)
         print(
             f"{phases[0]['phase']}: plans changed after calls {until}; a round {mine:.0f} ms, of a job that measured "
             f"those links {theirs:.0f} ms: {mine / theirs:.3f}"
         )
+        print(f"  plans: {', '.join(phases[0]['plans'])}\n  that job's: {', '.join(best[0][1])}")
     for event in results[0]["events"]:
         print(f"before call {event['call']}: {event['what']}")
     if arguments.json:

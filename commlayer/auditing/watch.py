@@ -48,9 +48,10 @@ __all__ = ["GroupWatch"]
 _IDLE_S, _TURN_S, _STORE_PER_S = 30.0, 0.25, 1024
 """A group is looked at this often while it makes calls, and until it has made none for so long; less often where all ranks of the
 job, with all their groups, would ask the store more than so many times a second."""
-_SHARE, _LONGEST_TURN_S = 0.005, 1.0
-"""The part of a core that the watch of all groups may take: they are looked at less often where a look costs more, but no less
-often than this; and as often as ever while an appointment is open, for which calls may wait."""
+_SHARE, _LONGEST_TURN_S = 0.0015, 4.0
+"""The part of a core that the watch of all groups may take, by its thread's clock: they are looked at less often where a look
+costs more, but no less often than this; and as often as ever while an appointment is open, for which calls may wait. Waking up,
+handing the interpreter over and the store's own work cost twice as much again: all of it stays below half a percent."""
 _PUBLISHED = 4
 """After how many calls a rank tells what they took, or after :data:`_TURN_S`."""
 _MOST_PUBLISHERS = 64

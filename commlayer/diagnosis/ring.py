@@ -33,9 +33,9 @@ __all__ = [
     "Track",
     "Waiting",
     "copied",
+    "is_of_program",
     "open_track",
     "opened_tracks",
-    "outside",
     "recorded_calls",
     "waiting_threads",
 ]
@@ -147,7 +147,7 @@ class Track:
         code = inner.f_code
         frame = inner.f_back if code is _usual else None
         if frame is None or _is_inside[frame.f_code.co_filename]:
-            frame = outside(_getframe(1))
+            frame = _outside(_getframe(1))
             if frame is inner.f_back:
                 _usual = code
         self.issued = number = self.issued + 1
@@ -201,7 +201,7 @@ class Track:
         """This thread waits from now on for call ``number``, or for that message."""
         frame = _getframe(2)
         if _is_inside[frame.f_code.co_filename]:
-            frame = outside(frame)
+            frame = _outside(frame)
         _waiting[get_ident()] = self, kind, number, peer, tag, frame.f_code, frame.f_lasti, now()
 
     def waited(self) -> None:
@@ -233,7 +233,12 @@ class Silent(Track):
         return None
 
 
-def outside(first: FrameType) -> FrameType:
+def is_of_program(file: str) -> bool:
+    """Whether a file belongs to the program, and not to Python, torch or this package."""
+    return not _is_inside[file]
+
+
+def _outside(first: FrameType) -> FrameType:
     """The first of a frame and its callers that is the program's; of a thread that is all ours, ``first``."""
     frame: FrameType | None = first
     while frame is not None and _is_inside[frame.f_code.co_filename]:
@@ -243,7 +248,7 @@ def outside(first: FrameType) -> FrameType:
 
 def _site(depth: int) -> tuple[CodeType, int]:
     """Whose call it is: the code, and where in it."""
-    frame = outside(_getframe(depth + 1))
+    frame = _outside(_getframe(depth + 1))
     return frame.f_code, frame.f_lasti
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import re
 import socket
-import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from time import perf_counter_ns as now
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
+from typing import IO, Any
 
 from commlayer.diagnosis.call_logs import MESSAGES, CallLog, GroupLog, MessageCount, RankLog, Site, ThreadLog, WaitLog
 from commlayer.diagnosis.ring import (
@@ -18,14 +20,16 @@ from commlayer.diagnosis.ring import (
     Entry,
     Track,
     copied,
+    is_of_program,
     opened_tracks,
-    outside,
     recorded_calls,
     waiting_threads,
 )
 
 __all__ = ["rank_log"]
 
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):")
+_PLACE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 OUR_THREADS = "commlayer"
 """The beginning of the names of our own threads, which no program waits in."""
 
@@ -162,13 +166,37 @@ def _site(code: CodeType, offset: int) -> Site:
 def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
     """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
     found = []
-    for ident, frame in sys._current_frames().items():
+    for ident, stack in _stacks().items():
         name = names.get(ident, "")
-        if not name.startswith(OUR_THREADS):  # the program's thread that asks is one that waits
-            found.append(ThreadLog(ident=ident, name=name, site=_site_of(frame)))
+        if stack and not name.startswith(OUR_THREADS):  # the program's thread that asks is one that waits
+            site = next((site for site in stack if is_of_program(site.file)), stack[0])
+            found.append(ThreadLog(ident=ident, name=name, site=site))
     return found
 
 
-def _site_of(frame: FrameType) -> Site:
-    frame = outside(frame)
-    return _site(frame.f_code, frame.f_lasti)
+def _stacks() -> dict[int, list[Site]]:
+    """The places of all threads, innermost first, by thread; of at most 100 threads, and 100 places of each.
+
+    Written by ``faulthandler`` and read again: it reads the interpreter's stacks as they lie there, while no thread runs. Walking
+    the frame objects of running threads (``sys._current_frames``) would be handier, but it has ended a rank of a job with a
+    segmentation fault (Python 3.11.7), and a diagnosis must not be what kills a job.
+    """
+    with _memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().decode("ascii", "replace").splitlines()
+    stacks: dict[int, list[Site]] = {}
+    stack: list[Site] = []
+    for line in lines:
+        if thread := _THREAD.match(line):
+            stack = stacks.setdefault(int(thread[1], 16), [])
+        elif place := _PLACE.match(line):
+            stack.append(Site(place[1], int(place[2]) if place[2].isdigit() else 0, place[3]))
+    return stacks
+
+
+def _memory_file() -> IO[bytes]:
+    """A file that nobody else sees, on no disk where the system has such files: a job may hang because its disk is full."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("commlayer-stacks"), "w+b")
+    return tempfile.TemporaryFile()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import random
@@ -20,7 +21,7 @@ from simulated import Groups, Job, Op, legal_program, run
 
 from commlayer.cli.main import main
 from commlayer.diagnosis import ring
-from commlayer.diagnosis.call_logs import RankLog
+from commlayer.diagnosis.call_logs import RankLog, Site
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
 from commlayer.diagnosis.graph import View
@@ -335,6 +336,55 @@ def test_the_programs_thread_that_asks_is_seen_to_wait_beside_other_threads(trac
         beside.join()
     (blocked,) = View(log).blocked.values()
     assert (blocked.kind, blocked.number, blocked.thread) == ("all_reduce", 1, threading.get_ident())
+
+
+def waits_below(depth: int, is_there: threading.Event, over: threading.Event) -> None:
+    """Calls itself so often, and then waits."""
+    if depth:
+        waits_below(depth - 1, is_there, over)
+    else:
+        is_there.set()
+        over.wait()
+
+
+@pytest.mark.parametrize("depth", [0, 50, 300])
+def test_a_thread_is_where_the_program_last_was(depth: int) -> None:
+    is_there, over = threading.Event(), threading.Event()
+    beside = threading.Thread(target=waits_below, args=(depth, is_there, over), name="loader")
+    beside.start()
+    try:
+        is_there.wait()
+        found = {thread.name: thread for thread in rank_log("job", 0, [0], "signal", {}).threads}
+    finally:
+        over.set()
+        beside.join()
+    first_line = waits_below.__code__.co_firstlineno
+    assert found["loader"].ident == beside.ident
+    assert found["loader"].site == Site(__file__, first_line + 6, "waits_below")
+    assert found["MainThread"].site.function == "test_a_thread_is_where_the_program_last_was"
+
+
+def test_threads_may_run_while_they_are_looked_at() -> None:
+    over = threading.Event()
+
+    def runs() -> None:
+        while not over.is_set():
+            with contextlib.suppress(ValueError):
+                int("no number")
+            list(map(str, (each for each in range(9))))
+
+    threads = [threading.Thread(target=runs, name="runs") for _ in range(3)]
+    for each in threads:
+        each.start()
+    try:
+        for _ in range(200):
+            places = [thread.site for thread in rank_log("job", 0, [0], "signal", {}).threads if thread.name == "runs"]
+            assert len(places) == 3
+            assert {place.file for place in places} == {__file__}
+    finally:
+        over.set()
+        for each in threads:
+            each.join()
 
 
 def test_what_wraps_a_deprecated_function_of_torch_is_no_call_site() -> None:
