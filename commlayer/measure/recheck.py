@@ -5,6 +5,8 @@ Its key says that nodes are of the same kind, not that the network between them 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import median
 from typing import Protocol
 
 from commlayer.profiles.curve import Curve
@@ -14,12 +16,16 @@ __all__ = ["MOST_OFF", "drift"]
 
 MOST_OFF = 2.5
 """How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy machine is easily twice as slow; of
-a network that is four times as slow or as fast an all_reduce of this size, in which latency counts too, shows three times."""
+a network that is four times as slow or as fast an all_reduce, in which latency counts too, shows about three times."""
+_SUSPECT, _MOST_OFF_TWICE = 1.6, 2.0
+"""Where calls are so many times faster or slower, but not :data:`MOST_OFF`, a larger size decides, by less, or the same once more
+where there is none: in a smaller call latency counts for more, and of the first calls a card lets something pass at once."""
 _COLLECTIVE = "all_reduce"
-_LONGEST_US = 2e4
-"""The check takes the largest size that was measured to be as fast as this: of that the link is the greater part."""
+_FIRST_US, _LARGER_US = 1e5, 2.5e5
+"""The check takes the largest size that should be as fast as this, to either end: of that the link is the greater part."""
 _ROUNDS = 3
 _MORE_ROUNDS = 5
+_ROUNDS_OF_LARGER = 2
 _ENOUGH_US = 8e4
 """When so much time is spent it is over, so that a link that has become much slower costs a round or two."""
 
@@ -39,17 +45,40 @@ def drift(profile: Profile, ranks: Timing) -> str:
     curve = _checked_curve(profile, ranks.size)
     if curve is None:
         return ""
-    fast_enough = [place for place, time_us in enumerate(curve.time_us) if time_us <= _LONGEST_US]
-    place = fast_enough[-1] if fast_enough else 0
-    num_bytes, expected_us = curve.bytes[place], curve.time_us[place]
+    num_bytes, most_off = _size_for(curve, _FIRST_US), MOST_OFF
+    times = _timed_until_usual(ranks, num_bytes, curve.at(num_bytes))
+    if _SUSPECT <= _times_off(times, curve.at(num_bytes)) <= MOST_OFF:
+        num_bytes, most_off = _size_for(curve, _LARGER_US), _MOST_OFF_TWICE
+        times = _timed(ranks, num_bytes, _ROUNDS_OF_LARGER)
+    expected_us = curve.at(num_bytes)
+    if _times_off(times, expected_us) <= most_off:
+        return ""
+    seen_us = min(times) if min(times) > expected_us else median(times)
+    return f"an {_COLLECTIVE} of {num_bytes} bytes takes {seen_us:.0f} µs, and it says {expected_us:.0f}"
+
+
+def _size_for(curve: Curve, time_us: float) -> int:
+    """The largest size that should take at most ``time_us``, of the smallest one measured and its doubles up to the largest."""
+    smallest, largest = curve.bytes[0], curve.bytes[-1]
+    sizes = [smallest << k for k in range((largest // smallest).bit_length())] + [largest]
+    return max((size for size in sizes if curve.at(size) <= time_us), default=smallest)
+
+
+def _timed_until_usual(ranks: Timing, num_bytes: int, expected_us: float) -> list[float]:
     times: list[float] = []
     for rounds in (_ROUNDS, _MORE_ROUNDS):  # a hiccup of the machine is no drift
         times += _timed(ranks, num_bytes, rounds)
-        slower, faster = min(times) / expected_us, expected_us / max(times)
-        if max(slower, faster) <= MOST_OFF:
-            return ""
-    seen_us = min(times) if slower > faster else max(times)
-    return f"an {_COLLECTIVE} of {num_bytes} bytes takes {seen_us:.0f} µs, and it says {expected_us:.0f}"
+        if _times_off(times, expected_us) <= MOST_OFF:
+            break
+    return times
+
+
+def _times_off(times: Sequence[float], expected_us: float) -> float:
+    """How many times slower the fastest call was than expected, or the usual one faster.
+
+    A busy machine makes single calls slow, and a card lets single ones pass at once.
+    """
+    return max(min(times) / expected_us, expected_us / median(times))
 
 
 def _checked_curve(profile: Profile, size: int) -> Curve | None:

@@ -213,12 +213,14 @@ class Timed:
 
 
 @pytest.mark.parametrize(
-    ("times_us", "place"), [((1e2, 1e3, 1e4), 2), ((1e2, 1e3, 1e5), 1), ((1e5, 1e6), 0), ((2e4,), 0)]
+    ("times_us", "size"),
+    [((1e2, 1e3, 1e4), 4096 * 24**2), ((1e2, 1e3, 8e5), 4096 * 128), ((2e5, 1e6), 4096), ((2e4,), 4096)],
 )
-def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, ...], place: int) -> None:
-    ranks = Timed(times_us[place])
-    assert drift(of_all_ranks(*times_us), ranks) == ""
-    assert set(ranks.asked) == {4096 * 24**place}
+def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, ...], size: int) -> None:
+    profile = of_all_ranks(*times_us)
+    ranks = Timed(profile.curves[-1].at(size))
+    assert drift(profile, ranks) == ""
+    assert set(ranks.asked) == {size}
     assert len(ranks.asked) <= 3
 
 
@@ -233,6 +235,21 @@ def test_a_profile_that_is_off_says_so_and_costs_little(factor: float) -> None:
     said = drift(of_all_ranks(1e2, 1e3), ranks)
     assert said == f"an all_reduce of {4096 * 24} bytes takes {1e3 * factor:.0f} µs, and it says 1000"
     assert sum(1e3 * factor for _ in ranks.asked[:-2]) < 1e5  # two rounds at most once the time is spent
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_off"), [(0.3, True), (0.49, True), (0.51, False), (1.0, False), (1.9, False), (2.1, True)]
+)
+def test_a_larger_call_decides_where_latency_may_hide_other_links(factor: float, is_off: bool) -> None:
+    profile = of_all_ranks(1e2, 1.5e4, 3e5)
+    small, large = 4096 * 128, 4096 * 256
+    small_us, large_us = map(profile.curves[-1].at, (small, large))
+    ranks = Timed(*[small_us / 2] * 3, large_us * factor)
+    said = drift(profile, ranks)
+    assert said.startswith(f"an all_reduce of {large} bytes takes") == is_off == bool(said)
+    assert ranks.asked[:3] == [small] * 3
+    assert set(ranks.asked[3:]) == {large}
+    assert len(ranks.asked) <= 5
 
 
 def test_a_hiccup_is_no_drift() -> None:
@@ -323,6 +340,7 @@ def together(*arguments, **options):
         time.sleep(0.01)
     return profile
 calibrate.measure_cluster = together
+calibrate.drift = lambda *_: ""  # whether links take as long in a job that is alone is not the question
 dist.init_process_group("commlayer", init_method=f"file://{folder}/store-{job}", rank=rank, world_size=2)
 print("FINGERPRINT", dist.group.WORLD._planned.choices.planner.profile.fingerprint)
 dist.barrier()
