@@ -224,12 +224,12 @@ def test_a_check_asks_for_the_largest_size_that_is_quick(times_us: tuple[float, 
     assert len(ranks.asked) <= 3
 
 
-@pytest.mark.parametrize("factor", [0.41, 0.5, 1.0, 2.0, 2.4])
+@pytest.mark.parametrize("factor", [0.51, 0.6, 1.0, 1.5, 1.9])
 def test_a_profile_that_is_about_right_holds(factor: float) -> None:
     assert drift(of_all_ranks(1e2, 1e3), Timed(1e3 * factor)) == ""
 
 
-@pytest.mark.parametrize("factor", [0.01, 0.2, 0.39, 2.6, 1000.0])
+@pytest.mark.parametrize("factor", [0.01, 0.2, 0.39, 0.45, 2.2, 2.6, 1000.0])
 def test_a_profile_that_is_off_says_so_and_costs_little(factor: float) -> None:
     ranks = Timed(1e3 * factor)
     said = drift(of_all_ranks(1e2, 1e3), ranks)
