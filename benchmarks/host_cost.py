@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from host_cost_watching import WAYS, print_watching
+from host_cost_watching import WAYS, print_parts, print_watching
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
 from commlayer.diagnosis.ring import Silent
@@ -187,12 +187,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=4000, help="timed calls of each kind on each backend")
     parser.add_argument("--planned", action="store_true", help="processor time of calls in two levels, instead")
     parser.add_argument("--ring", action="store_true", help="what the ring of calls adds to a call, instead")
-    parser.add_argument("--watching", choices=("calls", "steps"), help="what ring, audit and watch add, instead")
+    parser.add_argument(
+        "--watching", choices=("calls", "steps", "parts"), help="what ring, audit and watch add, instead"
+    )
     parser.add_argument("--ways", nargs="+", default=WAYS[1:], choices=WAYS[1:], help="for --watching: which of them")
     parser.add_argument("--cluster", default="2x4", help="for --watching: nodes × ranks of a node (default 2x4)")
     parser.add_argument("--rounds", type=int, default=20, help="for --watching: rounds in which all ways take turns")
     parser.add_argument("--block", type=int, default=100, help="for --watching: calls, or steps, of a way in a round")
     options = parser.parse_args()
+    if options.watching == "parts":
+        print_parts(options)
+        return
     if options.watching:
         print_watching(options)
         return

@@ -35,7 +35,7 @@ from commlayer.profiles.catalog import load_profile
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.statistics import stats
 
-__all__ = ["WAYS", "print_watching"]
+__all__ = ["WAYS", "print_parts", "print_watching"]
 
 WAYS = ("nothing", "ring", "audit", "drift", "replan")
 """Nothing; the ring of calls; and the ledger, as with COMMLAYER_REPLAN=off; and the watch, as with =audit, and as with =on."""
@@ -152,6 +152,46 @@ def measure_steps(profile: str, rounds: int, ways: Sequence[str], num_steps: int
     plans = [f"{call['collective']} {call['plan']}" for group in stats()["groups"] for call in group["calls"]]
     dist.destroy_process_group()
     return found, plans
+
+
+def measure_parts(profile: str, rounds: int, num_calls: int) -> dict[str, list[float]]:
+    """On a rank: times of what a planned all_reduce of 1 KiB does for the ring, the audit and the watch, without the call, µs."""
+    _begin(profile)
+    dist.all_reduce(torch.ones(256))
+    group: Any = dist.group.WORLD
+    order, ledger = group._order, group._calls.ledger
+
+    def ring() -> None:
+        order.track.done = order.track.note("all_reduce", torch.float32, 1024, 1024, None, False, depth=1)
+
+    def audit() -> None:
+        call = object()
+        order.traffic.begin(call, order.key)
+        order.traffic.end(call, time.perf_counter_ns())
+        ledger.note_flat("all_reduce", 1024, 900_000, (1024, 0))
+
+    parts: dict[str, Callable[[], object]] = {"ring": ring, "audit": audit, "drift": order.watch.pass_by}
+    found: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(rounds):
+        for name, part in parts.items():
+            began = time.thread_time_ns()
+            for _ in range(num_calls):
+                part()
+            found[name].append((time.thread_time_ns() - began) / num_calls / 1e3)
+    return found
+
+
+def print_parts(options: argparse.Namespace) -> None:
+    """Measure and print what each part does in a call."""
+    with _cluster(2, 1) as (cluster, path):
+        found = cluster.run(measure_parts, path, options.rounds, options.block, timeout_s=600)[0]
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds of {options.block}: µs in a call, median [quartiles]"
+    )
+    for name, times in found.items():
+        ordered = sorted(times)
+        low, high = ordered[len(ordered) // 4], ordered[(3 * len(ordered)) // 4]
+        print(f"{name:8}{median(ordered):8.2f} [{low:.2f}, {high:.2f}]")
 
 
 @contextmanager
