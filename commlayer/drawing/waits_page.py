@@ -28,7 +28,7 @@ _STYLE = """
 .waits path { fill: none; stroke: var(--bad); stroke-width: 2; }
 .waits polygon { fill: var(--bad); }
 pre { white-space: pre-wrap; background: var(--tint); padding: .7rem .9rem; font-size: .86rem; }
-td.place { white-space: normal; min-width: 14rem; text-align: left; }
+th.place, td.place { white-space: normal; min-width: 14rem; text-align: left; }
 """
 
 Point = tuple[float, float]
@@ -70,7 +70,7 @@ def _circle(cycle: Cycle) -> str:
         there = places[(number + 1) % len(steps)]
         lines.append(_arrow(places[number], there, f"needs {short_call(step.missing)}"))
     boxes = [
-        _box(place, f"rank {step.call.rank}", f"in {short_call(step.call)} of {step.call.group}", step.site)
+        _box(place, f"rank {step.call.rank}", f"in {short_call(step.call)} of group {step.call.group}", step.site)
         for place, step in zip(places, steps, strict=True)
     ]
     label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
@@ -89,7 +89,7 @@ def _star(missing: Missing) -> str:
         needs = f"needs {short_call(missing.call)}" if number == 0 else ""
         lines.append(_arrow(place, centre, needs, bend=0.0))
         call = waiter.call
-        boxes.append(_box(place, f"rank {call.rank}", f"in {short_call(call)} of {call.group}", waiter.site))
+        boxes.append(_box(place, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", waiter.site))
     state = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no log"}[missing.why]
     boxes.append(_box(centre, f"rank {missing.call.rank}", state, missing.at, is_lost=True))
     more = len(missing.waiting) - len(waiters)
@@ -176,7 +176,7 @@ def _svg(parts: Sequence[str], height: float, label: str) -> str:
 
 
 def _differences(found: Mismatch) -> str:
-    head = "<th>rank</th><th>call</th><th>place</th>"
+    head = '<th>rank</th><th>call</th><th class="place">place</th>'
     rows = [
         f"<tr{' class=' + chr(34) + 'chosen' + chr(34) if call.rank in found.odd else ''}><td>{call.rank}</td>"
         f'<td>{escape(call_words(call))}</td><td class="place">{escape(str(call.site))}</td></tr>'
@@ -187,7 +187,10 @@ def _differences(found: Mismatch) -> str:
 
 
 def _ranks(logs: Sequence[RankLog]) -> str:
-    head = "<th>rank</th><th>host</th><th>last call</th><th>state</th><th>place</th><th>the program is at</th>"
+    head = (
+        "<th>rank</th><th>host</th><th>last call</th><th>state</th>"
+        '<th class="place">place</th><th class="place">the program is at</th>'
+    )
     rows = []
     for log in logs[:_MOST_ROWS]:
         call = max(log.calls, key=lambda each: each.issued_ns, default=None)
@@ -196,7 +199,7 @@ def _ranks(logs: Sequence[RankLog]) -> str:
         if call is None:
             cells += ["–", "–", "–"]
         else:
-            cells += [f"{call.kind} #{call.number} of {log.groups[call.group]}", call.state, str(call.site)]
+            cells += [f"{call.kind} #{call.number} of group {log.groups[call.group]}", call.state, str(call.site)]
         cells.append("–" if at is None else str(at))
         inside = "".join(
             f"<td{' class=' + chr(34) + 'place' + chr(34) if place > 3 else ''}>{escape(cell)}</td>"
