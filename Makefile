@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-deaths papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +58,12 @@ test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where 
 
 gpu: $(READY)  ## all that one GPU can show, in some minutes: tests, sanitizer, kernels, host cost; a dated result
 	$(RUN) benchmarks/gpu.py $(ARGS)
+
+trainers: $(READY)  ## the trainers' tests, with DeepSpeed and torchtitan, which this installs
+ifneq ($(SETUP),no)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev,deepspeed,torchtitan]'
+endif
+	$(RUN) -m pytest tests/trainers -rs $(ARGS)
 
 conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, compared with Gloo; some minutes
 	$(RUN) tests/conformance/driver.py $(ARGS)
@@ -110,6 +116,9 @@ bench-lanes: $(READY)  ## an expert all_to_all beside gradients, and a whole ste
 
 bench-overlap: $(READY)  ## the MoE layer with emulated accelerators: how much of its exchanges is hidden; writes a dated document
 	$(RUN) benchmarks/overlap.py $(ARGS)
+
+bench-micro-batches: $(READY)  ## two micro-batches at a time in a pipeline, with emulated accelerators; writes a dated document
+	$(RUN) benchmarks/micro_batches.py $(ARGS)
 
 bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the simulated step; writes a dated document
 	$(RUN) benchmarks/mappings.py $(ARGS)

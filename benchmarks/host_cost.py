@@ -7,11 +7,15 @@ ones show the scheduler of the operating system.
     python benchmarks/host_cost.py --ranks 1 2 --calls 4000
     python benchmarks/host_cost.py --planned --calls 400
     python benchmarks/host_cost.py --ring --ranks 1
+    python benchmarks/host_cost.py --device simulated --calls 400
 
 ``--planned`` counts processor time instead, of calls that are forced into two levels on two nodes of two ranks: of the caller's
 thread, and of the whole process, with Gloo's threads.
 
 ``--ring`` compares calls of one group with those that are not noted in the ring of calls (commlayer/diagnosis/ring.py).
+
+``--device simulated`` counts processor time of calls on the simulated device, for each strategy, above the inner backend's own
+(host_cost_device.py).
 
 ``--watching calls`` and ``--watching steps`` compare planned calls of 1 KiB, or training steps, on an emulated cluster, with the
 ring, the audit and the watch for drift and without (host_cost_watching.py).
@@ -30,6 +34,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from host_cost_device import print_device
 from host_cost_watching import WAYS, print_parts, print_watching
 
 import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
@@ -188,6 +193,9 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true", help="processor time of calls in two levels, instead")
     parser.add_argument("--ring", action="store_true", help="what the ring of calls adds to a call, instead")
     parser.add_argument(
+        "--device", choices=("simulated",), help="calls on a device, by plan and by its inner backend, instead"
+    )
+    parser.add_argument(
         "--watching", choices=("calls", "steps", "parts"), help="what ring, audit and watch add, instead"
     )
     parser.add_argument("--ways", nargs="+", default=WAYS[1:], choices=WAYS[1:], help="for --watching: which of them")
@@ -195,6 +203,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="for --watching: rounds in which all ways take turns")
     parser.add_argument("--block", type=int, default=100, help="for --watching: calls, or steps, of a way in a round")
     options = parser.parse_args()
+    if options.device:
+        print_device(options)
+        return
     if options.watching == "parts":
         print_parts(options)
         return

@@ -186,7 +186,8 @@ def print_parts(options: argparse.Namespace) -> None:
     with _cluster(2, 1) as (cluster, path):
         found = cluster.run(measure_parts, path, options.rounds, options.block, timeout_s=600)[0]
     print(
-        f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds of {options.block}: µs in a call, median [quartiles]"
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {options.rounds} rounds of {options.block}: "
+        "µs in a call, median [quartiles]"
     )
     for name, times in found.items():
         ordered = sorted(times)

@@ -56,7 +56,8 @@ _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_
 class Shape:
     """``shared_width`` makes most of the dense gradients; ``sequence`` · ``batch`` tokens on all ranks together. ``plan``: of all
     planned calls, as COMMLAYER_PLAN; else what the profile says. ``compute``: of the accelerator that each rank stands for, such
-    as 3gflops; else ranks compute as fast as their share of the machine's cores."""
+    as 3gflops; else ranks compute as fast as their share of the machine's cores. ``chunks``: of the experts' exchange on
+    planned groups; 0: as the planner says; 1: nothing but products for weights hides it."""
 
     inter: str = "200mbit"
     compute: str = ""
@@ -73,6 +74,7 @@ class Shape:
     batch: int = 8
     num_micro_batches: int = 2
     bucket_mib: float = 4.0
+    chunks: int = 0
 
     def mapping(self, world_size: int) -> FoldedMapping:
         """The pipeline innermost, so that its messages stay inside a node; EP and DP outermost, so that both cross."""
@@ -93,7 +95,7 @@ class Shape:
             width=self.width,
             shared_width=self.shared_width,
             dispatch="all_to_all" if is_plain else "auto",
-            chunks=1 if is_plain else "auto",
+            chunks=1 if is_plain else self.chunks or "auto",
             overlap_gradients=overlaps,
             bucket_bytes=int(self.bucket_mib * (1 << 20)),
             seed=1,
@@ -173,7 +175,8 @@ def plain_step(
 class _Bench:
     """On every rank; all of its methods are collective."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, ways: Sequence[str]) -> None:
+        self.ways = tuple(ways)
         GroupCommunicator.backends = ("commlayer", "gloo")
         self.shape = shape
         mapping = shape.mapping(dist.get_world_size())
@@ -222,13 +225,13 @@ class _Bench:
     def compare(self) -> float:
         """The largest error between ways; raises RuntimeError, on all ranks, where it is too large. Each way's first steps."""
         found: dict[str, list[torch.Tensor]] = {}
-        for way in WAYS:
+        for way in self.ways:
             self.timed(way)
             gradients = [parameter.grad for parameter in self.models[way].parameters()]
             found[way] = [self.step(way).view(1), *(gradient.clone() for gradient in gradients if gradient is not None)]
         worst = 0.0
-        for way in WAYS[1:]:
-            for mine, plain in zip(found[way], found["plain"], strict=True):
+        for way in self.ways[1:]:
+            for mine, plain in zip(found[way], found[self.ways[0]], strict=True):
                 worst = max(worst, float((mine - plain).abs().max() / plain.abs().max().clamp(min=1e-20)))
         worst = self.slowest(worst)
         if worst > _TOLERANCE:
@@ -236,12 +239,11 @@ class _Bench:
         return worst
 
     def rounds(self, number: int, budget_s: float) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        times: dict[str, list[float]] = {way: [] for way in self.ways}
+        first = times[self.ways[0]]
         chooser, began = random.Random(0), time.perf_counter()
-        while not times["plain"] or (
-            len(times["plain"]) < number and self.slowest(time.perf_counter() - began) < budget_s
-        ):
-            for way in chooser.sample(WAYS, len(WAYS)):  # the same on all ranks
+        while not first or (len(first) < number and self.slowest(time.perf_counter() - began) < budget_s):
+            for way in chooser.sample(self.ways, len(self.ways)):  # the same on all ranks
                 times[way].append(self.timed(way))
         return times
 
@@ -255,13 +257,13 @@ class _Bench:
         ]
 
 
-def on_rank(cluster: str, shape: Shape, profile: str, number: int, budget_s: float) -> Result:
+def on_rank(cluster: str, shape: Shape, profile: str, ways: Sequence[str], number: int, budget_s: float) -> Result:
     os.environ["COMMLAYER_PROFILE"] = profile
     if shape.plan:
         os.environ["COMMLAYER_PLAN"] = shape.plan
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    bench = _Bench(shape)
+    bench = _Bench(shape, ways)
     error = bench.compare()
     held = lanes().held[-1]
     before = held.times, held.seconds
@@ -274,7 +276,9 @@ def on_rank(cluster: str, shape: Shape, profile: str, number: int, budget_s: flo
 # The program
 
 
-def measure(cluster: str, shape: Shape, profile: Path | None, number: int, budget_s: float) -> Result:
+def measure(
+    cluster: str, shape: Shape, profile: Path | None, ways: Sequence[str], number: int, budget_s: float
+) -> Result:
     """``profile`` None, or a file that is not there yet: the links are measured first."""
     with tempfile.TemporaryDirectory() as folder:
         ranks, compute = _CLUSTERS[cluster][0], shape.compute or None
@@ -285,17 +289,25 @@ def measure(cluster: str, shape: Shape, profile: Path | None, number: int, budge
                     measure_links, str(profile), "benchmarks/lanes_step.py", _SWEEP, "lanes-step", timeout_s=900
                 )
             found: Result = emulated.run(
-                on_rank, cluster, shape, str(profile), number, budget_s, timeout_s=4 * budget_s + 300
+                on_rank, cluster, shape, str(profile), ways, number, budget_s, timeout_s=4 * budget_s + 300
             )[0]
             reports = emulated.device_reports
         return replace(found, reports=reports)
+
+
+def measure_wires(cluster: str, shape: Shape, path: Path) -> None:
+    with EmulatedCluster(2, _CLUSTERS[cluster][0], inter=shape.inter, mode="netns") as emulated:
+        took_s = emulated.run(
+            measure_links, str(path), "benchmarks/lanes_step.py", _SWEEP, "lanes-step", timeout_s=900
+        )[0]
+    print(f"{cluster}: {path}, measured in {took_s:.0f} s")
 
 
 def document(date: str, known: dict[str, str], results: Sequence[Result]) -> str:
     lines = [f"# A training step on lanes, {date}", "", "Emulated: ratios say something, times do not.", ""]
     lines += [f"- {name}: {text}" for name, text in known.items()]
     for result in results:
-        rounds = len(result.times_s["plain"])
+        rounds = len(next(iter(result.times_s.values())))
         lines += [
             "",
             f"## {result.cluster}: {result.mapping}",
@@ -314,7 +326,7 @@ def document(date: str, known: dict[str, str], results: Sequence[Result]) -> str
             "| ratio | lower quartile | median | upper quartile |",
             "|---|---|---|---|",
         ]
-        for way, base in RATIOS:
+        for way, base in [pair for pair in RATIOS if set(pair) <= set(result.times_s)]:
             ratio = ratios(result.times_s[way], result.times_s[base])
             lines.append(f"| {way} / {base} | {ratio.low:.3f} | **{ratio.middle:.3f}** | {ratio.high:.3f} |")
         lines += [
@@ -336,6 +348,10 @@ def main() -> None:
         type=Path,
         help="a measured profile of the cluster; measured first, and kept, where it is not there",
     )
+    parser.add_argument("--way", action="append", choices=WAYS, help="only this one; may be given again")
+    parser.add_argument(
+        "--links-only", action="store_true", help="measure the links into the file of --profile, and stop"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget-s", type=float, default=240.0, help="of the rounds on one cluster (240)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of Shape: --set ep=2")
@@ -354,10 +370,14 @@ def main() -> None:
         for entry in options.set:
             name, _, value = entry.partition("=")
             shape = replace(shape, **{name: type(getattr(shape, name))(value)})
-        results.append(measure(cluster, shape, options.profile, number, options.budget_s))
+        if options.links_only:
+            measure_wires(cluster, shape, options.profile.resolve())
+            continue
+        results.append(measure(cluster, shape, options.profile, options.way or WAYS, number, options.budget_s))
         found = {"date": today(), "facts": known, "results": [asdict(each) for each in results]}
         write_results(stem, found, document(today(), known, results))
-    print(stem.with_suffix(".md").read_text(encoding="utf-8"))
+    if results:
+        print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

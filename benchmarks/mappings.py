@@ -3,6 +3,10 @@
 The simulator gets the curves of the groups that the mappings use, and the times of products, attention and whole layers on one
 rank without any sending. Nothing is fitted to a step. Writes a dated document, JSON with all that was measured, and a picture.
 ``--predict FILE`` predicts again from such a JSON file, and measures nothing.
+
+With ``--compute RATE`` each rank stands for an accelerator, gradients are summed beside the backward pass, and calls are on
+lanes, in the steps and in their prediction. ``--part FILE`` measures for ``--budget-s`` seconds what that file lacks yet, and
+writes it there; once all is there, the document. ``--curves-from FILE``: those of an earlier run, of the same wires.
 """
 
 from __future__ import annotations
@@ -13,15 +17,16 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from mappings_job import BATCH, CASES, GPUS, MODEL, NODES, RANKS, SEQUENCE, shapes_of
+from mappings_job import BATCH, CASES, GPUS, MODEL, NODES, OVERLAPPED, RANKS, SEQUENCE, SOFTWARE, Case, shapes_of
 from mappings_pictures import steps_figure
 from mappings_predict import RankCompute, Row, as_json, cluster_of, fitted, layer_errors, predict, spearman
 from mappings_ranks import ComputeTimes, Layer, run_compute, run_curves, run_steps
@@ -36,6 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 RATE = "100mbit"
 _RATE_GBPS = 0.0125
 _MOST_ERROR, _LEAST_RANK = 0.15, 0.9
+_MOST_ERROR_OVERLAPPED, _LEAST_RANK_OVERLAPPED = 0.2, 0.95
 _MAX_BYTES = 4 << 20
 _LOAD = os.getloadavg()
 
@@ -66,6 +72,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps: whether it works")
     parser.add_argument("--predict", type=Path, metavar="FILE", help="predict again from the JSON of an earlier run")
     parser.add_argument(
+        "--compute", default="", metavar="RATE", help="of the accelerator of each rank, such as 3gflops"
+    )
+    parser.add_argument("--part", type=Path, metavar="FILE", help="measure a part of what this file lacks, into it")
+    parser.add_argument("--budget-s", type=float, default=60.0, help="begin nothing more after so many seconds (60)")
+    parser.add_argument("--curves-from", type=Path, metavar="FILE", help="take the curves of this result")
+    parser.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="folder to write to (benchmarks/results)"
     )
     options = parser.parse_args()
@@ -74,38 +86,114 @@ def main() -> None:
     if options.predict:
         content = json.loads(options.predict.read_text(encoding="utf-8"))
         date, facts, measured = content["date"], content["facts"], _from_json(content["measured"])
+        accelerator = content.get("compute", "")
     else:
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        measured = measure(_EFFORTS[options.quick])
+        date, accelerator = datetime.now(timezone.utc).strftime("%Y-%m-%d"), options.compute
+        effort = _EFFORTS[options.quick]
+        if options.part is None:
+            measured = measure(effort, accelerator)
+        else:
+            found = measure_part(options.part, effort, accelerator, options.budget_s, options.curves_from)
+            if found is None:
+                return
+            measured = found
         facts = _facts(time.perf_counter() - began)
     compute = fitted(_mean(measured.compute))
-    rows = predict(CASES, measured.steps, cluster_of(measured.curves), compute)
-    stem = options.output / f"{date}-mappings"
+    software = OVERLAPPED if accelerator else SOFTWARE
+    rows = predict(_cases(accelerator), measured.steps, cluster_of(measured.curves), compute, software)
+    stem = options.output / f"{date}-mappings{'-accelerators' if accelerator else ''}"
     save_figure(
         steps_figure(rows, f"Predicted and measured steps: 2×4 ranks emulated, {RATE} a node"), stem.with_suffix(".svg")
     )
-    found = {"rows": as_json(rows), "spearman": spearman(rows), "within": _within(rows)}
-    compute_found = {"kernel_us": compute.kernel_us, "byte_us": compute.byte_us}
-    content = {"date": date, "facts": facts, **found, **compute_found, "measured": asdict(measured)}
+    result = {"rows": as_json(rows), "spearman": spearman(rows), "within": _within(rows, _target(accelerator))}
+    compute_found = {"compute": accelerator, "kernel_us": compute.kernel_us, "byte_us": compute.byte_us}
+    content = {"date": date, "facts": facts, **result, **compute_found, "measured": asdict(measured)}
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(document(date, facts, rows, measured, compute, stem.name), encoding="utf-8")
-    print(stem.with_suffix(".md").read_text(encoding="utf-8"))
+    text = document(date, facts, rows, measured, compute, stem.name, accelerator)
+    stem.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
 
 
-def measure(effort: Effort) -> Measured:
+def _cases(accelerator: str) -> list[Case]:
+    return [replace(case, overlaps=bool(accelerator)) for case in CASES]
+
+
+def _target(accelerator: str) -> float:
+    return _MOST_ERROR_OVERLAPPED if accelerator else _MOST_ERROR
+
+
+def measure_part(
+    path: Path, effort: Effort, accelerator: str, budget_s: float, curves_from: Path | None
+) -> Measured | None:
+    """Measure what is missing in ``path`` for so long, and return its content when all is there; None: not yet, and what is there
+    is said. For a machine of which nobody has ten minutes at once."""
+    began = time.perf_counter()
+    kept: dict[str, Any] = {"curves": {}, "compute": [], "steps": {}}
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+    elif curves_from is not None:
+        kept["curves"] = json.loads(curves_from.read_text(encoding="utf-8"))["measured"]["curves"]
+    cases = _cases(accelerator)
+    tasks = list(_missing(kept, cases, effort))
+    left = len(tasks)
+    for task in tasks:
+        if time.perf_counter() - began > budget_s:
+            break
+        with _cluster(accelerator) as cluster:
+            task(cluster)
+        left -= 1
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(f"{path}: {left} measurements are missing", flush=True)
+    if left:
+        return None
+    steps = [kept["steps"][case.name] for case in cases]
+    return _from_json({"steps": steps, "curves": kept["curves"], "compute": kept["compute"]})
+
+
+def _missing(
+    kept: dict[str, Any], cases: Sequence[Case], effort: Effort
+) -> Iterator[Callable[[EmulatedCluster], None]]:
+    """The measurements that are missing, each of which puts what it has found into ``kept``."""
+    for name, groups in shapes_of(CASES).items():
+        if name not in kept["curves"]:
+            yield partial(_measure_curves, kept, {name: groups})
+    if not kept["compute"]:
+        yield partial(_measure_compute, kept, effort)
+    for case in cases:
+        if case.name not in kept["steps"]:
+            yield partial(_measure_steps, kept, case, effort)
+
+
+def _measure_curves(kept: dict[str, Any], shapes: dict[str, list[tuple[int, ...]]], cluster: EmulatedCluster) -> None:
+    kept["curves"] |= cluster.run(run_curves, shapes, _MAX_BYTES, _RATE_GBPS, timeout_s=600)[0]
+
+
+def _measure_compute(kept: dict[str, Any], effort: Effort, cluster: EmulatedCluster) -> None:
+    kept["compute"].append(asdict(cluster.run(run_compute, effort.compute_s, timeout_s=300)[0]))
+
+
+def _measure_steps(kept: dict[str, Any], case: Case, effort: Effort, cluster: EmulatedCluster) -> None:
+    kept["steps"][case.name] = cluster.run(run_steps, [case], effort.steps, 1, timeout_s=900)[0][0]
+
+
+def _cluster(accelerator: str) -> EmulatedCluster:
+    return EmulatedCluster(NODES, RANKS, inter=RATE, mode="netns", compute=accelerator or None)
+
+
+def measure(effort: Effort, accelerator: str = "") -> Measured:
     """Some minutes."""
     began = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"{what}: since {time.perf_counter() - began:.0f} s", flush=True)
 
-    with EmulatedCluster(NODES, RANKS, inter=RATE, mode="netns") as cluster:
+    with _cluster(accelerator) as cluster:
         say("curves")
         curves = cluster.run(run_curves, shapes_of(CASES), _MAX_BYTES, _RATE_GBPS, timeout_s=600)[0]
         say("computation")
         before = cluster.run(run_compute, effort.compute_s, timeout_s=300)[0]
         say("steps")
-        steps = cluster.run(run_steps, CASES, effort.steps, 1, timeout_s=900)[0]
+        steps = cluster.run(run_steps, _cases(accelerator), effort.steps, 1, timeout_s=900)[0]
         say("computation")
         after = cluster.run(run_compute, effort.compute_s, timeout_s=300)[0]
     return Measured(steps, curves, [before, after])
@@ -154,33 +242,40 @@ def _facts(took_s: float) -> dict[str, str]:
     }
 
 
-def _within(rows: Sequence[Row]) -> int:
-    return sum(abs(row.error) <= _MOST_ERROR for row in rows)
+def _within(rows: Sequence[Row], most_error: float) -> int:
+    return sum(abs(row.error) <= most_error for row in rows)
 
 
 def document(
-    date: str, facts: dict[str, str], rows: Sequence[Row], measured: Measured, compute: RankCompute, name: str
+    date: str,
+    facts: dict[str, str],
+    rows: Sequence[Row],
+    measured: Measured,
+    compute: RankCompute,
+    name: str,
+    accelerator: str,
 ) -> str:
     """The whole result as Markdown."""
-    errors = [abs(row.error) for row in rows]
-    missed = [f"{row.name} ({row.error:+.1%})" for row in rows if abs(row.error) > _MOST_ERROR]
-    rank = spearman(rows)
+    errors, most_error = [abs(row.error) for row in rows], _target(accelerator)
+    missed = [f"{row.name} ({row.error:+.1%})" for row in rows if abs(row.error) > most_error]
+    rank, least_rank = spearman(rows), _LEAST_RANK_OVERLAPPED if accelerator else _LEAST_RANK
     lines = [
         f"# Predicted and measured steps, {date}",
         "",
-        f"Emulated: {NODES} nodes of {RANKS} ranks on one machine, each node with its own core and {RATE} of wire. Real",
-        "processes and bytes, a slow wire.",
+        *_of_what(accelerator),
         "",
         *[f"- {key}: {value}" for key, value in facts.items()],
         "",
         f"The model: {MODEL.layers} layers, hidden {MODEL.hidden}, {MODEL.heads} heads ({MODEL.kv_heads} of keys),",
         f"{MODEL.experts} experts of width {MODEL.width}, {MODEL.top_k} a token, FP32; {BATCH} sequences of {SEQUENCE} tokens a",
-        f"step on {GPUS} ranks. Rows are padded to a capacity of 1.0. Every call is the backend's own (flat), nothing overlaps,",
-        "and a step ends with the sums of gradients: there is no optimizer in it.",
+        f"step on {GPUS} ranks. Rows are padded to a capacity of 1.0. Every call is the backend's own (flat).",
+        "Gradients are summed beside the backward pass, calls are on lanes." if accelerator else "Nothing overlaps.",
+        "A step ends with the sums of gradients: there is no optimizer in it.",
         "",
-        f"Of {len(rows)} mappings **{_within(rows)} are predicted within {_MOST_ERROR:.0%}** (target: all); median error",
-        f"{median(errors):.1%}, largest {max(errors):.1%}; Spearman's rank correlation **{rank:.3f}** (target {_LEAST_RANK}).",
-        f"Missed: {', '.join(missed) or 'none'}." + ("" if rank >= _LEAST_RANK else " The ranking is missed too."),
+        f"Of {len(rows)} mappings **{_within(rows, most_error)} are predicted within {most_error:.0%}** (target: all), median",
+        f"error {median(errors):.1%}, largest {max(errors):.1%}; Spearman's rank correlation **{rank:.3f}** (target",
+        f"{least_rank}).",
+        f"Missed: {', '.join(missed) or 'none'}." + ("" if rank >= least_rank else " The ranking is missed too."),
         "",
         "| mapping | folded | measured, ms | predicted, ms | error | computed | tokens' exchanges | tp, cp, pp | gradients |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -205,6 +300,16 @@ def document(
         "",
     ]
     return "\n".join(lines)
+
+
+def _of_what(accelerator: str) -> list[str]:
+    where = f"Emulated: {NODES} nodes of {RANKS} ranks on one machine, {RATE} of wire each."
+    if accelerator:
+        return [
+            f"{where} NOT a measurement of accelerators: products last their",
+            f"FLOPs over {accelerator}, and hold no core.",
+        ]
+    return [where, "Each node has its own core. Real processes and bytes, a slow wire."]
 
 
 def _line(row: Row) -> str:

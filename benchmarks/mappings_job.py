@@ -14,7 +14,7 @@ from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.software import COMMLAYER
 from commlayer.scheduler.plan import Strategy
 
-__all__ = ["BATCH", "CASES", "GPUS", "MODEL", "NODES", "SEQUENCE", "SOFTWARE", "Case", "shapes_of"]
+__all__ = ["BATCH", "CASES", "GPUS", "MODEL", "NODES", "OVERLAPPED", "SEQUENCE", "SOFTWARE", "Case", "shapes_of"]
 
 NODES, RANKS = 2, 4
 GPUS = NODES * RANKS
@@ -43,15 +43,28 @@ SOFTWARE = replace(
     bucket_bytes=1 << 40,  # one sum for each axis
 )
 """The software as the steps below run (:func:`Case.config` and the settings of the ranks)."""
+BUCKET_BYTES = 256 << 10
+OVERLAPPED = replace(
+    SOFTWARE,
+    name="commlayer, every call flat, gradients beside the backward pass, FP32",
+    overlaps_gradients=True,
+    puts_off_weights=True,
+    bucket_bytes=BUCKET_BYTES,
+)
+"""The same with what overlaps, on accelerators that compute beside the wires. Calls are on lanes in the steps; flat ones are not
+cut for it, so a lane can hold them before they begin and nowhere else, and no curve says what a part of one takes: the model
+has them share the link."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mapping, and how it is run. Rows are padded to a capacity of 1.0: what is sent does not depend on the router."""
+    """A mapping, and how it is run. Rows are padded to a capacity of 1.0: what is sent does not depend on the router.
+    ``overlaps``: gradients are summed beside the backward pass, and calls are on lanes."""
 
     degrees: dict[str, Any]  # whole numbers
     options: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
+    overlaps: bool = False
 
     @property
     def job(self) -> Job:
@@ -90,7 +103,8 @@ class Case:
             attention=self.setup.attention,
             dispatch="all_to_all",
             schedule="1f1b",
-            overlap_gradients=False,
+            overlap_gradients=self.overlaps,
+            bucket_bytes=BUCKET_BYTES,
         )
 
 

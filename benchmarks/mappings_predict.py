@@ -17,6 +17,7 @@ from commlayer.scheduler.mapping.compute import MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
 from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import Software
 
 __all__ = ["RankCompute", "Row", "cluster_of", "fitted", "layer_errors", "predict", "spearman"]
 
@@ -130,12 +131,16 @@ class Row:
 
 
 def predict(
-    cases: Sequence[Case], steps: Sequence[Sequence[float]], cluster: Cluster, compute: RankCompute
+    cases: Sequence[Case],
+    steps: Sequence[Sequence[float]],
+    cluster: Cluster,
+    compute: RankCompute,
+    software: Software = SOFTWARE,
 ) -> list[Row]:
     """Every case; no optimizer, as in the steps."""
     rows = []
     for case, times in zip(cases, steps, strict=True):
-        estimator = Estimator(case.job, cluster, SOFTWARE, compute=compute)
+        estimator = Estimator(case.job, cluster, software, compute=compute)
         estimate = estimator.estimate(case.setup, detail=False)
         parts = {name: us / 1e3 for name, us in estimate.parts.items() if name != "optimizer"}
         ordered = sorted(times)

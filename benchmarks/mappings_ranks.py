@@ -17,6 +17,8 @@ import torch.distributed as dist
 from mappings_job import GPUS, MODEL, NODES, RANKS, SEQUENCE, Case
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.emulation import await_device
+from commlayer.emulation.accelerators.device_clock import device_clock
 from commlayer.integrations.block import MoETransformerLayer
 from commlayer.integrations.context_parallel import context_parallel_attention
 from commlayer.integrations.language_model import MoELanguageModel
@@ -53,17 +55,17 @@ class ComputeTimes:
     layers: list[Layer]
 
 
-def start(backend: str) -> None:
-    """Initialise this rank, on the cores of its node."""
+def start(backend: str, lanes: str = "off") -> None:
+    """Initialise this rank, on the cores of its node; where it stands for an accelerator, which computes elsewhere, on any."""
     rank = int(os.environ["RANK"])
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= NODES:
+    if len(cores) >= NODES and device_clock() is None:
         share = len(cores) // NODES
         node = rank // RANKS
         os.sched_setaffinity(0, cores[node * share : (node + 1) * share])
     torch.set_num_threads(1)
     os.environ["COMMLAYER_PROFILE"] = "none"  # nothing is planned: every call is the backend's own
-    os.environ["COMMLAYER_LANES"] = "off"
+    os.environ["COMMLAYER_LANES"] = lanes
     dist.init_process_group(backend)
 
 
@@ -77,7 +79,7 @@ def slowest(value: float) -> float:
 def run_steps(cases: list[Case], steps: int, warmup: int) -> list[list[float]]:
     """µs of each timed step of each case: from a common start until the last rank is done. Forward pass, backward pass and the
     sums of gradients; no optimizer."""
-    start("commlayer")
+    start("commlayer", "on" if cases[0].overlaps else "off")
     found = []
     for case in cases:
         with FoldedMesh(case.degrees) as mesh:
@@ -90,6 +92,7 @@ def run_steps(cases: list[Case], steps: int, warmup: int) -> list[list[float]]:
                 dist.barrier()
                 begin = time.perf_counter()
                 model.train_step(tokens, tokens.roll(-1, 0), num_micro_batches=case.micro_batches)
+                await_device()
                 times.append(slowest((time.perf_counter() - begin) * 1e6))
             found.append(times[warmup:])
     dist.destroy_process_group()
@@ -124,20 +127,25 @@ def run_curves(shapes: dict[str, list[tuple[int, ...]]], max_bytes: int, rate_gb
 
 def timed(task: Callable[[], object], seconds: float) -> float:
     """µs of ``task`` where all ranks run it at once: what it takes of a core, times the ranks that share each. By processor time,
-    which other work on the machine hardly changes; the median over ranks."""
+    which other work on the machine hardly changes; the median over ranks. Of a rank that stands for an accelerator, what that and
+    its host take, by the clock."""
+    clock = time.process_time if device_clock() is None else time.perf_counter
     task()
+    await_device()
     begin = time.perf_counter()
     task()
+    await_device()
     times = max(3, round(seconds / max(slowest(time.perf_counter() - begin), 1e-9)))
     dist.barrier()
-    begin = time.process_time()
+    begin = clock()
     for _ in range(times):
         task()
-    mine = torch.tensor([(time.process_time() - begin) * 1e6 / times], dtype=torch.float64)
+    await_device()
+    mine = torch.tensor([(clock() - begin) * 1e6 / times], dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(GPUS)]
     dist.all_gather(everyone, mine)
-    cores = len(os.sched_getaffinity(0))
-    return median(float(each) for each in everyone) * max(1.0, RANKS / cores)
+    sharing = max(1.0, RANKS / len(os.sched_getaffinity(0))) if device_clock() is None else 1.0
+    return median(float(each) for each in everyone) * sharing
 
 
 def run_compute(seconds: float) -> ComputeTimes:

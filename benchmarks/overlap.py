@@ -28,10 +28,12 @@ from moe_baseline import PlainMoE
 from moe_tables import Spread, ratios, spread
 
 from commlayer.emulation import DeviceReport, EmulatedCluster, await_device
+from commlayer.emulation.accelerators.device_clock import device_clock
 from commlayer.integrations import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.measure.profiler import SweepOptions
+from commlayer.traces.recorder import close_recorder, recorder
 
 INTER, SCALE = "400gbit", 1000.0
 """The rate of the cluster that is stood for. It runs a thousandth as fast: 400 Mbit/s a node."""
@@ -39,7 +41,8 @@ _CLUSTERS = {"2x4": (4, 2048), "2x8": (8, 1024)}
 """Ranks of each of two nodes, and tokens of each rank: a node sends as much."""
 _SWEEP = SweepOptions(min_bytes=4096, max_bytes=16 << 20, factor=4.0, group_max_bytes=32 << 20, longest_us=1.5e6)
 _TOLERANCE = 1e-4
-WAYS = ("plain", "planned", "plain, inside nodes", "planned, inside nodes")
+_INSIDE = ", inside nodes"
+WAYS = ("plain", "planned", f"plain{_INSIDE}", f"planned{_INSIDE}")
 RATIOS = (
     ("planned", "plain"),
     ("planned, inside nodes", "planned"),
@@ -103,14 +106,34 @@ def exchanges(shape: Shape, tokens: int) -> float:
     return min(times)  # what the wire takes
 
 
+def note_operations() -> None:
+    """Mark in the trace when the accelerator was busy; times of calls are in it anyway."""
+    clock = device_clock()
+    assert clock is not None  # of a rank that stands for one
+    launched = clock.launched
+
+    def noted(at: float, flops: float, num_bytes: float = 0.0) -> None:
+        busy_until, lasts_s = clock.busy_until(), clock.device.seconds(flops, num_bytes)
+        begin = max(at, busy_until or 0.0)
+        launched(at, flops, num_bytes)
+        recording = recorder()
+        if recording is not None and lasts_s > 0:
+            recording.mark("accelerator", int(begin * 1e9), int((begin + lasts_s) * 1e9))
+
+    clock.launched = noted  # type: ignore[method-assign]
+
+
 class _Layers:
     """On every rank; all of its methods are collective."""
 
-    def __init__(self, shape: Shape, tokens: int, ranks_per_node: int) -> None:
+    def __init__(self, shape: Shape, tokens: int, ranks_per_node: int, ways: Sequence[str]) -> None:
+        self.ways = tuple(ways)
         self.layers: dict[str, MoELayer] = {}
         self.calls: dict[str, Any] = {}
         config = RouterConfig(num_experts=shape.num_experts, top_k=shape.top_k)
-        for suffix, ep in (("", dist.get_world_size()), (", inside nodes", ranks_per_node)):
+        for suffix, ep in (("", dist.get_world_size()), (_INSIDE, ranks_per_node)):
+            if not any(way.endswith(_INSIDE) == bool(suffix) for way in ways):
+                continue
             mesh = FoldedMesh({"ep": ep}, backend="commlayer")
             groups = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in mesh.mapping.groups("ep")}
             for way in ("plain", "planned"):
@@ -127,6 +150,7 @@ class _Layers:
     def step(self, way: str) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Seconds of the slowest rank; the output, and the gradient of the tokens."""
         self.layers[way].zero_grad()
+        began_ns = time.perf_counter_ns()
         x = self.x.detach().requires_grad_()
         await_device()
         dist.barrier()
@@ -135,14 +159,17 @@ class _Layers:
         out.backward(self.gradient)
         await_device()
         took_s = slowest(time.perf_counter() - begin)
+        recording = recorder()
+        if recording is not None:
+            recording.mark(way, began_ns, time.perf_counter_ns())
         assert x.grad is not None  # after a backward pass
         return took_s, out.detach(), x.grad
 
     def compare(self) -> float:
         """The largest difference from the plain layer, of a tensor's largest magnitude; also each way's first calls."""
-        expected = self.step(WAYS[0])[1:]
+        expected = self.step(self.ways[0])[1:]
         worst = 0.0
-        for way in WAYS:
+        for way in self.ways:
             for _ in range(2 if way.startswith("planned") else 1):
                 for mine, theirs in zip(self.step(way)[1:], expected, strict=True):
                     worst = max(worst, float((mine - theirs).abs().max() / theirs.abs().max()))
@@ -152,31 +179,46 @@ class _Layers:
         return worst
 
     def rounds(self, number: int, budget_s: float) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
+        times: dict[str, list[float]] = {way: [] for way in self.ways}
+        first = times[self.ways[0]]
         chooser, began = random.Random(0), time.perf_counter()
-        while not times[WAYS[0]] or (len(times[WAYS[0]]) < number and slowest(time.perf_counter() - began) < budget_s):
-            for way in chooser.sample(WAYS, len(WAYS)):  # the same on all ranks
+        while not first or (len(first) < number and slowest(time.perf_counter() - began) < budget_s):
+            for way in chooser.sample(self.ways, len(self.ways)):  # the same on all ranks
                 times[way].append(self.step(way)[0])
         return times
 
 
 def on_rank(
-    shape: Shape, tokens: int, ranks_per_node: int, profile: str, number: int, budget_s: float
+    shape: Shape,
+    tokens: int,
+    ranks_per_node: int,
+    profile: str,
+    ways: Sequence[str],
+    number: int,
+    budget_s: float,
+    trace: str,
 ) -> tuple[dict[str, list[float]], str, float]:
     os.environ["COMMLAYER_PROFILE"] = profile
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    layers = _Layers(shape, tokens, ranks_per_node)
+    if trace:
+        os.environ["COMMLAYER_TRACE"] = trace
+        note_operations()
+    layers = _Layers(shape, tokens, ranks_per_node, ways)
     error = layers.compare()
     times = layers.rounds(number, budget_s)
-    decision = layers.layers["planned"].dispatcher.decision
+    close_recorder()  # ranks leave without atexit
+    planned = [layers.layers[way] for way in ways if way.startswith("planned")]
+    decision = planned[0].dispatcher.decision if planned else None
     return times, decision.name if decision is not None else "", error
 
 
 # The program
 
 
-def measure(cluster: str, shares: Sequence[float], number: int, budget_s: float, kept: str) -> Iterator[Result]:
+def measure(
+    cluster: str, shares: Sequence[float], ways: Sequence[str], number: int, budget_s: float, kept: str, trace: str = ""
+) -> Iterator[Result]:
     """``kept``: the file of a measured profile of the cluster, measured first where it is not there; or ``auto``."""
     ranks, tokens = _CLUSTERS[cluster]
     shape = Shape()
@@ -192,10 +234,16 @@ def measure(cluster: str, shares: Sequence[float], number: int, budget_s: float,
             with EmulatedCluster(2, ranks, inter=INTER, compute=compute, scale=SCALE, mode="netns") as emulated:
                 print(f"{cluster}: each rank {emulated.accelerator}", flush=True)
                 times, chosen, error = emulated.run(
-                    on_rank, shape, tokens, ranks, profile, number, budget_s, timeout_s=4 * budget_s + 120
+                    on_rank, shape, tokens, ranks, profile, ways, number, budget_s, trace, timeout_s=4 * budget_s + 120
                 )[0]
                 reports = emulated.device_reports
             yield Result(cluster, tokens, share, compute, exchange_s, times, chosen, error, reports)
+
+
+def measure_wires(cluster: str, path: Path) -> None:
+    with EmulatedCluster(2, _CLUSTERS[cluster][0], inter="400mbit", mode="netns") as emulated:
+        took_s = emulated.run(measure_links, str(path), "make bench-overlap", _SWEEP, "overlap", timeout_s=600)[0]
+    print(f"{cluster}: {path}, measured in {took_s:.0f} s")
 
 
 def ratio(result: Result, way: str, base: str) -> Spread:
@@ -221,16 +269,16 @@ def document(known: dict[str, str], results: Sequence[Result]) -> str:
             "",
             f"{result.tokens} tokens a rank; accelerators of {result.compute}; the four exchanges alone take "
             f"{result.exchange_s * 1e3:.0f} ms. Chosen: {result.chosen}. Ways differ by {result.error:.0e} at most. "
-            f"{len(result.times_s[WAYS[0]])} rounds. {described(result.reports)}",
+            f"{len(next(iter(result.times_s.values())))} rounds. {described(result.reports)}",
             "",
             "| way | time, ms |",
             "|---|---|",
-            *(f"| {way} | {spread([1e3 * s for s in result.times_s[way]])} |" for way in WAYS),
+            *(f"| {way} | {spread([1e3 * s for s in times])} |" for way, times in result.times_s.items()),
             "",
             "| ratio | measured | target |",
             "|---|---|---|",
         ]
-        for way, base in RATIOS:
+        for way, base in [pair for pair in RATIOS if set(pair) <= set(result.times_s)]:
             target = f"{TARGETS[way, base]:g}" if (way, base) in TARGETS else ""
             lines.append(f"| {way} / {base} | **{ratio(result, way, base)}** | {target} |")
     return "\n".join(lines) + "\n"
@@ -245,18 +293,28 @@ def main() -> None:
         default="",
         help="file of a measured profile of the cluster, measured first where it is not there; or auto: what a job measures",
     )
+    parser.add_argument("--way", action="append", choices=WAYS, help="only this one; may be given again")
+    parser.add_argument(
+        "--links-only", action="store_true", help="measure the links into the file of --profile, and stop"
+    )
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="record calls and accelerators; take no times then")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--budget-s", type=float, default=120.0, help="of the rounds of each share (120)")
     add_output(parser)
     options = parser.parse_args()
     stem, known, results = dated_stem(options.output, "overlap"), facts("overlap.py", os.getloadavg()[0]), []
+    trace = "" if options.trace is None else str(options.trace.resolve())
     for cluster in options.cluster or _CLUSTERS:
-        shares = options.share or (1.0, 0.25)
-        for result in measure(cluster, shares, options.rounds, options.budget_s, options.profile):
+        shares, ways = options.share or (1.0, 0.25), options.way or WAYS
+        if options.links_only:
+            measure_wires(cluster, Path(options.profile).resolve())
+            continue
+        for result in measure(cluster, shares, ways, options.rounds, options.budget_s, options.profile, trace):
             results.append(result)
             found = {"date": today(), "facts": known, "results": [asdict(each) for each in results]}
             write_results(stem, found, document(known, results))
-    print(stem.with_suffix(".md").read_text(encoding="utf-8"))
+    if results:
+        print(stem.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from commlayer.integrations.buckets import GradientBuckets
     from commlayer.integrations.context_parallel import merge_sequence, split_sequence
     from commlayer.integrations.ddp import all_reduce_hook, plan_ddp
+    from commlayer.integrations.deepspeed import plan_deepspeed_moe
     from commlayer.integrations.fsdp import PlannedAllGather, PlannedReduceScatter, plan_fsdp
     from commlayer.integrations.gradients import reduce_replicated_gradients, synchronise_gradients
     from commlayer.integrations.groups import planned_group
     from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
     from commlayer.integrations.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
     from commlayer.integrations.megatron import tell_megatron_neighbours
+    from commlayer.integrations.megatron_moe import plan_megatron_moe
     from commlayer.integrations.mesh import FoldedMesh
     from commlayer.integrations.moe.dispatcher import TokenDispatcher
     from commlayer.integrations.moe.experts import GroupedExperts
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.moe.routing import Routing
     from commlayer.integrations.neighbours import tell_neighbours, use_neighbours
     from commlayer.integrations.norm import RMSNorm
+    from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
     from commlayer.integrations.parameter_marks import mark_experts, mark_replicated
     from commlayer.integrations.pipeline_schedules import run_pipeline
     from commlayer.integrations.remat import Rematerialise, recomputable
@@ -62,10 +65,13 @@ __all__ = [
     "mark_replicated",
     "merge_sequence",
     "plan_ddp",
+    "plan_deepspeed_moe",
     "plan_fsdp",
+    "plan_megatron_moe",
     "planned_group",
     "recomputable",
     "reduce_replicated_gradients",
+    "run_overlapped_pipeline",
     "run_pipeline",
     "split_sequence",
     "synchronise_gradients",

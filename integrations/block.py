@@ -20,6 +20,7 @@ from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
 from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.pass_parts import Parts, carrying
 from commlayer.integrations.wire_choice import LaneWires
 
 __all__ = ["MoETransformerLayer", "sequence_groups"]
@@ -120,6 +121,12 @@ class MoETransformerLayer(nn.Module):
         x = x + self.attention(self.norm_1(x), seq_len)
         y: torch.Tensor = x + self.moe(self.norm_2(x), self._positions(x, seq_len))
         return y
+
+    def parts(self, x: torch.Tensor, seq_len: int | None = None) -> Parts[torch.Tensor]:
+        """The parts of the layer's forward pass; see :meth:`commlayer.integrations.moe.layer.MoELayer.parts`."""
+        x = x + self.attention(self.norm_1(x), seq_len)
+        mixed, (x,) = yield from carrying(self.moe.parts(self.norm_2(x), self._positions(x, seq_len)), x)
+        return x + mixed
 
     def scale_losses(self, num_micro_batches: int) -> None:
         """Make the router's losses count as a mean over micro-batches, where gradients are summed over the stage."""

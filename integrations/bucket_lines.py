@@ -176,10 +176,11 @@ class BucketLine:
             started.work = bucket.all_reduce(flat)
         elif flat.numel() and self._queue is not None:
             # A stream is current on one thread only: here it is the one on which the gradients are computed.
-            stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+            streams = None if flat.is_cpu else torch.get_device_module(flat.device)
+            stream = None if streams is None else streams.current_stream(flat.device)
 
             def start() -> None:
-                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                with contextlib.nullcontext() if streams is None else streams.stream(stream):
                     started.work = bucket.all_reduce(flat)
 
             started.issued = self._queue.submit("all_reduce", None, start, ())
@@ -201,8 +202,8 @@ class _Started:
 
 
 def needs_one_order(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the sums of these must start in one order over all groups, and not only within each: of a CUDA device."""
-    return any(parameter.is_cuda for parameter in parameters)
+    """Whether the sums of these must start in one order over all groups, and not only within each: of a device with streams."""
+    return any(not parameter.is_cpu for parameter in parameters)
 
 
 def lines_of(buckets: Sequence[Bucket], *, is_one: bool) -> list[BucketLine]:

@@ -19,8 +19,10 @@ until the gradients are used. A reduce_scatter is synchronous; an all_gather is,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,8 +168,10 @@ def plan_fsdp(
     """Make all FSDP2 modules in ``model`` move parameters and gradients on a planned group. Call it after ``fully_shard``.
 
     Collective over the ranks of ``group``; over all ranks of the job where that is None. All modules must be sharded over the
-    same ranks; where they are not (experts on a mesh of their own), set the objects per module instead. HSDP's all_reduce
-    between replicas stays on the mesh's own group: torch has no object for it.
+    same ranks; where they are not, set the objects per module instead. A module whose parameters are on several meshes (a block
+    with experts on a mesh of their own, as torchtitan shards it) cannot have them, and goes on by its meshes' own groups: planned
+    where these are of backend ``commlayer``. Rank 0 says so, once. HSDP's all_reduce between replicas stays on the mesh's own
+    group: torch has no object for it.
 
     Args:
         model: contains at least one module that went through ``fully_shard``.
@@ -195,7 +199,46 @@ def plan_fsdp(
         group = planned_gradient_group()
     all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
     require_same_wire(group, "FSDP2's parameters and gradients", all_gather.compressed, reduce_scatter.compressed)
-    for module in modules:
+    own = [module for module in modules if not _has_several_meshes(module)]
+    for module in own:
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)
+    left = [module for module in modules if _has_several_meshes(module)]
+    if left:
+        _say_left(left, len(modules), is_encoded=bool(all_gather.compressed or reduce_scatter.compressed))
     return group
+
+
+def _has_several_meshes(module: FSDPModule) -> bool:
+    """Tell whether torch refuses a module's custom communication: the object would not know of which mesh a call is."""
+    return len(_parameter_groups(module)) > 1
+
+
+def _parameter_groups(module: FSDPModule) -> Sequence[Any]:
+    """FSDP2's groups of a module's parameters, one for each mesh; in a torch that knows one mesh only, none."""
+    found: Sequence[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+    return found
+
+
+def _say_left(modules: Sequence[FSDPModule], total: int, *, is_encoded: bool) -> None:
+    """Say on rank 0 how modules communicate that plan_fsdp leaves as they are."""
+    if dist.get_rank() != 0:
+        return
+    parameters = [each for module in modules for each in _parameter_groups(module)]
+    meshes = [each.mesh_info for each in parameters]
+    groups = [getattr(mesh, "shard_process_group", None) or mesh.replicate_process_group for mesh in meshes]
+    backends = sorted({dist.get_backend(group) for group in groups})
+    names = " and ".join(backends)
+    if names == "commlayer":
+        how = "which the backend commlayer plans" + (", in no wire format" if is_encoded else "")
+    else:
+        how = (
+            f'of backend {names}, which are not planned: start the job with init_process_group("commlayer"), or '
+            "COMMLAYER_AS, to have them planned"
+        )
+    print(
+        f"commlayer: plan_fsdp leaves {len(modules)} of {total} FSDP modules as they are: their parameters are on several meshes "
+        f"(experts on one of their own), and torch takes no custom communication there. They go by their meshes' groups, {how}",
+        file=sys.stderr,
+        flush=True,
+    )

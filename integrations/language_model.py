@@ -5,9 +5,9 @@ Weights, losses and gradients are the same under every mapping, up to rounding, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,9 @@ from commlayer.integrations.linear import ReplicatedLinear
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.norm import RMSNorm
+from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
 from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.pipeline_schedules import Schedule, run_pipeline
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import LaneWires, WireChoice
@@ -49,6 +51,9 @@ class ModelConfig:
         schedule: in which order micro-batches go through a pipeline, see :mod:`~commlayer.integrations.pipeline_schedules`.
         overlap_gradients: sum gradients in buckets, beside the backward pass
             (:class:`~commlayer.integrations.buckets.GradientBuckets`); else all after it.
+        overlap_micro_batches: two go through a stage at a time, so that tokens of one travel while the other is computed
+            (:mod:`~commlayer.integrations.overlapped_pipeline`); ``chunks`` ``auto`` is one then. Make the mesh with
+            ``separate=("etp_ep",)``, or the counts of one queue behind the tokens of the other.
         bucket_bytes: the largest size of a bucket.
     """
 
@@ -68,6 +73,7 @@ class ModelConfig:
     wires: LaneWires | None = None
     schedule: Schedule = "gpipe"
     overlap_gradients: bool = True
+    overlap_micro_batches: bool = False
     bucket_bytes: int = BUCKET_BYTES
 
     def layer(self, index: int, mesh: FoldedMesh | None) -> MoETransformerLayer:
@@ -82,7 +88,7 @@ class ModelConfig:
             attention=self.attention,
             shared_width=self.shared_width,
             dispatch=self.dispatch,
-            chunks=self.chunks,
+            chunks=1 if self.overlap_micro_batches and self.chunks == "auto" else self.chunks,
             rope_base=self.rope_base,
             seed=self.seed * _SEEDS + index + 1,
             wires=self.wires,
@@ -143,6 +149,13 @@ class MoELanguageModel(nn.Module):
             x = layer(x, seq_len)
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
+    def parts(self, x: torch.Tensor, seq_len: int | None = None) -> Parts[torch.Tensor]:
+        """The parts of :meth:`forward`, for passes that go in turns (:mod:`commlayer.integrations.pass_parts`)."""
+        x = x if self.embedding is None else self.embedding(x)
+        for layer in self._layers():
+            x = yield from layer.parts(x, seq_len)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
     def split(self, batch: torch.Tensor) -> torch.Tensor:
         """Take this rank's part [rows, B/dp] of a whole batch [S, B] of tokens or labels. Parts are as even as can be;
         some may be empty. Sends nothing.
@@ -173,13 +186,16 @@ class MoELanguageModel(nn.Module):
             )
         if num_micro_batches < 1:
             raise UsageError(f"num_micro_batches must be 1 or more, got {num_micro_batches}")
-        stage, shapes = self.pipeline_stage(tokens, labels, num_micro_batches)
         wire = None if self.config.wires is None else self.config.wires.dp
         buckets = self._gradient_buckets(wire) if self.config.overlap_gradients else None
+        how: dict[str, Any] = {"device": tokens.device, "schedule": self.config.schedule, "gradients": buckets}
         try:
-            losses = run_pipeline(
-                stage, self.pp, shapes, device=tokens.device, schedule=self.config.schedule, gradients=buckets
-            )
+            if self.config.overlap_micro_batches:
+                parts, shapes = self.pipeline_parts(tokens, labels, num_micro_batches)
+                losses = run_overlapped_pipeline(parts, self.pp, shapes, **how)
+            else:
+                stage, shapes = self.pipeline_stage(tokens, labels, num_micro_batches)
+                losses = run_pipeline(stage, self.pp, shapes, **how)
         except BaseException:
             if buckets is not None:
                 buckets.reset()
@@ -200,19 +216,41 @@ class MoELanguageModel(nn.Module):
         """Return this rank's stage of a step, and the shape of each micro-batch's activations, as
         :func:`~commlayer.integrations.pipeline_schedules.run_pipeline` takes both. Arguments as of :meth:`train_step`.
         """
+        inputs, ended, shapes = self._micro_batches(tokens, labels, num_micro_batches)
+
+        def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
+            return ended(m, self(inputs[m] if x is None else x, tokens.shape[0]))
+
+        return stage, shapes
+
+    def pipeline_parts(
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
+    ) -> tuple[Callable[[int, torch.Tensor | None], Parts[torch.Tensor]], list[tuple[int, int, int]]]:
+        """The same in parts, as :func:`~commlayer.integrations.overlapped_pipeline.run_overlapped_pipeline` takes both."""
+        inputs, ended, shapes = self._micro_batches(tokens, labels, num_micro_batches)
+
+        def stage(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:
+            y = yield from self.parts(inputs[m] if x is None else x, tokens.shape[0])
+            return ended(m, y)
+
+        return stage, shapes
+
+    def _micro_batches(
+        self, tokens: torch.Tensor, labels: torch.Tensor, num_micro_batches: int
+    ) -> tuple[Sequence[torch.Tensor], Callable[[int, torch.Tensor], torch.Tensor], list[tuple[int, int, int]]]:
+        """Each one's tokens on this rank; what follows a stage's last layer, the loss on the last one; shapes between stages."""
         for layer in self._layers():
             layer.scale_losses(num_micro_batches)
         mine, wanted = self.split(tokens), self.split(labels)
         sizes = even_rows(mine.shape[1], num_micro_batches)
-        inputs, targets = mine.split(sizes, dim=1), wanted.split(sizes, dim=1)
+        targets = wanted.split(sizes, dim=1)
 
-        def stage(m: int, x: torch.Tensor | None) -> torch.Tensor:
-            y: torch.Tensor = self(inputs[m] if x is None else x, tokens.shape[0])
+        def ended(m: int, y: torch.Tensor) -> torch.Tensor:
             if not self.is_last:
                 return y
             return F.cross_entropy(y.flatten(0, 1), targets[m].flatten(), reduction="sum") / tokens.numel()
 
-        return stage, [(mine.shape[0], size, self.config.hidden) for size in sizes]
+        return mine.split(sizes, dim=1), ended, [(mine.shape[0], size, self.config.hidden) for size in sizes]
 
     def _gradient_buckets(self, wire: WireChoice) -> GradientBuckets:
         """The buckets of the last step, unless parameters were replaced or frozen since, or the configuration was."""

@@ -37,36 +37,49 @@ from commlayer.collectives import Exchange, GroupCommunicator
 from commlayer.integrations.buckets import GradientBuckets
 from commlayer.profiles.errors import TensorError, UsageError
 
-__all__ = ["Schedule", "run_pipeline"]
+__all__ = ["Schedule", "StageEnds", "StageTask", "most_ahead", "run_pipeline", "tasks_of"]
 
 Schedule = Literal["gpipe", "1f1b"]
 _TURNS = 2
 """After which an exchange that only sends is waited for."""
 
 
-class Task(NamedTuple):
+class StageTask(NamedTuple):
     """One pass of one micro-batch."""
 
     is_forward: bool
     m: int
 
 
-def tasks_of(schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int) -> list[Task]:
+def tasks_of(
+    schedule: Schedule, stage: int, num_stages: int, num_micro_batches: int, *, in_pairs: bool = False
+) -> list[StageTask]:
     """List the tasks of a stage, in order.
+
+    ``in_pairs``: a task runs beside the one before it, so that under ``1f1b`` a stage goes ahead by twice as many: one
+    micro-batch is forward beside another that is backward.
 
     Raises UsageError for no such schedule.
     """
     if schedule not in get_args(Schedule):
         raise UsageError(f"schedule must be one of {', '.join(get_args(Schedule))}, got {schedule!r}")
     # One stage alone need not keep the activations of all micro-batches under either.
-    ahead = num_micro_batches if schedule == "gpipe" and num_stages > 1 else num_stages - 1 - stage
+    behind = num_stages - 1 - stage
+    is_gpipe = schedule == "gpipe" and (num_stages > 1 or in_pairs)
+    in_pairs_ahead = min(num_micro_batches, most_ahead(stage, num_stages))
+    ahead = num_micro_batches if is_gpipe else in_pairs_ahead if in_pairs else behind
     tasks = []
     for step in range(num_micro_batches + ahead):
         if step < num_micro_batches:
-            tasks.append(Task(True, step))
+            tasks.append(StageTask(True, step))
         if step >= ahead:
-            tasks.append(Task(False, step - ahead))
+            tasks.append(StageTask(False, step - ahead))
     return tasks
+
+
+def most_ahead(stage: int, num_stages: int) -> int:
+    """Return by how many micro-batches a stage goes ahead under 1F1B where two go through it at a time."""
+    return 2 * (num_stages - 1 - stage)
 
 
 def run_pipeline(
@@ -104,7 +117,7 @@ def run_pipeline(
     if not shapes:
         raise UsageError("run_pipeline() needs at least one micro-batch: pass its activations' shape")
     tasks = tasks_of(schedule, pp.rank, pp.size, len(shapes))
-    ends = _Ends(pp, shapes, dtype, device)
+    ends = StageEnds(pp, shapes, dtype, device)
     inputs: dict[int, torch.Tensor | None] = {}
     outputs: dict[int, torch.Tensor] = {}
     losses = []
@@ -137,7 +150,7 @@ def _backward(x: torch.Tensor | None, y: torch.Tensor, gradient: torch.Tensor | 
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-class _Ends:
+class StageEnds:
     """The messages to and from both neighbours. Those without elements are not sent: both sides know the shapes."""
 
     def __init__(
@@ -149,12 +162,12 @@ class _Ends:
     ) -> None:
         self._pp, self._shapes, self._dtype, self._device = pp, shapes, dtype, device
         self._to_send: list[tuple[torch.Tensor, int]] = []
-        self._posted: dict[Task, tuple[torch.Tensor, Exchange]] = {}
+        self._posted: dict[StageTask, tuple[torch.Tensor, Exchange]] = {}
         self._turn = 0
         self._sending: deque[tuple[int, Exchange]] = deque()  # that only send, by the turn in which they were started
 
-    def turn(self, task: Task, then: Task | None) -> torch.Tensor | None:
-        """What ``task`` needs of a neighbour, once it is there; None where there is no such neighbour. Before that, all that is
+    def turn(self, task: StageTask, then: StageTask | None) -> torch.Tensor | None:
+        """Return what ``task`` needs of a neighbour, once it is there; None where there is none. Before that, all that is
         to be sent goes, and what the next task needs is asked for."""
         self._turn += 1
         is_answer = then is not None and task.is_forward and not then.is_forward
@@ -172,7 +185,7 @@ class _Ends:
         self._let_go(self._turn - _TURNS)
         return x
 
-    def check(self, task: Task, y: torch.Tensor) -> None:
+    def check(self, task: StageTask, y: torch.Tensor) -> None:
         """The next stage has room for what was said, and would take other bytes for it. Raises TensorError."""
         wanted = tuple(self._shapes[task.m])
         if self._pp.rank < self._pp.size - 1 and (tuple(y.shape) != wanted or y.dtype != self._dtype):
@@ -182,7 +195,7 @@ class _Ends:
                 "autocast that of the activations, or cast them)"
             )
 
-    def send(self, task: Task, x: torch.Tensor) -> None:
+    def send(self, task: StageTask, x: torch.Tensor) -> None:
         """At the next turn: what ``task`` has made, to whoever goes on with it."""
         destination = self._pp.rank + (1 if task.is_forward else -1)
         if 0 <= destination < self._pp.size:
@@ -197,7 +210,7 @@ class _Ends:
         while self._sending and self._sending[0][0] <= last_turn:
             self._sending.popleft()[1].wait()
 
-    def _exchange(self, tasks: Sequence[Task]) -> None:
+    def _exchange(self, tasks: Sequence[StageTask]) -> None:
         receives = []
         for task in tasks:
             source = self._pp.rank + (-1 if task.is_forward else 1)

@@ -30,7 +30,16 @@ import torch
 
 from commlayer.profiles.errors import InternalError, UsageError
 
-__all__ = ["Later", "Promise", "Rematerialise", "promise_of", "recomputable", "recomputable_from", "start_before"]
+__all__ = [
+    "Later",
+    "Promise",
+    "Rematerialise",
+    "is_rematerialising",
+    "promise_of",
+    "recomputable",
+    "recomputable_from",
+    "start_before",
+]
 
 
 class Later(Protocol):
@@ -245,6 +254,11 @@ def start_before(result: torch.Tensor, promise: Promise | None) -> None:
     """Start ``promise`` in the backward pass when the gradient of ``result`` is there, before that of what it is made of."""
     if promise is not None and result.requires_grad:
         result.register_hook(lambda _: promise.start())
+
+
+def is_rematerialising() -> bool:
+    """Tell whether this thread is in a :class:`Rematerialise` that saves memory."""
+    return any(entered.is_on for entered in _entered.stack)
 
 
 def promise_of(tensor: torch.Tensor) -> Promise | None:

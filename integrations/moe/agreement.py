@@ -9,6 +9,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ __all__ = [
     "number_of",
     "number_of_wire",
     "require_agreement",
+    "weights_error",
 ]
 
 FINEST = 8
@@ -59,7 +61,8 @@ class Offer:
     """The part of one rank in the exchange of counts.
 
     ``like``: its tokens [T, H], where they are known. ``way``: a number for how the dispatcher is set up. ``needs_gradient``:
-    whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at.
+    whether the backward pass comes through here. ``error``: why this rank refuses; then nothing else is looked at. ``weights``:
+    on a device, to be looked at with the indices, for which the host waits once.
     """
 
     indices: torch.Tensor
@@ -68,6 +71,7 @@ class Offer:
     way: int = 0
     needs_gradient: bool = False
     error: Exception | None = None
+    weights: torch.Tensor | None = None
 
     def message(self, grid: ExpertGrid) -> torch.Tensor:
         """Return what goes to the other ranks, int64: the head, then rows for each slice of the tokens and expert, then how many
@@ -82,7 +86,8 @@ class Offer:
                 f"{who()}indices of {list(self.indices.shape)} for tokens {list(self.like.shape)}: expected tokens [tokens, "
                 "hidden], and a row of choices for each"
             )
-        counts = _count(self.indices, grid.num_experts, self.capacity)
+        seen = _see(self.indices, grid, self.weights)
+        counts = _checked_counts(seen, grid.num_experts, self.capacity)
         hidden, dtype = -1, -1
         if self.like is not None:
             hidden = self.like.shape[-1]
@@ -91,9 +96,7 @@ class Offer:
         head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient and torch.is_grad_enabled(), 0]
         head += [_number_of_neighbours(grid)]
         reached = torch.zeros(grid.num_reached, dtype=torch.int64)
-        if grid.levels is not None:
-            found = grid.levels.reached(self.indices)
-            reached[: len(found)] = found
+        reached[: len(seen.reached)] = seen.reached
         return torch.cat([torch.tensor(head), counts.reshape(-1), reached])
 
 
@@ -173,26 +176,83 @@ def check_capacity(counts: torch.Tensor, capacity: int) -> None:
         )
 
 
-def _count(indices: torch.Tensor, num_experts: int, capacity: int | None) -> torch.Tensor:
-    """Rows that this rank sends, [FINEST, E], on the host."""
+class _Seen(NamedTuple):
+    """The choices of a rank, counted on the host: the least and the greatest expert (None: no choices), rows of each slice and
+    expert [FINEST, E], tokens that reach each node and rank, where they may go in two levels; whether its weights are finite.
+    """
+
+    bounds: tuple[int, int] | None
+    counts: torch.Tensor
+    reached: torch.Tensor
+    is_finite: bool = True
+
+
+def _see(indices: torch.Tensor, grid: ExpertGrid, weights: torch.Tensor | None) -> _Seen:
     if indices.dim() != 2 or indices.dtype != torch.int64:
         raise TensorError(
             f"{who()}indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}"
         )
-    if indices.numel():
-        low, high = (int(bound) for bound in torch.aminmax(indices))
-        if low < -1 or high >= num_experts:
-            raise TensorError(
-                f"{who()}indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
-            )
-    num_tokens = indices.shape[0]
-    bounds = torch.tensor([num_tokens * part // FINEST for part in range(1, FINEST)])
-    slices = torch.bucketize(torch.arange(num_tokens), bounds, right=True).to(indices.device)
-    keys = slices.unsqueeze(1) * num_experts + indices
-    counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).cpu().view(FINEST, num_experts)
+    if not indices.is_cpu and indices.numel():
+        return _seen_from_device(indices, grid, weights)
+    num_experts = grid.num_experts
+    if not indices.numel():
+        counts = torch.zeros(FINEST, num_experts, dtype=torch.int64)
+        return _Seen(None, counts, counts.new_zeros(grid.num_reached))
+    lowest, highest = torch.aminmax(indices)
+    bounds = int(lowest), int(highest)
+    if not _are_experts(bounds, num_experts):
+        return _Seen(bounds, indices, indices)  # which is refused
+    keys = _keys(indices, num_experts)
+    counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).view(FINEST, num_experts)
+    reached = counts.new_zeros(0) if grid.levels is None else grid.levels.reached(indices)
+    return _Seen(bounds, counts, reached)
+
+
+def _seen_from_device(indices: torch.Tensor, grid: ExpertGrid, weights: torch.Tensor | None) -> _Seen:
+    """The same of indices on a device: counted there, and brought to the host in one piece, for which it waits once."""
+    num_counts = FINEST * grid.num_experts
+    is_choice = (indices >= 0) & (indices < grid.num_experts)
+    keys = torch.where(is_choice, _keys(indices, grid.num_experts), num_counts).reshape(-1)
+    counts = indices.new_zeros(num_counts + 1).scatter_add_(0, keys, torch.ones_like(keys))
+    parts = [torch.stack(torch.aminmax(indices)), counts[:-1]]
+    is_finite = indices.new_ones(1) if weights is None else torch.isfinite(weights).all().to(torch.int64).view(1)
+    parts.append(is_finite)
+    if grid.levels is not None:
+        parts.append(grid.levels.reached(torch.where(is_choice, indices, -1)))
+    bounds, host_counts, finite, reached = torch.cat(parts).cpu().split([2, num_counts, 1, sum(map(len, parts[3:]))])
+    lowest, highest = bounds.tolist()
+    return _Seen((lowest, highest), host_counts.view(FINEST, grid.num_experts), reached, bool(finite))
+
+
+def _keys(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The place of each choice in the counts: the slice of its token, then its expert."""
+    num_tokens, device = indices.shape[0], indices.device
+    bounds = torch.arange(1, FINEST, device=device) * num_tokens // FINEST
+    slices = torch.bucketize(torch.arange(num_tokens, device=device), bounds, right=True)
+    return slices.unsqueeze(1) * num_experts + indices
+
+
+def _are_experts(bounds: tuple[int, int], num_experts: int) -> bool:
+    return bounds[0] >= -1 and bounds[1] < num_experts
+
+
+def _checked_counts(seen: _Seen, num_experts: int, capacity: int | None) -> torch.Tensor:
+    """Rows that this rank sends, [FINEST, E]. Raises TensorError."""
+    if seen.bounds is not None and not _are_experts(seen.bounds, num_experts):
+        low, high = seen.bounds
+        raise TensorError(
+            f"{who()}indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
+        )
+    if not seen.is_finite:
+        raise weights_error()
     if capacity is None:
-        return counts
-    check_capacity(counts.sum(0), capacity)
-    padded = torch.zeros_like(counts)
+        return seen.counts
+    check_capacity(seen.counts.sum(0), capacity)
+    padded = torch.zeros_like(seen.counts)
     padded[0] = capacity
     return padded
+
+
+def weights_error() -> TensorError:
+    """The error for gating weights that are NaN or infinite."""
+    return TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")

@@ -17,22 +17,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NoReturn
 
 import torch
 
 from commlayer.collectives import GroupCommunicator, Held, Pending
-from commlayer.integrations.moe.agreement import Offer, agree_on_experts, number_of, number_of_wire
+from commlayer.integrations.moe.agreement import (
+    Offer,
+    agree_on_experts,
+    number_of,
+    number_of_wire,
+    weights_error,
+)
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.level_exchanges import LevelExchanges
 from commlayer.integrations.moe.levels import Levels
-from commlayer.integrations.moe.planning import DISPATCH_KINDS, DispatchDecision, DispatchPlanner, is_sharded, slices_of
+from commlayer.integrations.moe.planning import (
+    DISPATCH_KINDS,
+    DispatchDecision,
+    DispatchPlanner,
+    is_sharded,
+    puts_off,
+    slices_of,
+)
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.moe.row_maps import combine_rows, gather_rows, permute_rows, weights_of_rows
+from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.remat import recomputable_from
 from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.statistics import count_dispatch
 
 __all__ = ["TokenDispatcher"]
 
@@ -55,9 +73,11 @@ class TokenDispatcher:
         weights_travel: gating weights go with the tokens, and the experts apply them, not the combine.
         wire: formats that tokens may take between ranks, such as ``fp8_e4m3`` (see :class:`DispatchWire`); None: the setting
             ``COMMLAYER_WIRE``. Inside a node, and where the profile finds it no faster, they go as they are.
+        used_by: whose it is, for statistics.
 
     Attributes:
         decision: of the latest :meth:`prepare`.
+        weights_travel: as given.
 
     Raises:
         UsageError: fewer experts than EP ranks, or an unknown ``kind`` or number of chunks.
@@ -75,6 +95,7 @@ class TokenDispatcher:
         chunks: int | Sequence[int] | str = "auto",
         weights_travel: bool = False,
         wire: DispatchWire | str | None = None,
+        used_by: str = "TokenDispatcher",
     ) -> None:
         self.grid = ExpertGrid.of(num_experts, ep, etp, etp_ep)
         if kind not in ("auto", *DISPATCH_KINDS):
@@ -91,13 +112,14 @@ class TokenDispatcher:
         self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
+        self._count = torch.compiler.disable(partial(count_dispatch, used_by, self.grid.all.ranks))
         self._setup = (
             number_of_wire(self.ways.wire),
             ("auto", *DISPATCH_KINDS).index(kind),
             weights_travel,
             *(slices or ()),
         )
-        self._weights_travel = weights_travel
+        self.weights_travel = weights_travel
         self._levels = LevelExchanges(self.grid, self.ways)
         self.decision: DispatchDecision | None = None
 
@@ -129,6 +151,7 @@ class TokenDispatcher:
         agree_on_experts(self.grid)
         layout = ChoiceCounts.exchange(self.grid, offer)
         self.decision = decision = self._decide(layout, like, experts)
+        self._count(decision.name, indices.shape[0])
         ways = {"all_gather": layout.gathered, "two_level": layout.two_level}
         chunks = ways[decision.kind]() if decision.kind in ways else layout.chunks(decision.slices)
         return DispatchHandle(
@@ -149,10 +172,14 @@ class TokenDispatcher:
         weights: torch.Tensor | None,
         experts: Experts | None,
     ) -> Offer:
-        self._check_weights(weights, *indices.shape[:2])
-        is_cuda = like is not None and like.is_cuda
-        way = number_of((*self._setup, experts is None, is_sharded(experts), is_cuda))
-        return Offer(indices, capacity, like, way, any(_needs_gradient(given) for given in (like, weights, experts)))
+        on_device = (
+            weights is not None and not weights.is_cpu
+        )  # they are looked at with the indices: the host waits once
+        self._check_weights(weights, *indices.shape[:2], is_sound=on_device)
+        is_elsewhere = like is not None and not like.is_cpu
+        way = number_of((*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere))
+        needs_gradient = any(_needs_gradient(given) for given in (like, weights, experts))
+        return Offer(indices, capacity, like, way, needs_gradient, weights=weights if on_device else None)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Refuse a call in place of :meth:`prepare`, where this rank cannot go on: tell the others, then raise ``error``."""
@@ -184,11 +211,13 @@ class TokenDispatcher:
             return self._levels.start_out(rows, chunk.two_level)
         if chunk.is_gathered:
             return self.ways.all_out.start_all_gather(rows, chunk.gather_rows)
-        return self.ways.out.start_all_to_all(rows, chunk.send_rows, chunk.receive_rows, most_rows=chunk.most_rows)
+        return self.ways.out.start_all_to_all(
+            rows, chunk.send_rows, chunk.receive_rows, most_rows=chunk.most_rows, everyones=chunk.everyones
+        )
 
     def weights_dispatch(self, weights: torch.Tensor | Held, chunk: Chunk) -> Pending:
         """Start the exchange of gating weights that travel with their rows: as they are."""
-        return self.grid.ep.start_all_to_all(weights, chunk.send_rows, chunk.receive_rows)
+        return self.grid.ep.start_all_to_all(weights, chunk.send_rows, chunk.receive_rows, everyones=chunk.everyones)
 
     def dispatch_postprocess(self, rows: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Gather all ETP ranks' rows and sort them by expert: [R, H]. Two_level: pass rows on inside the node first."""
@@ -206,11 +235,15 @@ class TokenDispatcher:
             return self._levels.pass_back(combine_rows(rows, weights, chunk.rows), chunk.two_level)
         if chunk.is_gathered:
             if weights is not None:
-                assert chunk.choices is not None  # as in every chunk of this kind
-                weights = self.grid.all.all_gather(weights, chunk.gather_rows).gather(1, chunk.choices)
+                weights = self._weights_of_choices(weights, chunk)
             return combine_rows(rows, weights, chunk.rows)
         rows = permute_rows(rows, chunk.by_expert and chunk.by_expert.reversed())
         return self.grid.etp.reduce_scatter(rows, chunk.gather_rows)
+
+    def _weights_of_choices(self, weights: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """Gather the weights of all ranks' tokens, where all tokens are: those of the choices that are here, first."""
+        assert chunk.choices is not None  # as in every chunk of this kind
+        return self.grid.all.all_gather(weights, chunk.gather_rows).gather(1, chunk.choices)
 
     def token_combine(self, rows: torch.Tensor, chunk: Chunk) -> Pending:
         """Start the way back."""
@@ -218,7 +251,9 @@ class TokenDispatcher:
             return self._levels.start_home(rows, chunk.two_level)
         if chunk.is_gathered:
             return self.ways.all_home.start_reduce_scatter(rows, chunk.gather_rows)
-        return self.ways.home.start_all_to_all(rows, chunk.receive_rows, chunk.send_rows, most_rows=chunk.most_rows)
+        return self.ways.home.start_all_to_all(
+            rows, chunk.receive_rows, chunk.send_rows, most_rows=chunk.most_rows, everyones=chunk.home
+        )
 
     def combine_postprocess(self, rows: torch.Tensor, weights: torch.Tensor | None, chunk: Chunk) -> torch.Tensor:
         """Sum over choices, ``Σ_k weights[t, k] · row of choice k``: [t, H]; ``weights`` None: the plain sum."""
@@ -228,11 +263,14 @@ class TokenDispatcher:
 
     # Whole
 
-    def dispatch(self, x: torch.Tensor, handle: DispatchHandle) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def dispatch(
+        self, x: torch.Tensor, handle: DispatchHandle, *, beside: Callable[[], object] | None = None
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Send tokens to their experts: [T, H] → (rows [R, H] sorted by expert, rows of each local expert). Collective.
 
-        Again with the same handle, the same rows come again (recompute). Raises TensorError for another number of tokens,
-        UsageError for a handle of another dispatcher, or one of several chunks (see :meth:`run`).
+        Again with the same handle, the same rows come again (recompute). ``beside`` is called while they travel. Raises
+        TensorError for another number of tokens, UsageError for a handle of another dispatcher, or one of several chunks (see
+        :meth:`run`).
         """
         self._check(x, None, handle)
         chunk = self._only(handle)
@@ -240,12 +278,37 @@ class TokenDispatcher:
         handle.use.hidden, handle.use.dtype = x.shape[1], x.dtype
         x = _for_backward(x, handle)
         sent = self.token_dispatch(self.dispatch_preprocess(x, chunk), chunk)
+        if beside is not None:
+            beside()
         return self.dispatch_postprocess(sent.wait(), chunk), chunk.expert_rows
 
-    def combine(self, rows: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def dispatch_weights(self, weights: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
+        """Bring the gating weights of the rows that :meth:`dispatch` brings, for experts that apply them: [T, K] → [R, 1].
+
+        Collective. The combine then goes without weights. Raises as :meth:`dispatch` does.
+        """
+        self._check_handle(handle)
+        self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
+        chunk, weights = self._only(handle), _for_backward(weights, handle)
+        if chunk.two_level is not None:
+            return weights_of_rows(self._levels.weights_here(weights, chunk.gather_rows, chunk.two_level), chunk.rows)
+        if chunk.is_gathered:
+            return weights_of_rows(self._weights_of_choices(weights, chunk), chunk.rows)
+        sent = self.weights_dispatch(self.row_weights(weights, chunk), chunk)
+        return self.dispatch_postprocess(sent.wait(), chunk)
+
+    def combine(
+        self,
+        rows: torch.Tensor,
+        handle: DispatchHandle,
+        weights: torch.Tensor | None = None,
+        *,
+        beside: Callable[[], object] | None = None,
+    ) -> torch.Tensor:
         """Bring experts' outputs back: [R, H] → tokens [T, H], each choice times its weight [T, K]. Collective.
 
-        Raises TensorError for shapes that are not the handle's, UsageError for a handle that has come back already.
+        ``beside`` is called while they travel. Raises TensorError for shapes that are not the handle's, UsageError for a handle
+        that has come back already.
         """
         self._check_handle(handle)
         self._check_weights(weights, handle.num_tokens, handle.top_k, sound=handle.sound_weights)
@@ -260,6 +323,8 @@ class TokenDispatcher:
         if weights is not None:
             weights = _for_backward(weights, handle)
         back = self.token_combine(self.combine_preprocess(rows, weights, chunk), chunk)
+        if beside is not None:
+            beside()
         return self.combine_postprocess(back.wait(), weights, chunk)
 
     def run(
@@ -271,7 +336,7 @@ class TokenDispatcher:
         *,
         beside: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run dispatch, ``experts`` and combine, chunk by chunk: chunk j+1 goes out and chunk j−1 comes back while
+        """Run dispatch, ``experts`` and combine, chunk by chunk: those behind chunk j go out and chunk j−1 comes back while
         chunk j computes.
 
         ``weights`` [T, K] are applied in the combine, or, with ``weights_travel``, by the experts. ``beside``: what else may be
@@ -280,6 +345,29 @@ class TokenDispatcher:
 
         Raises TensorError and UsageError as :meth:`dispatch` and :meth:`combine` do.
         """
+        stages = self._start(x, handle, weights)
+        other = beside() if beside is not None else None
+        stages.compute(experts)
+        return stages.finish(), other
+
+    def run_in_parts(
+        self,
+        x: torch.Tensor,
+        handle: DispatchHandle,
+        experts: Experts,
+        weights: torch.Tensor | None = None,
+        *,
+        beside: Callable[[], torch.Tensor] | None = None,
+    ) -> Parts[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The parts of :meth:`run`, for passes in turns: another goes on while tokens go out, and while they come back."""
+        stages = self._start(x, handle, weights)
+        others: Sequence[torch.Tensor] = () if beside is None else (beside(),)
+        others = stages.carry_on((yield (*stages.crossing(), *others)))
+        stages.compute(experts)
+        others = stages.carry_on((yield (*stages.crossing(), *others)))
+        return stages.finish(), others[0] if others else None
+
+    def _start(self, x: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None) -> _ChunkStages:
         self._check(x, weights, handle)
         if handle.use.dispatched:
             raise UsageError("run: the tokens of this handle have gone already: prepare another")
@@ -287,25 +375,7 @@ class TokenDispatcher:
         x = _for_backward(x, handle)
         if weights is not None:
             weights = _for_backward(weights, handle)
-        sizes = [chunk.num_tokens for chunk in handle.chunks]
-        xs = _split(x, sizes)
-        ws = [None] * len(sizes) if weights is None else _split(weights, sizes)
-        stages = [_ChunkStage(self, handle, place) for place in range(len(handle.chunks))]
-        # With a gradient all are packed before the first computes: its rows are held then (_ChunkStage.pack). Without, one ahead.
-        ahead = len(stages) if handle.needs_gradient and torch.is_grad_enabled() else 1
-        for j in range(ahead):
-            stages[j].pack(xs[j], ws[j], self._weights_travel)
-            if j == 0:  # the others are packed while it travels
-                stages[j].send()
-        other = beside() if beside is not None else None
-        for j, stage in enumerate(stages):
-            if j + 1 < len(stages):
-                if j + 1 >= ahead:
-                    stages[j + 1].pack(xs[j + 1], ws[j + 1], self._weights_travel)
-                stages[j + 1].send()
-            stage.compute(experts, x)
-        parts = [stage.finish() for stage in stages]
-        return parts[0] if len(parts) == 1 else torch.cat(parts), other
+        return _ChunkStages(self, x, handle, weights)
 
     @staticmethod
     def _only(handle: DispatchHandle) -> Chunk:
@@ -331,15 +401,26 @@ class TokenDispatcher:
 
     @staticmethod
     def _check_weights(
-        weights: torch.Tensor | None, *shape: int, sound: weakref.ref[torch.Tensor] | None = None
+        weights: torch.Tensor | None,
+        *shape: int,
+        sound: weakref.ref[torch.Tensor] | None = None,
+        is_sound: bool = False,
     ) -> None:
-        """``sound``: weights that need not be looked at again."""
+        """``sound``: weights that need not be looked at again; ``is_sound``: these need not."""
         if weights is None:
             return
         if tuple(weights.shape) != shape:
             raise TensorError(f"{who()}weights must be {list(shape)}, got {list(weights.shape)}")
-        if (sound is None or sound() is not weights) and not bool(torch.isfinite(weights).all()):
-            raise TensorError(f"{who()}weights hold NaN or Inf: look at the router's input and learning rate")
+        is_sound = is_sound or (sound is not None and sound() is weights)
+        if not is_sound and not bool(torch.isfinite(weights).all()):
+            raise weights_error()
+
+
+def _weight_gradients_last(experts: Experts, x: torch.Tensor) -> AbstractContextManager[None]:
+    """The block in which experts that can do so put off the products for their weights' gradients."""
+    if isinstance(experts, GroupedExperts) and puts_off(experts, x):
+        return experts.weight_gradients_last()
+    return nullcontext()
 
 
 def _needs_gradient(given: object) -> bool:
@@ -353,6 +434,50 @@ def _for_backward(x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
     if handle.needs_gradient and not x.requires_grad and torch.is_grad_enabled():
         return x.detach().requires_grad_()
     return x
+
+
+class _ChunkStages:
+    """All chunks of a handle on their way through :meth:`TokenDispatcher.run`; the first of them are sent when it is made."""
+
+    def __init__(
+        self, dispatcher: TokenDispatcher, x: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None
+    ) -> None:
+        sizes = [chunk.num_tokens for chunk in handle.chunks]
+        self._x, self._travel = x, dispatcher.weights_travel
+        self._xs = _split(x, sizes)
+        self._ws = [None] * len(sizes) if weights is None else _split(weights, sizes)
+        self._stages = [_ChunkStage(dispatcher, handle, place) for place in range(len(sizes))]
+        # With a gradient all are sent before the first computes, so that the link never waits for experts: what arrives is kept
+        # for the backward pass anyway. Without, one ahead.
+        self._ahead = len(sizes) if handle.needs_gradient and torch.is_grad_enabled() else 1
+        for j in range(self._ahead):  # each is packed while those before it travel
+            self._send(j)
+
+    def _send(self, j: int) -> None:
+        self._stages[j].pack(self._xs[j], self._ws[j], self._travel)
+        self._stages[j].send()
+
+    def compute(self, experts: Experts) -> None:
+        """Run the experts on one chunk after another, and send each back."""
+        with _weight_gradients_last(experts, self._x):
+            for j, stage in enumerate(self._stages):
+                if self._ahead <= j + 1 < len(self._stages):
+                    self._send(j + 1)
+                stage.compute(experts, self._x)
+
+    def finish(self) -> torch.Tensor:
+        parts = [stage.finish() for stage in self._stages]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def crossing(self) -> list[torch.Tensor]:
+        """List what the next part takes from this one."""
+        return [x for stage in self._stages for x in stage.crossing()]
+
+    def carry_on(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Take back what :meth:`crossing` has listed, and return what was given beside it."""
+        for stage in self._stages:
+            given = stage.carry_on(given)
+        return given
 
 
 class _ChunkStage:
@@ -399,6 +524,18 @@ class _ChunkStage:
         """Start the exchange of the chunk once more, out of the tokens ``x`` [T, H] or [S, B, H] of all chunks."""
         tokens = x.flatten(0, -2).split(self._sizes)[self._place]
         return self.dispatcher.token_dispatch(self.dispatcher.dispatch_preprocess(tokens, self.chunk), self.chunk)
+
+    def crossing(self) -> list[torch.Tensor]:
+        under_way = self._going if self._returning is None else [self._returning]
+        return [*(pending.unfinished for pending in under_way), *([] if self._weights is None else [self._weights])]
+
+    def carry_on(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        for pending in self._going if self._returning is None else [self._returning]:
+            pending.cut(given[0])
+            given = given[1:]
+        if self._weights is not None:
+            self._weights, given = given[0], given[1:]
+        return given
 
     def finish(self) -> torch.Tensor:
         assert self._returning is not None  # compute() came before

@@ -5,7 +5,9 @@ Shapes: R rows sorted by expert, L local experts, H hidden, F expert width; ETP 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -13,10 +15,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from commlayer.integrations.parameter_marks import mark_experts
-from commlayer.integrations.remat import recomputable
+from commlayer.integrations.remat import is_rematerialising, recomputable
 from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.overlap import LATER_CHUNKS
+from commlayer.transfers import differentiable_once
 
-__all__ = ["GroupedExperts", "grouped_linear", "has_grouped_mm", "swiglu"]
+__all__ = ["GroupedExperts", "WeightGradients", "grouped_linear", "has_grouped_mm", "swiglu"]
 
 _BLOCK_BYTES = 1 << 18
 """The bytes that SwiGLU works on at a time of each of its five tensors: together they stay in a core's cache."""
@@ -37,9 +41,61 @@ def has_grouped_mm(x: torch.Tensor, out_features: int) -> bool:
     )
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+class WeightGradients:
+    """The products for the gradients of weights that a backward pass has put off, until it makes them at once.
+
+    What waits for the gradients of rows, such as their way back to other ranks, then waits for these products no longer, and may
+    run beside them. :meth:`put_off` takes weights before anything is computed with them; their gradients are made behind all of
+    that, in the order in which autograd would have added them up.
+    """
+
+    def __init__(self) -> None:
+        self._put_off: dict[int, list[tuple[torch.Tensor, torch.Tensor, Sequence[int]]]] = {}
+        self._pass = -1  # autograd's number of the backward pass that has put them off
+
+    def put_off(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return ``weights``, which all need a gradient, for :func:`grouped_linear`, which is to be told this and their place."""
+        return _put_off(self, *weights)
+
+    def add(self, place: int, gradient: torch.Tensor, x: torch.Tensor, rows: Sequence[int]) -> None:
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:
+            self._put_off.clear()  # a pass for the gradients of rows alone never came to the weights: what it left is not theirs
+            self._pass = now
+        self._put_off.setdefault(place, []).append((gradient, x, rows))
+
+    def added(self, place: int, dtype: torch.dtype, total: torch.Tensor | None) -> torch.Tensor | None:
+        """Add to ``total``, what was not put off of the gradient of this place's weight, what was; None: nothing is there."""
+        for gradient, x, rows in self._put_off.pop(place, ()):
+            made = _gradient_of_weight(gradient, x, rows, (len(rows), gradient.shape[1], x.shape[1])).to(dtype)
+            total = made if total is None else total + made
+        return total
+
+
+class _PutOff(torch.autograd.Function):
+    """In the backward pass comes behind all that was computed with the weights, and makes what was put off there."""
+
+    @staticmethod
+    def forward(ctx: Any, later: WeightGradients, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.later, ctx.dtypes = later, [weight.dtype for weight in weights]
+        ctx.set_materialize_grads(False)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        places = enumerate(zip(ctx.dtypes, gradients, strict=True))
+        return None, *(ctx.later.added(place, dtype, given) for place, (dtype, given) in places)
+
+
+_put_off: Callable[..., tuple[torch.Tensor, ...]] = cast("Any", _PutOff.apply)
+
+
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int], later: tuple[WeightGradients, int] | None = None
+) -> torch.Tensor:
     """Multiply ``x`` [R, in] by each expert's ``weight`` [L, out, in], transposed: [R, out]. ``rows``: how many each
-    expert has.
+    expert has. ``later``: where the product for the gradient of ``weight`` is put off to, and its place there.
 
     Under autocast in its dtype. Raises TensorError for ``rows`` that are not those of ``x`` and ``weight``, and for two dtypes.
     """
@@ -56,7 +112,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -
         offsets = torch.tensor(rows, device=x.device).cumsum(0).to(torch.int32)
         out: torch.Tensor = F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
         return out
-    return _loop(x, weight, rows)
+    return _loop(x, weight, rows, later)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -64,7 +120,12 @@ class _GroupedLinear(torch.autograd.Function):
     slice, which torch pads with zeros to all weights: both copy what is there already."""
 
     @staticmethod
-    def forward(x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        rows: Sequence[int],
+        later: tuple[WeightGradients, int] | None,
+    ) -> torch.Tensor:
         rows = list(rows)
         out = x.new_empty(x.shape[0], weight.shape[1])
         for part, w, place in zip(x.split(rows), weight.unbind(), out.split(rows), strict=True):
@@ -73,31 +134,41 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, weight, rows = inputs
+        x, weight, rows, ctx.later = inputs
         ctx.save_for_backward(x, weight)
         ctx.rows = list(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        parts, pieces = gradient.split(ctx.rows), x.split(ctx.rows)
         of_x = of_weight = None
         if torch.is_grad_enabled():  # a gradient of this gradient is asked for: nothing is written in place then
-            of_x = _loop(gradient, weight.transpose(1, 2), ctx.rows)
-            return of_x, torch.stack([part.t() @ piece for part, piece in zip(parts, pieces, strict=True)]), None
+            parts, pieces = gradient.split(ctx.rows), x.split(ctx.rows)
+            of_x = _loop(gradient, weight.transpose(1, 2), ctx.rows, None)
+            return of_x, torch.stack([part.t() @ piece for part, piece in zip(parts, pieces, strict=True)]), None, None
         if ctx.needs_input_grad[0]:
             of_x = torch.empty_like(x)
-            for part, w, place in zip(parts, weight.unbind(), of_x.split(ctx.rows), strict=True):
+            for part, w, place in zip(gradient.split(ctx.rows), weight.unbind(), of_x.split(ctx.rows), strict=True):
                 torch.mm(part, w, out=place)
-        if ctx.needs_input_grad[1]:
-            of_weight = torch.empty_like(weight)
-            # Also of experts without rows: their weights get a gradient of zeros, as on every other rank.
-            for part, piece, place in zip(parts, pieces, of_weight.unbind(), strict=True):
-                torch.mm(part.t(), piece, out=place)
-        return of_x, of_weight, None
+        if ctx.needs_input_grad[1] and ctx.later is not None:
+            later, place_of_weight = ctx.later
+            later.add(place_of_weight, gradient, x, ctx.rows)
+        elif ctx.needs_input_grad[1]:
+            of_weight = _gradient_of_weight(gradient, x, ctx.rows, weight.shape)
+        return of_x, of_weight, None, None
 
 
-_loop: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] = cast("Any", _GroupedLinear.apply)
+def _gradient_of_weight(
+    gradient: torch.Tensor, x: torch.Tensor, rows: Sequence[int], shape: Sequence[int]
+) -> torch.Tensor:
+    """Also of experts without rows: their weights get a gradient of zeros, as on every other rank."""
+    of_weight = x.new_empty(shape)
+    for part, piece, place in zip(gradient.split(rows), x.split(rows), of_weight.unbind(), strict=True):
+        torch.mm(part.t(), piece, out=place)
+    return of_weight
+
+
+_loop: Callable[..., torch.Tensor] = cast("Any", _GroupedLinear.apply)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -163,6 +234,9 @@ class GroupedExperts(nn.Module):
         UsageError: ETP does not divide the width.
     """
 
+    _calls = 0
+    _put_off: Mapping[str, tuple[torch.Tensor, tuple[WeightGradients, int]]] = MappingProxyType({})
+
     def __init__(
         self,
         hidden: int,
@@ -219,7 +293,8 @@ class GroupedExperts(nn.Module):
             raise TensorError(
                 f"{self.count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
             )
-        gate, up = grouped_linear(x, self.w_gate, rows), grouped_linear(x, self.w_up, rows)
+        self._calls += 1
+        gate, up = self._product(x, "w_gate", rows), self._product(x, "w_up", rows)
         inner = swiglu(gate, up)
         kept = gate.detach(), up.detach()
         promise = recomputable(inner, lambda: swiglu(*kept), inputs=kept)  # before it is used, as everywhere
@@ -228,4 +303,33 @@ class GroupedExperts(nn.Module):
             inner = inner * weights
             kept_weights = weights.detach()
             recomputable(inner, lambda made: made * kept_weights, promise, inputs=(kept_weights,))
-        return grouped_linear(inner, self.w_down, rows)
+        return self._product(inner, "w_down", rows)
+
+    def _product(self, x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
+        if name not in self._put_off:
+            return grouped_linear(x, getattr(self, name), rows)
+        weight, later = self._put_off[name]
+        return grouped_linear(x, weight, rows, later if self._calls <= LATER_CHUNKS else None)
+
+    @contextmanager
+    def weight_gradients_last(self) -> Iterator[None]:
+        """Put off the products for the weights' gradients of the first two calls in this block, which are the last ones in the
+        backward pass, until those for the rows of all calls are made.
+
+        The backward pass then makes them while the rows' gradients travel, and keeps the rows of two calls and their gradients
+        so long. Those of later calls are made at once, while the gradients that follow them arrive. Where activations are
+        rematerialised, to save memory, and where torch compiles, nothing is put off, nor are a GPU's grouped products.
+        Gradients have the same bits either way.
+        """
+        names = [name for name in ("w_gate", "w_up", "w_down") if getattr(self, name).requires_grad]
+        self._calls = 0
+        if names and torch.is_grad_enabled() and not (is_rematerialising() or torch.compiler.is_compiling()):
+            later = WeightGradients()
+            weights = later.put_off(*(getattr(self, name) for name in names))
+            self._put_off = {
+                name: (weight, (later, place)) for place, (name, weight) in enumerate(zip(names, weights, strict=True))
+            }
+        try:
+            yield
+        finally:
+            self._put_off = {}

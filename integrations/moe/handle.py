@@ -33,6 +33,7 @@ class Chunk:
     all_gather: rows for the ETP ranks, or, where all tokens are gathered, tokens. ``by_expert`` sorts what arrived by expert,
     then ETP rank, then source. ``expert_rows``: rows of each local expert. ``most_rows``: that any rank sends or receives over
     EP, which all ranks know. ``two_level``: the way to what arrives here, of which ``rows`` are then the experts'.
+    ``everyones``: for tokens on a device, the rows that each EP rank sends to each other: no exchange asks for them again.
     """
 
     num_tokens: int
@@ -45,6 +46,12 @@ class Chunk:
     choices: torch.Tensor | None = None
     most_rows: int = 0
     two_level: TwoLevelWay | None = None
+    everyones: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def home(self) -> tuple[tuple[int, ...], ...] | None:
+        """The same of the way home."""
+        return None if self.everyones is None else tuple(zip(*self.everyones, strict=True))
 
     @property
     def is_gathered(self) -> bool:
@@ -179,17 +186,26 @@ class ChoiceCounts:
         lying = arriving.transpose(0, 1)  # after the all_gather: ETP, source, expert
         by_expert = regroup(lying, (2, 0, 1))
         if by_expert is not None and not indices.is_cpu:
-            by_expert = Permutation(by_expert.order.to(indices.device), by_expert.inverse.to(indices.device))
+            by_expert = by_expert.on(indices.device)
+        sent = counts[grid.ep.rank, grid.etp.rank]
+        # Padded rows are not choices: how many choices were dropped these counts do not say.
+        dropped = None if self.capacity is not None else indices.numel() - int(sent.sum())
         return Chunk(
             num_tokens=indices.shape[0],
-            rows=make_row_map(indices, grid.num_experts, self.capacity),
-            send_rows=tuple(_by_rank(counts[grid.ep.rank, grid.etp.rank], grid.experts).tolist()),
+            rows=make_row_map(indices, grid.num_experts, self.capacity, dropped),
+            send_rows=tuple(_by_rank(sent, grid.experts).tolist()),
             receive_rows=tuple(arriving[:, grid.etp.rank].sum(1).tolist()),
             gather_rows=tuple(arriving.sum((0, 2)).tolist()),
             by_expert=by_expert,
             expert_rows=tuple(arriving.sum((0, 1)).tolist()),
             most_rows=self._most(counts),
+            everyones=None if indices.is_cpu else self._between_ranks(counts),
         )
+
+    def _between_ranks(self, counts: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+        """The rows of ``counts`` [EP, ETP, E] that each EP rank of this one's place in ETP sends to each other."""
+        to_from = _by_rank(counts[:, self.grid.etp.rank], self.grid.experts)
+        return tuple(tuple(row) for row in to_from.t().tolist())
 
     def gathered(self) -> tuple[Chunk, ...]:
         """Make the one chunk of an all_gather: all tokens come here, and each rank takes the rows of its experts.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -16,10 +16,12 @@ from commlayer.communicator import Communicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.experts import GroupedExperts, swiglu
+from commlayer.integrations.moe.handle import DispatchHandle
 from commlayer.integrations.moe.planning import slices_of
 from commlayer.integrations.moe.replicated_tokens import ReplicatedDispatcher, run_shares
 from commlayer.integrations.moe.router import Router, RouterConfig, Routing
 from commlayer.integrations.parameter_marks import mark_replicated
+from commlayer.integrations.pass_parts import Parts
 from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, UsageError
 
@@ -105,11 +107,11 @@ class MoELayer(nn.Module):
         self.router = Router(router, hidden, sequence=sequence, balance=balance, generator=generator)
         self.dispatcher = TokenDispatcher(
             router.num_experts,
-            **_groups(mesh),
             kind=dispatch,
             chunks=chunks,
             weights_travel=weights_at == "experts",
             wire=wire,
+            **_groups(mesh),  # type: ignore[arg-type]
         )
         grid = self.dispatcher.grid
         self.experts = GroupedExperts(
@@ -143,23 +145,46 @@ class MoELayer(nn.Module):
         Raises TensorError for another hidden size, dtype or device, PeerError and CollectiveTimeoutError as collectives do.
         """
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-        routing = self._route(tokens, positions)
-        losses = {name: loss.detach() for name, loss in routing.losses.items()}
-        self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
+        routing = self._routed(tokens, positions)
         if self.holders.size > 1:
-            out = self._mix_replicated(tokens, routing)
-            return (out if self.shared is None else out + self.shared(tokens)).view(x.shape)
-        handle = self.dispatcher.prepare(
+            return self._mix_shared(tokens, routing).view(x.shape)
+        handle, beside = self._prepared(tokens, routing), self._beside(tokens)
+        out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
+        return (out if other is None else out + other).view(x.shape)
+
+    def parts(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> Parts[torch.Tensor]:
+        """The parts of the layer's forward pass, with what it returns, for passes that go in turns
+        (:mod:`commlayer.integrations.pass_parts`). Of tokens that are replicated there is one. Hooks of the module do not run.
+        """
+        tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
+        routing = self._routed(tokens, positions)
+        if self.holders.size > 1:
+            return self._mix_shared(tokens, routing).view(x.shape)
+        handle, beside = self._prepared(tokens, routing), self._beside(tokens)
+        out, other = yield from self.dispatcher.run_in_parts(
+            tokens, handle, self.experts, routing.weights, beside=beside
+        )
+        return (out if other is None else out + other).view(x.shape)
+
+    def _prepared(self, tokens: torch.Tensor, routing: Routing) -> DispatchHandle:
+        return self.dispatcher.prepare(
             routing.indices,
             capacity=routing.capacity if routing.is_padded else None,
             like=tokens,
             weights=routing.weights,
             experts=self.experts,
         )
+
+    def _beside(self, tokens: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """The shared experts' work, for when the first chunk travels."""
         shared = self.shared
-        beside = None if shared is None else lambda: shared(tokens)
-        out, other = self.dispatcher.run(tokens, handle, self.experts, routing.weights, beside=beside)
-        return (out if other is None else out + other).view(x.shape)
+        return None if shared is None else lambda: shared(tokens)
+
+    def _routed(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
+        routing = self._route(tokens, positions)
+        losses = {name: loss.detach() for name, loss in routing.losses.items()}
+        self.routing = replace(routing, weights=routing.weights.detach(), losses=losses)  # without the graph behind it
+        return routing
 
     def _route(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Routing:
         try:
@@ -175,6 +200,10 @@ class MoELayer(nn.Module):
     @property
     def _goes_by_plans(self) -> bool:
         return self.replicated is not None and self.holders.size > 1 and self.router.config.pad_to_capacity
+
+    def _mix_shared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+        out = self._mix_replicated(tokens, routing)
+        return out if self.shared is None else out + self.shared(tokens)
 
     def _mix_replicated(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         indices, weights = routing.indices, routing.weights
@@ -201,8 +230,7 @@ def _groups(mesh: FoldedMesh | None) -> dict[str, GroupCommunicator]:
         return {"ep": GroupCommunicator(None, "ep")}
     groups = {"ep": GroupCommunicator(mesh.group("ep"), "ep")}
     if mesh.size("etp") > 1:
-        groups |= {
-            "etp": GroupCommunicator(mesh.group("etp"), "ep"),
-            "etp_ep": GroupCommunicator(mesh.group("etp_ep"), "ep"),
-        }
+        groups["etp"] = GroupCommunicator(mesh.group("etp"), "ep")
+    if mesh.size("etp") > 1 or mesh.group("etp_ep") is not mesh.group("ep"):  # apart: counts do not queue behind tokens
+        groups["etp_ep"] = GroupCommunicator(mesh.group("etp_ep"), "ep")
     return groups

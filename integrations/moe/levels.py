@@ -81,13 +81,12 @@ class Levels:
         return tuple(members[place] for members in self.nodes)
 
     def reached(self, indices: torch.Tensor) -> torch.Tensor:
-        """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP], on the
-        host."""
+        """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP]."""
         size, m = len(self.experts), len(self.nodes)
         table, order = _ranks_of_experts(self.experts, indices.device), _in_order_of_nodes(self.nodes, indices.device)
         by_rank = _hits(table[indices], size)
         by_node = by_rank.index_select(1, order).view(-1, m, size // m).any(2)
-        return torch.cat([by_node, by_rank], 1).sum(0).cpu()
+        return torch.cat([by_node, by_rank], 1).sum(0)
 
 
 @dataclass(frozen=True, slots=True)

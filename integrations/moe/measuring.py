@@ -154,7 +154,7 @@ def _measure_levels(like: torch.Tensor, own: int, shape: MoveShape) -> float:
     levels = Levels(shape.nodes, 0, even_rows(shape.num_experts, shape.ranks))
     drawn = torch.rand(own * shape.ranks, shape.num_experts, generator=torch.Generator().manual_seed(0))
     choices = drawn.topk(shape.top_k).indices.to(like.device)
-    reached = torch.stack([levels.reached(part) for part in choices.split(own)])
+    reached = torch.stack([levels.reached(part) for part in choices.split(own)]).cpu()
     sizes = RowsOnLevel.of_call(levels, reached)
     way, rows = two_level_way(levels, choices, [own] * shape.ranks, sizes, None)
     counted = sum(each.token_of_row.shape[0] for each in (way.rails, way.inside, rows))

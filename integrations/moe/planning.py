@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.emulation.accelerators.device_clock import device_clock
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Experts
 from commlayer.integrations.moe.levels import RowsOnLevel
 from commlayer.integrations.moe.measuring import Measurements, MoveShape
@@ -29,7 +31,7 @@ from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import LEAST_GAIN
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "slices_of"]
+__all__ = ["DISPATCH_KINDS", "DispatchDecision", "DispatchPlanner", "is_sharded", "puts_off", "slices_of"]
 
 RowsOf = tuple[int, torch.dtype]
 DISPATCH_KINDS = ("all_to_all", "all_gather", "two_level")
@@ -102,6 +104,7 @@ class DispatchPlanner:
             layout.needs_gradient,
             experts is None,
             is_sharded(experts),
+            puts_off(experts, like),
         )
         self._neighbours = layout.neighbours or ((0, 0),) * self._grid.all.size
         told = tuple(group.siblings for group in (self._ways.all_out, self._ways.all_home))
@@ -151,7 +154,7 @@ class DispatchPlanner:
             return "each would gather the experts' shards anew"
         if self._exchange_us(layout.most_rows * _row_bytes(like), _rows_of(like)) is None:
             return "no profile of this group"
-        if not like.is_cuda and all(len(shape) == 1 for shape in self._everyones_shapes()[0]):
+        if _computes_on_cores(like) and all(len(shape) == 1 for shape in self._everyones_shapes()[0]):
             return "inside a node the cores that compute also copy"
         return None
 
@@ -163,13 +166,14 @@ class DispatchPlanner:
         rows_per_byte = layout.most_expert_rows / max(size, 1)
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
         # On a CPU what a call takes that sends next to nothing is mostly work of the cores that compute. Where the wire's own
-        # latency is a large part of it, this errs towards fewer chunks.
-        posting_us = 0.0 if like.is_cuda else 2 * (self._exchange_us(1, None) or 0.0)
+        # latency is a large part of it, this errs towards fewer chunks. An emulated accelerator's host pays it too.
+        posting_us = 2 * (self._exchange_us(1, None) or 0.0) if like.is_cpu else 0.0
         return choose_slices(
             traffic,
             lambda part: self._exchange_us(part, _rows_of(like)) or 0.0,
             lambda part: times.at(part * rows_per_byte),
             posting_us=posting_us,
+            puts_off=puts_off(experts, like),
         )
 
     def _choose_kind(self, layout: ChoiceCounts, like: torch.Tensor | None) -> tuple[str, dict[str, float], str]:
@@ -313,6 +317,17 @@ def _rounded(count: int) -> int:
     """Up to five leading bits: counts that are rounded alike differ by less than a sixteenth."""
     bits = max(0, count.bit_length() - 5)
     return -(-count >> bits) << bits
+
+
+def _computes_on_cores(like: torch.Tensor) -> bool:
+    """Whether what is computed with such tokens holds the cores that also copy what is sent inside a node."""
+    return like.is_cpu and device_clock() is None
+
+
+def puts_off(experts: Experts | None, like: torch.Tensor | None) -> bool:
+    """Whether a backward pass makes the products for the weights of these experts behind those for tokens such as ``like``."""
+    is_here = isinstance(experts, GroupedExperts) and not is_sharded(experts)
+    return is_here and like is not None and like.is_cpu  # a GPU's grouped products make both
 
 
 def is_sharded(experts: Experts | None) -> bool:

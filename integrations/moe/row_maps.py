@@ -47,35 +47,46 @@ class RowMap:
     is_filled: torch.Tensor | None
 
 
-def make_row_map(indices: torch.Tensor, num_experts: int, capacity: int | None = None) -> RowMap:
+def make_row_map(
+    indices: torch.Tensor, num_experts: int, capacity: int | None = None, num_dropped: int | None = None
+) -> RowMap:
     """The map of ``indices`` [T, K]: the expert of each choice, −1 for none.
 
     ``capacity``: each expert gets exactly so many rows; no expert may have more choices (the router has dropped them).
+    ``num_dropped``: how many choices are −1, where that is known: on a device the host else waits for their number.
     """
     num_tokens, top_k = indices.shape
     flat = indices.reshape(-1)
     experts, order = torch.sort(flat, stable=True)
-    num_dropped = int((flat < 0).sum())
-    is_kept = None
-    if num_dropped:
-        experts, order, is_kept = experts[num_dropped:], order[num_dropped:], indices >= 0
-    row_of_choice = torch.zeros_like(flat) if num_dropped else torch.empty_like(flat)
-    places = torch.arange(order.numel(), device=flat.device)
-    is_filled = None
+    if num_dropped is None and (capacity is None or flat.is_cpu):
+        num_dropped = int((flat < 0).sum())
+    is_kept = None if num_dropped == 0 else indices >= 0
     if capacity is not None:
-        counts = torch.bincount(experts, minlength=num_experts)
-        starts = counts.cumsum(0) - counts
-        places += experts * capacity - starts[experts]
-        is_filled = torch.zeros(num_experts * capacity, dtype=torch.bool, device=flat.device)
-        is_filled[places] = True
-        padded = torch.zeros(num_experts * capacity, dtype=order.dtype, device=flat.device)
-        padded[places] = order
-        row_of_choice[order] = places
-        order = padded
+        order, rows, is_filled = _padded(experts, order, num_experts, capacity)
     else:
-        row_of_choice[order] = places
+        order, is_filled = order[num_dropped:], None
+        rows = torch.zeros_like(flat) if num_dropped else torch.empty_like(flat)
+        rows[order] = torch.arange(order.numel(), device=flat.device)
     tokens = order if top_k == 1 else order // max(top_k, 1)
-    return RowMap(tokens, order, row_of_choice.view(num_tokens, top_k), is_kept, is_filled)
+    return RowMap(tokens, order, rows.view(num_tokens, top_k), is_kept, is_filled)
+
+
+def _padded(
+    experts: torch.Tensor, order: torch.Tensor, num_experts: int, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The choice of each row, the row of each choice, and which rows are filled: ``experts`` sorted, dropped choices first, and
+    the choices in that ``order``. How many are dropped is not asked: they go to a row behind the last."""
+    total, is_dropped = num_experts * capacity, experts < 0
+    starts = torch.searchsorted(experts, torch.arange(num_experts, device=experts.device))
+    places = torch.arange(experts.numel(), device=experts.device) + experts * capacity
+    places = torch.where(is_dropped, total, places - starts[experts.clamp_min(0)])
+    is_filled = torch.zeros(total + 1, dtype=torch.bool, device=experts.device)
+    is_filled[places] = True
+    choices = torch.zeros(total + 1, dtype=order.dtype, device=experts.device)
+    choices[places] = order
+    rows = torch.empty_like(order)
+    rows[order] = places.masked_fill(is_dropped, 0)
+    return choices[:-1], rows, is_filled[:-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +98,10 @@ class Permutation:
 
     def reversed(self) -> Permutation:
         return Permutation(self.inverse, self.order)
+
+    def on(self, device: torch.device) -> Permutation:
+        """The same on a device, for which the host does not wait."""
+        return Permutation(*(each.to(device, non_blocking=True) for each in (self.order, self.inverse)))
 
 
 def regroup(lengths: torch.Tensor, order: Sequence[int]) -> Permutation | None:

@@ -150,6 +150,25 @@ def test_what_ran_before_hides_what_the_host_needs_for_the_next_operation() -> N
     assert (passing.s, clock.report().late) == (106.0, 0)
 
 
+def test_a_call_waits_for_what_was_launched_before_it_and_not_for_what_came_since() -> None:
+    clock, passing = clock_of()
+    assert clock.busy_until() is None
+    clock.launched(passing.s, 3.0)
+    until = clock.busy_until()
+    assert until == 103.0
+    clock.launched(passing.s, 4.0)
+    use_device_clock(clock)
+    try:
+        await_device(until)
+        assert passing.s == 103.0
+        await_device()
+        assert passing.s == 107.0
+        await_device(until)
+    finally:
+        use_device_clock(None)
+    assert (passing.s, clock.busy_until()) == (107.0, None)
+
+
 # ---------------------------------------------------------------- what operations cost
 
 
@@ -320,6 +339,52 @@ def test_a_collective_begins_when_what_was_launched_before_is_done(
     with emulated_cluster(1, 2, mode="loopback", compute="4mflops") as cluster:
         for times in cluster.run(exchanging_rank, backend):
             assert min(times) >= 0.5
+
+
+def waiting_threads() -> list[tuple[str, bool]]:
+    """Which threads slept for a device that a call was made behind, and whether the call had ended when it was made."""
+    dist.init_process_group("commlayer")
+    group: Any = dist.group.WORLD
+    x, peer = torch.ones(8), 1 - dist.get_rank()
+    calls: dict[str, Any] = {
+        "asynchronous": lambda: dist.all_reduce(x, async_op=True),
+        "messages": lambda: group.start_batch([(x, peer)], [(torch.empty(8), peer)]),
+        "synchronous": lambda: dist.all_reduce(x),
+    }
+    found = []
+    for name, call in calls.items():
+        passing, slept = Time(), list[str]()
+        is_called = threading.Event()
+
+        def sleep(seconds: float, slept: list[str] = slept, is_called: threading.Event = is_called) -> None:
+            is_caller = threading.current_thread() is threading.main_thread()
+            slept.append("caller" if is_caller else "another")
+            assert is_caller or is_called.wait(60)
+
+        clock = DeviceClock(Accelerator(1.0), now=passing.now, sleep=sleep, lead_s=1e9)
+        use_device_clock(clock)
+        group._order.use_lane("", is_told=False)
+        clock.launched(passing.s, 5.0)
+        work = call()
+        is_under_way = work is not None and not work.is_completed()
+        is_called.set()
+        if work is not None:
+            work.wait()
+        use_device_clock(None)
+        found.append((f"{name}: {slept[0]}", is_under_way))
+        dist.barrier()
+    return found
+
+
+@cluster_test
+def test_the_caller_of_an_asynchronous_call_goes_on(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import commlayer.backend  # noqa: F401  before the fork
+
+    monkeypatch.setenv("COMMLAYER_PROFILE", "none")
+    wanted = [("asynchronous: another", True), ("messages: another", True), ("synchronous: caller", False)]
+    assert emulated_cluster(1, 2, mode="loopback").run(waiting_threads) == [wanted] * 2
 
 
 @cluster_test

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer.backend.create  # noqa: F401  # once, before ranks are forked
@@ -208,6 +212,34 @@ def test_comm_objects_refuse_other_ranks(emulated_cluster: ClusterFactory) -> No
         PlannedAllGather(alone).check(alone)
 
     emulated_cluster(2, 1).run(job)
+
+
+def test_a_module_on_several_meshes_keeps_their_groups(emulated_cluster: ClusterFactory) -> None:
+    """torch takes no custom communication there, as of a block whose experts are on a mesh of their own."""
+
+    def sharded(model: torch.nn.Module, experts_mesh: FSDPMeshInfo) -> torch.nn.Module:
+        experts = set(model[2].parameters())  # type: ignore[index]
+
+        def place(parameter: torch.nn.Parameter) -> ShardPlacementResult | None:
+            return ShardPlacementResult(Shard(0), experts_mesh) if parameter in experts else None
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), shard_placement_fn=place)
+        return model
+
+    def job() -> str:
+        start()
+        experts_mesh = FSDPMeshInfo(DeviceMesh.from_group(dist.new_group(), "cpu"), shard_mesh_dim=0)
+        model, said = small_model(), io.StringIO()
+        expected = train(sharded(copy.deepcopy(model), experts_mesh))
+        with contextlib.redirect_stderr(said):
+            plan_fsdp(sharded(model, experts_mesh), dist.new_group())
+        assert_same(train(model), expected)
+        return said.getvalue()
+
+    said, nothing = emulated_cluster(2, 1).run(job)
+    assert "plan_fsdp leaves 1 of 1 FSDP modules as they are" in said
+    assert "of backend gloo, which are not planned" in said
+    assert not nothing
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -119,7 +119,7 @@ def test_megatrons_own_groups(emulated_cluster: ClusterFactory) -> None:
 
     def job() -> dict[str, int]:
         start()
-        from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
+        from megatron.core import parallel_state  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1

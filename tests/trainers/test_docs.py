@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_deepspeed
+import tiny_megatron
 import torch
 from judged import no_alarms  # noqa: F401  a fixture
 from torch.distributed.run import get_args_parser
@@ -23,6 +25,7 @@ from torch.distributed.run import get_args_parser
 import commlayer.backend.create
 from commlayer.settings import Settings
 from commlayer.statistics import Stats, stats
+from commlayer.testing import stand_in_for_cuda
 from commlayer.testing.plugin import ClusterFactory
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -66,6 +69,8 @@ def perform(path: Path, environment: dict[str, str], arguments: list[str]) -> tu
     os.chdir(path.parent)
     torch.set_num_threads(1)
     sys.argv = [str(path), *arguments]
+    if "megatron" in path.read_text(encoding="utf-8"):
+        stand_in_for_cuda()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         KEPT.append(runpy.run_path(str(path), run_name="__main__"))
@@ -88,13 +93,16 @@ def run_on_two_nodes(
 
 def without_commlayer(program: str) -> str:
     """The program as it was before: its backend Gloo, no line of commlayer's."""
-    ours = re.compile(r"^(import commlayer|from commlayer|plan_ddp|plan_fsdp).*\n", re.M)
+    ours = re.compile(r"^(import commlayer|from commlayer|plan_\w+\().*\n", re.M)
     reported = re.compile(r"^if dist.get_rank\(\) == 0:\n    for group in commlayer.*\n(?:    .*\n)+", re.M)
-    return ours.sub("", reported.sub("", program)).replace('"commlayer"', '"gloo"')
+    before = ours.sub("", reported.sub("", program)).replace('"commlayer"', '"gloo"')
+    return before.replace("register_experts()", '"all_to_all"')
 
 
 TRAINERS = sorted(name for name in PROGRAMS if name.endswith(".py"))
-LIBRARIES = ("transformers", "accelerate", "lightning")
+LIBRARIES = ("transformers", "accelerate", "lightning", "megatron", "deepspeed")
+PREPARED = {"megatron": tiny_megatron.load, "deepspeed": tiny_deepspeed.load}
+"""The stand-ins that have to be there before these are imported."""
 
 
 @pytest.mark.cluster
@@ -104,6 +112,7 @@ def test_a_program_trains_as_on_gloo(emulated_cluster: ClusterFactory, tmp_path:
     for library in LIBRARIES:
         if library in program:
             pytest.importorskip(library, reason=f"NOT TESTED: {library} is not installed (extra 'trainers')")
+            PREPARED.get(library, int)()
     before = without_commlayer(program)
     assert "commlayer" not in before
     expected, nothing = run_on_two_nodes(emulated_cluster, tmp_path, name, before)
@@ -114,6 +123,15 @@ def test_a_program_trains_as_on_gloo(emulated_cluster: ClusterFactory, tmp_path:
     )
     assert losses == pytest.approx(expected, rel=1e-5)
     assert {("all_reduce", "hierarchical"), ("reduce_scatter", "hierarchical")} & moved, "gradients were not planned"
+
+
+@pytest.mark.parametrize("name", ["train_deepspeed.py", "train_megatron.py"])
+def test_three_lines_bring_a_trainers_layers_our_plans(name: str) -> None:
+    shown = PROGRAMS[name].splitlines()
+    kept = set(without_commlayer(PROGRAMS[name]).splitlines())
+    changed = [line for line in shown if line not in kept]
+    assert len(changed) == 3, changed
+    assert all("commlayer" in line or line.startswith("plan_") for line in changed)
 
 
 @pytest.mark.cluster
@@ -128,6 +146,33 @@ def test_torchrun_on_two_machines(
     printed = capfd.readouterr()
     assert status == 0, printed.err
     assert "step 2: loss" in printed.out
+
+
+@pytest.mark.cluster
+def test_accelerate_launch_by_the_variable_alone(
+    emulated_cluster: ClusterFactory, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real thing: its launcher for each rank, fresh interpreters, and a program in which no line is commlayer's."""
+    pytest.importorskip("accelerate", reason="NOT TESTED: accelerate is not installed (extra 'trainers')")
+    program = re.sub(
+        r"^dist\.init_process_group.*\n", "", without_commlayer(PROGRAMS["accelerate_loop.py"]), flags=re.M
+    )
+    path = tmp_path / "accelerate_loop.py"
+    path.write_text(program.replace("Accelerator(cpu=True)", "Accelerator()"), encoding="utf-8")
+    for name, value in {
+        "COMMLAYER_AS": "gloo",
+        "COMMLAYER_STATS": "1",
+        "HF_HOME": str(tmp_path),
+        "COLUMNS": "200",
+    }.items():
+        monkeypatch.setenv(name, value)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(path)]
+    status = emulated_cluster(2, 1).command(launch, timeout_s=120)
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert "step 2: loss" in printed.out
+    assert printed.err.count('COMMLAYER_AS=gloo: init_process_group("gloo") made a group') == 1
+    assert "commlayer, rank 0" in printed.err, "no table of what was moved"
 
 
 def test_a_slurm_task_becomes_a_rank(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from judged import no_alarms  # noqa: F401  a fixture
+from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
 from tiny_moe import STEPS, Run, Trained, mixtral_config, qwen3_moe_config, train, transformers
 
 from commlayer.emulation import EmulatedCluster
@@ -32,14 +32,9 @@ def on_gloo(run: Run) -> list[Trained]:
 
 def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
     """Every rank's loss at every step; ``tolerance`` is relative, 0: the same bits."""
-    assert len(got) == len(expected) == 4
-    for rank, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert len(one.losses) == len(other.losses) == STEPS
-        for step, (loss, wanted) in enumerate(zip(one.losses, other.losses, strict=True)):
-            difference = abs(loss - wanted) / abs(wanted)
-            assert difference <= tolerance, (
-                f"rank {rank}, step {step}: loss {loss}, expected {wanted}: {difference:.1e}"
-            )
+    assert len(got) == 4
+    assert all(len(each.losses) == STEPS for each in got)
+    compare_losses([each.losses for each in got], [each.losses for each in expected], tolerance=tolerance)
 
 
 @pytest.mark.parametrize("config", [mixtral_config, qwen3_moe_config])

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from commlayer.emulation.accelerators.device import Accelerator
 
-__all__ = ["DeviceClock", "DeviceReport", "await_device", "device_clock", "use_device_clock"]
+__all__ = ["DeviceClock", "DeviceReport", "await_device", "device_busy_until", "device_clock", "use_device_clock"]
 
 LEAD_S = 0.25
 """How far the host may run ahead of its device."""
@@ -110,9 +110,18 @@ class DeviceClock:
 
     def synchronize(self) -> None:
         """Return when all that was launched is done."""
-        left_s = self._free_at - self.now()
+        self.wait_until(self._free_at)
+
+    def wait_until(self, at: float) -> None:
+        """Return when this clock says ``at``, or at once where it is past."""
+        left_s = at - self.now()
         if left_s > 0:
             self._sleep(left_s)
+
+    def busy_until(self) -> float | None:
+        """Return when all that was launched by now is done; None where it is."""
+        free_at = self._free_at
+        return free_at if free_at > self.now() else None
 
     def report(self) -> DeviceReport:
         """Return what has been done so far."""
@@ -142,13 +151,25 @@ def use_device_clock(clock: DeviceClock | None) -> None:
     _clock = clock
 
 
-def await_device() -> None:
+def await_device(until: float | None = None) -> None:
     """Return when this process's emulated accelerator has done what was launched; at once where there is none.
 
-    A collective begins so, as NCCL's do on the stream of those who call them; and so do measurements end.
+    A collective begins so, as NCCL's do on the stream of those who call them; and so do measurements end. ``until``: when what a
+    call has to wait for is done, as :func:`device_busy_until` said when it was made; what was launched since is not waited for.
     """
     if _clock is not None:
-        _clock.synchronize()
+        if until is None:
+            _clock.synchronize()
+        else:
+            _clock.wait_until(until)
+
+
+def device_busy_until() -> float | None:
+    """Return when this process's emulated accelerator will have done what was launched; None where it has, or there is none.
+
+    For calls that begin later than they are made, on a thread of their own: the host goes on, as behind NCCL's calls.
+    """
+    return None if _clock is None else _clock.busy_until()
 
 
 def _forget_in_child() -> None:

@@ -278,6 +278,27 @@ def test_several_ranks_return_the_same_bits(emulated_cluster: ClusterFactory) ->
     assert emulated_cluster(nodes=2, ranks_per_node=2).run(job) == [[True] * 4] * 4
 
 
+@pytest.mark.parametrize("kind", ["all_to_all", "all_gather"])
+def test_weights_of_the_rows_that_experts_get(kind: str) -> None:
+    """Applied to the rows and not in the combine they give the same sums, and the same gradients; what is beside is called."""
+    x, indices, chosen = Case(route="dropped", tokens=(7,)).routes(0)
+    dispatcher, called = TokenDispatcher(4, ep=alone(), kind=kind), list[str]()
+    found = []
+    for by_experts in (False, True):
+        weights = chosen.clone().requires_grad_()
+        handle = dispatcher.prepare(indices, like=x, weights=weights)
+        rows, _ = dispatcher.dispatch(x, handle, beside=lambda: called.append("out"))
+        rows = rows * dispatcher.dispatch_weights(weights, handle) if by_experts else rows
+        out = dispatcher.combine(rows, handle, None if by_experts else weights, beside=lambda: called.append("home"))
+        out.backward(gradient_of(out, 0))
+        found.append((out.detach(), weights.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert near(*(torch.as_tensor(gradient) for _, gradient in found))
+    assert called == ["out", "home"] * 2
+    dispatches = [each for each in commlayer.stats()["dispatches"] if each["dispatcher"] == "TokenDispatcher"]
+    assert f"{kind} × 1" in {each["kind"] for each in dispatches}
+
+
 def test_gradients_are_the_derivatives() -> None:
     indices = torch.tensor([[0, 2], [2, -1], [1, 0]])
     rows = make_row_map(indices, 3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from commlayer.integrations.moe import experts as experts_module
 from commlayer.integrations.moe.experts import GroupedExperts, grouped_linear, swiglu
+from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import TensorError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -150,3 +154,66 @@ def test_weights_before_the_last_product_are_weights_after_it() -> None:
     x, weights = torch.randn(5, 6, dtype=torch.float64), torch.rand(5, 1, dtype=torch.float64)
     for rows in itertools.chain([[5, 0]], [[2, 3]]):
         torch.testing.assert_close(layer(x, rows, weights), layer(x, rows) * weights)
+
+
+def gradients_of(layer: GroupedExperts, calls: Sequence[tuple[torch.Tensor, list[int]]], last: bool) -> list[Any]:
+    layer.zero_grad()
+    inputs = leaves(*(x for x, _ in calls))
+    with layer.weight_gradients_last() if last else contextlib.nullcontext():
+        outs = [layer(x, rows) for x, (_, rows) in zip(inputs, calls, strict=True)]
+    torch.cat(outs).float().square().sum().backward()
+    return [each.grad for each in (*inputs, *layer.parameters())]
+
+
+@pytest.mark.parametrize("frozen", [(), ("w_up",), ("w_gate", "w_up", "w_down")], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weight_gradients_put_off_have_the_same_bits(frozen: tuple[str, ...], autocast: bool) -> None:
+    layer = GroupedExperts(6, 10, count=3)
+    for name in frozen:
+        getattr(layer, name).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    calls = [(torch.randn(sum(rows), 6, generator=generator), rows) for rows in ([2, 0, 3], [1, 1, 4], [0, 0, 0])]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, wanted = gradients_of(layer, calls, True), gradients_of(layer, calls, False)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine.dtype == theirs.dtype and torch.equal(mine, theirs))
+
+
+def test_a_pass_for_the_gradients_of_rows_alone_leaves_nothing_for_weights() -> None:
+    layer, x = GroupedExperts(6, 10, count=2), torch.ones(3, 6, requires_grad=True)
+    with layer.weight_gradients_last():
+        loss = layer(x, [1, 2]).square().sum()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    found = [each.grad for each in layer.parameters()]
+    (again,) = leaves(x)
+    wanted = gradients_of(layer, [(again, [1, 2])], False)[1:]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine is not None
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("how", ["put off", "at once", "rematerialised"])
+def test_weight_gradients_put_off_come_behind_those_of_all_rows(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    made = experts_module._gradient_of_weight
+
+    def noted(*given: Any) -> torch.Tensor:
+        seen.append("weight")
+        return made(*given)
+
+    monkeypatch.setattr(experts_module, "_gradient_of_weight", noted)
+    layer = GroupedExperts(6, 10, count=2)
+    inputs = leaves(*(torch.ones(3, 6) for _ in range(3)))
+    for x in inputs:
+        x.register_hook(lambda _: seen.append("rows"))
+    late = layer.weight_gradients_last() if how != "at once" else contextlib.nullcontext()
+    with Rematerialise(is_on=how == "rematerialised"), late:
+        outs = [layer(x * 1, rows) for x, rows in zip(inputs, ([1, 2], [3, 0], [2, 1]), strict=True)]
+    torch.cat(outs).sum().backward()
+    assert sorted(seen) == ["rows"] * 3 + ["weight"] * 9
+    if how == "put off":  # those of the third call, the first in the backward pass, are made at once
+        assert seen == ["weight"] * 3 + ["rows"] * 3 + ["weight"] * 6
+    else:
+        assert seen == [*["weight"] * 3, "rows"] * 3

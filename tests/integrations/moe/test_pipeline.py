@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import Queue
 from typing import Any, cast
 
@@ -27,7 +28,9 @@ from commlayer.integrations.gradients import synchronise_gradients
 from commlayer.integrations.language_model import ModelConfig, MoELanguageModel
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.router import RouterConfig
-from commlayer.integrations.pipeline_schedules import Schedule, Task, run_pipeline, tasks_of
+from commlayer.integrations.overlapped_pipeline import run_overlapped_pipeline
+from commlayer.integrations.pass_parts import CutPass, Parts, carrying, run_parts
+from commlayer.integrations.pipeline_schedules import Schedule, StageTask, run_pipeline, tasks_of
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -67,6 +70,7 @@ def run_stage(
     *,
     dtype: torch.dtype = torch.float64,
     before: Callable[[int], None] = lambda m: None,
+    two_at_once: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     mine, inputs = layer(pp.rank, dtype), batches(sizes, dtype)
 
@@ -76,8 +80,18 @@ def run_stage(
         y = torch.tanh(mine(inputs[m] if x is None else x))
         return y.square().sum() if pp.rank == pp.size - 1 else y
 
+    def parts(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:
+        """The work of ``stage``, in three parts, of which the second makes nothing."""
+        (y,) = yield (mine(inputs[m] if x is None else x),)
+        (y,) = yield (y,)
+        y = torch.tanh(y)
+        return y.square().sum() if pp.rank == pp.size - 1 else y
+
     shapes = [(size, HIDDEN) for size in sizes]
-    losses = run_pipeline(stage, pp, shapes, dtype=dtype, schedule=schedule)
+    if two_at_once:
+        losses = run_overlapped_pipeline(parts, pp, shapes, dtype=dtype, schedule=schedule)
+    else:
+        losses = run_pipeline(stage, pp, shapes, dtype=dtype, schedule=schedule)
     assert mine.weight.grad is not None
     return losses, mine.weight.grad
 
@@ -156,13 +170,15 @@ def in_threads(size: int, call: Callable[[GroupCommunicator], Any]) -> list[Any]
     return results
 
 
+@pytest.mark.parametrize("two_at_once", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5])
-def test_no_order_rests_on_buffers(schedule: Schedule, num_stages: int) -> None:
+def test_no_order_rests_on_buffers(schedule: Schedule, num_stages: int, two_at_once: bool) -> None:
     for number in (1, 2, 3, 5, 8):
         sizes = [1 + (m % 3) for m in range(number)]
         losses, gradients = expected(num_stages, sizes)
-        found = in_threads(num_stages, lambda pp, sizes=sizes: run_stage(pp, sizes, schedule))  # type: ignore[misc]
+        run = partial(run_stage, sizes=sizes, schedule=schedule, two_at_once=two_at_once)
+        found = in_threads(num_stages, run)
         for rank, (mine, gradient) in enumerate(found):
             torch.testing.assert_close(gradient, gradients[rank])
             torch.testing.assert_close(mine, losses if rank == num_stages - 1 else [])
@@ -171,11 +187,17 @@ def test_no_order_rests_on_buffers(schedule: Schedule, num_stages: int) -> None:
 # Between ranks
 
 
-def between_ranks(sizes: Sequence[int], dtype: torch.dtype) -> dict[Schedule, tuple[list[torch.Tensor], torch.Tensor]]:
+def between_ranks(
+    sizes: Sequence[int], dtype: torch.dtype
+) -> dict[tuple[Schedule, bool], tuple[list[torch.Tensor], torch.Tensor]]:
     torch.set_num_threads(1)
     dist.init_process_group("commlayer")
     pp = GroupCommunicator(dist.group.WORLD, "pp")
-    found = {schedule: run_stage(pp, sizes, schedule, dtype=dtype) for schedule in SCHEDULES}
+    found = {
+        (schedule, two): run_stage(pp, sizes, schedule, dtype=dtype, two_at_once=two)
+        for schedule in SCHEDULES
+        for two in (False, True)
+    }
     dist.destroy_process_group()
     return found
 
@@ -202,7 +224,8 @@ def test_between_ranks(
             wanted = losses if rank == num_stages - 1 else []
             assert [float(loss) for loss in mine] == pytest.approx([float(loss) for loss in wanted], rel=tolerance)
         # The same bits: each adds the gradients of the same micro-batches in one order.
-        assert torch.equal(found["gpipe"][1], found["1f1b"][1])
+        for _, gradient in found.values():
+            assert torch.equal(gradient, found["gpipe", False][1])
 
 
 def large_messages() -> None:
@@ -256,7 +279,7 @@ def test_activations_kept(num_stages: int, number: int) -> None:
     for schedule in SCHEDULES:
         for stage in range(num_stages):
             tasks = tasks_of(schedule, stage, num_stages, number)
-            assert sorted(tasks) == sorted(Task(way, m) for way in (True, False) for m in range(number))
+            assert sorted(tasks) == sorted(StageTask(way, m) for way in (True, False) for m in range(number))
             assert [task.m for task in tasks if task.is_forward] == list(range(number))
             assert [task.m for task in tasks if not task.is_forward] == list(range(number))
             kept = most = 0
@@ -265,6 +288,77 @@ def test_activations_kept(num_stages: int, number: int) -> None:
                 most = max(most, kept)
             promised = num_stages - stage if schedule == "1f1b" or num_stages == 1 else number
             assert most == min(promised, number)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [1, 2, 3, 9])
+def test_two_at_a_time_are_one_forward_and_one_backward(num_stages: int, number: int) -> None:
+    for stage in range(num_stages):
+        tasks = tasks_of("1f1b", stage, num_stages, number, in_pairs=True)
+        assert sorted(tasks) == sorted(StageTask(way, m) for way in (True, False) for m in range(number))
+        ahead = min(number, 2 * (num_stages - 1 - stage) + 1)
+        assert [task.is_forward for task in tasks[:ahead]] == [True] * ahead
+        pairs = tasks[ahead : 2 * number - ahead]
+        assert pairs == [StageTask(way, m + ahead * way) for m in range(number - ahead) for way in (False, True)]
+
+
+def test_passes_go_in_turns_and_the_earlier_is_ahead() -> None:
+    """Each stage goes on with the other micro-batch wherever a part ends; the backward pass has the same parts, last first."""
+    seen: list[str] = []
+
+    def noted(x: torch.Tensor, m: int, part: str) -> torch.Tensor:
+        seen.append(f"{m}{part}")
+        x.register_hook(lambda _: seen.append(f"{m}{part.upper()}"))
+        return x
+
+    def parts(m: int, x: torch.Tensor | None) -> Parts[torch.Tensor]:
+        (y,) = yield (noted(torch.ones(2, requires_grad=True) * 2, m, "a"),)
+        (y,) = yield (noted(y * 3, m, "b"),)
+        return noted(y * 4, m, "c").sum()
+
+    alone = GroupCommunicator(None, "pp")
+    losses = run_overlapped_pipeline(parts, alone, [(2,)] * 3, schedule="gpipe")
+    assert [float(loss) for loss in losses] == [48.0] * 3
+    forward, backward = "0a 1a 0b 1b 0c 1c 2a 2b 2c", "0C 0B 1C 0A 1B 2C 1A 2B 2A"
+    assert " ".join(seen).startswith("0a 1a 0b 1b 0c 1c 2a")
+    assert sorted(seen) == sorted(f"{forward} {backward}".split())
+    for m in range(3):  # in every part the earlier micro-batch is first
+        for part in "abcABC":
+            assert m == 0 or seen.index(f"{m - 1}{part}") < seen.index(f"{m}{part}")
+    seen.clear()
+    run_overlapped_pipeline(parts, alone, [(2,)] * 4, schedule="1f1b")
+    assert seen[:6] == ["0a", "0b", "0c", "0C", "1a", "0B"], "one is forward beside another that is backward"
+    assert seen[-3:] == ["3C", "3B", "3A"]
+
+
+def test_a_graph_that_is_cut_has_the_gradients_of_a_whole_one() -> None:
+    def inner(x: torch.Tensor) -> Parts[torch.Tensor]:
+        (x, kept) = yield (x * 3, x)
+        (x, kept) = yield (x * kept, kept)  # crosses twice
+        return x + kept.sin()
+
+    def outer(x: torch.Tensor) -> Parts[torch.Tensor]:
+        x = x.exp()
+        made, (x,) = yield from carrying(inner(x.cos()), x)
+        return made * x
+
+    found = []
+    for is_cut in (False, True):
+        x = torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True)
+        if is_cut:
+            cut = CutPass(outer(x))
+            with pytest.raises(UsageError, match="have not all run"):
+                cut.result  # noqa: B018
+            assert [cut.forward() for _ in range(3)] == [True, True, False]
+            y = cut.result.detach()
+            assert len(list(cut.backward(torch.ones(5, dtype=torch.float64)))) == 2
+        else:
+            made = run_parts(outer(x))
+            made.sum().backward()
+            y = made.detach()
+        found.append((y, x.grad))
+    assert found[0][1] is not None
+    torch.testing.assert_close(found[1], found[0], rtol=1e-14, atol=0)
 
 
 def test_graphs_go_as_soon_as_they_may() -> None:
@@ -375,6 +469,8 @@ def test_refusals() -> None:
         run_pipeline(lambda m, x: torch.zeros(()), GroupCommunicator(None, "pp"), [(1,)], schedule="interleaved")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="at least one micro-batch"):
         run_pipeline(lambda m, x: torch.zeros(()), GroupCommunicator(None, "pp"), [], schedule="1f1b")
+    with pytest.raises(UsageError, match=r"run_overlapped_pipeline\(\) needs at least one"):
+        run_overlapped_pipeline(lambda m, x: iter(()), GroupCommunicator(None, "pp"), [])  # type: ignore[arg-type,return-value]
 
 
 def unused_input(schedule: Schedule) -> torch.Tensor:
@@ -431,7 +527,13 @@ def test_with_buckets(emulated_cluster: ClusterFactory, schedule: Schedule) -> N
 def model_of(degrees: dict[str, int] | None, schedule: Schedule) -> tuple[float, dict[str, torch.Tensor]]:
     torch.set_num_threads(1)
     config = ModelConfig(
-        router=RouterConfig(num_experts=4, top_k=2), hidden=16, num_layers=4, width=16, schedule=schedule, seed=2
+        router=RouterConfig(num_experts=4, top_k=2),
+        hidden=16,
+        num_layers=4,
+        width=16,
+        shared_width=8,
+        schedule=schedule,
+        seed=2,
     )
     tokens = torch.randint(256, (9, 6), generator=torch.Generator().manual_seed(1))
     if degrees is None:
@@ -458,6 +560,45 @@ def test_a_model(emulated_cluster: ClusterFactory, world: int, degrees: dict[str
             for name, gradient in mine.items():
                 error = (gradient - gradients[name]).abs().max() / gradients[name].abs().max()
                 assert error <= 1e-4, (schedule, name)
+
+
+def two_at_a_time(degrees: dict[str, int], separate: tuple[str, ...]) -> None:
+    """Losses and gradients have the same bits as where one micro-batch follows the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer")
+    tokens = torch.randint(256, (9, 6), generator=torch.Generator().manual_seed(1))
+    with FoldedMesh(degrees, separate=separate) as mesh:
+        found: dict[bool, list[torch.Tensor]] = {}
+        for schedule in SCHEDULES:
+            for at_once in (False, True):
+                model = MoELanguageModel(
+                    ModelConfig(
+                        router=RouterConfig(num_experts=4, top_k=2, aux_loss_coefficient=0.01),
+                        hidden=16,
+                        num_layers=4,
+                        width=16,
+                        shared_width=8,
+                        schedule=schedule,
+                        chunks=1,
+                        overlap_micro_batches=at_once,
+                        overlap_gradients=schedule == "1f1b",
+                        bucket_bytes=4096,
+                    ),
+                    mesh,
+                )
+                losses = [model.train_step(tokens[:-1], tokens[1:], num_micro_batches=n) for n in (3, 1)]
+                gradients = [p.grad for p in model.parameters()]
+                found[at_once] = [*losses, *(gradient for gradient in gradients if gradient is not None)]
+                assert len(found[at_once]) == len(gradients) + 2
+            for mine, wanted in zip(found[True], found[False], strict=True):
+                assert torch.equal(mine, wanted), schedule
+
+
+@pytest.mark.parametrize(("degrees", "separate"), [({"pp": 2, "ep": 2}, ("etp_ep",)), ({"cp": 2, "ep": 4}, ())])
+def test_a_model_two_micro_batches_at_a_time(
+    emulated_cluster: ClusterFactory, degrees: dict[str, int], separate: tuple[str, ...]
+) -> None:
+    emulated_cluster(2, 2, mode="loopback").run(two_at_a_time, degrees, separate, timeout_s=90)
 
 
 # Keys and values, which leave before there are queries

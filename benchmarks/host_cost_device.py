@@ -1,0 +1,161 @@
+"""The cost on the host of planned calls on a simulated device, above the bare call of its inner backend, for each strategy.
+
+Two figures for each. On the simulated device: all that the caller's thread does, of which most is the simulator's own work, in
+Python, for each operator, event and message. Without a device: the same calls on streams that take everything and do nothing,
+which is what this package adds on any device; there a launch costs what the device's own library takes for it.
+
+All ways take turns in blocks on one group, on the same tensor, as gradients' buckets are; see host_cost.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commlayer.backend.create  # noqa: F401  ranks are forked: what is imported here they need not import
+from commlayer.backend.device_verbs import DeviceVerbs
+from commlayer.emulation import EmulatedCluster
+from commlayer.engine.device_plans import DevicePlans
+from commlayer.engine.group_plans import Choices
+from commlayer.settings import Settings
+from commlayer.testing import StreamDelays, simulated_device
+from commlayer.transport.nccl import Nccl
+
+__all__ = ["print_device"]
+
+STRATEGIES = ("flat_direct", "hierarchical", "leaders", "pipelined:2", "pipelined:4")
+INNER = "inner"
+TARGET_US = 40.0
+ELEMENTS = 1024
+
+Times = dict[str, dict[str, list[float]]]
+
+
+class Nothing:
+    """A device, its streams, events and messengers, and an inner backend, that do nothing; it has memory, of ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    @property
+    def current(self) -> Nothing:
+        return self
+
+    def on(self, stream: object) -> contextlib.nullcontext[None]:
+        return _AS_IT_IS
+
+    def launch(self, work: object) -> None:
+        return None
+
+    def record(self) -> Nothing:
+        return self
+
+    def wait(self, *arguments: object) -> None:
+        return None
+
+    def keep(self, tensor: object) -> None:
+        return None
+
+    def exchange(self, sends: object, receives: object) -> Nothing:
+        return self
+
+    def all_gather(self, whole: object, mine: object) -> Nothing:
+        return self
+
+    def allreduce(self, tensors: object, opts: object) -> Nothing:
+        return self
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, int]]:
+    """On a rank: the caller's processor time of single calls, µs, by device and strategy; and how many steps each plan has."""
+    torch.set_num_threads(1)
+    device = simulated_device(StreamDelays(chance=0.0))
+    os.environ["COMMLAYER_PROFILE"] = "none"
+    dist.init_process_group("commlayer")
+    group: Any = dist.group.WORLD
+    place = group._inner.on_devices[device.type]
+    nodes = place.plans.nodes
+    nothing: Any = Nothing(device)
+    shape = tuple(map(len, nodes))
+    idle = DevicePlans(
+        nodes, dist.get_rank(), place.plans.choices, lambda purpose, on: nothing, lambda: "", lambda: 0.0
+    )
+    verbs = {"simulated": place.verbs, "none": DeviceVerbs(Nccl(nothing), idle, group.counters)}
+    plans = {"simulated": place.plans, "none": idle}
+    choices = {name: Choices(shape, None, Settings(plan=name)) for name in STRATEGIES}
+    choices[INNER] = Choices(shape, None, Settings())
+    x = torch.ones(ELEMENTS, device=device)
+    times: Times = {where: {name: [] for name in (INNER, *STRATEGIES)} for where in verbs}
+    gc.disable()
+    for turn in range(num_calls // block + 1):
+        for where in verbs:
+            for name in (INNER, *STRATEGIES):
+                place.verbs, plans[where].choices = verbs[where], choices[name]
+                for _ in range(block):
+                    began = time.thread_time_ns()
+                    work = dist.all_reduce(x, async_op=True)
+                    assert work is not None
+                    work.wait()
+                    if turn:  # the first connects
+                        times[where][name].append((time.thread_time_ns() - began) / 1000)
+                torch.get_device_module(device).synchronize()
+                _do_nothing_on(idle, nothing)
+    place.verbs = verbs["simulated"]
+    steps = {}
+    for name in STRATEGIES:
+        plan = choices[name].plan("all_reduce", x.nbytes, is_float=True)
+        assert plan is not None
+        steps[name] = len(plan.steps)
+    dist.destroy_process_group()
+    return times, steps
+
+
+def _do_nothing_on(idle: DevicePlans, nothing: Any) -> None:
+    """Put streams that do nothing in the place of those that connecting has made."""
+    if idle._runner is not None:
+        transport = idle._transport
+        transport.device, transport.streams = nothing, dict.fromkeys(transport.streams, nothing)
+
+
+def print_device(options: argparse.Namespace) -> None:
+    """Measure on two nodes of two ranks, and print a table."""
+    with EmulatedCluster(2, 2, mode="loopback") as cluster:
+        times, steps = cluster.run(measure_device, options.calls, timeout_s=90)[0]
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    print(
+        f"torch {torch.__version__}, Python {platform.python_version()}, {machine}, 2x2 ranks: processor time of the caller of "
+        f"an all_reduce of {ELEMENTS * 4} bytes on rank 0, µs above the inner backend's own, median (quartiles)"
+    )
+    for where, found in times.items():
+        print(f"inner, {'simulated device' if where == 'simulated' else 'no device'}: {_quartiles(found[INNER])}")
+    print(f"{'':14}{'steps':>6}{'simulated device':>28}{'no device':>24}   at most {TARGET_US:g} without a device")
+    for name in STRATEGIES:
+        above = {where: [each - _median(found[INNER]) for each in found[name]] for where, found in times.items()}
+        verdict = "yes" if _median(above["none"]) <= TARGET_US else "no"
+        print(
+            f"{name:14}{steps[name]:6}{_quartiles(above['simulated']):>28}{_quartiles(above['none']):>24}   {verdict}"
+        )
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _quartiles(values: list[float]) -> str:
+    ordered = sorted(values)
+    low, middle, high = (ordered[len(ordered) * part // 4] for part in (1, 2, 3))
+    return f"{middle:.0f} ({low:.0f} to {high:.0f})"

@@ -1,0 +1,161 @@
+"""DeepSpeed's MoE layers whose tokens all ranks of a tensor-parallel group hold: their exchange by one plan of a Communicator.
+
+Behind tensor parallelism DeepSpeed sends tokens to its experts in three steps, each after the other: a rank drops what
+others send, all_to_all between the ranks that hold different experts, and gathers the rest from its node. That is MoNTA's
+hierarchical plan, once forward and once back; here it is a :class:`commlayer.Communicator`'s all_to_all, which chooses among
+all of its plans, in chunks too. It moves the same bytes to the same places, so training is the same bit for bit.
+
+DeepSpeed's layer stays: its own ``forward`` runs, in which the three names mean other functions for the layers that are planned.
+Rejected: a copy of that method, which would be of one version; other functions in DeepSpeed's module, which are for all layers of
+the process, planned or not.
+
+Everything else of DeepSpeed's (ZeRO's and the experts' gradients, the all_to_alls of MoE layers without tensor parallelism,
+and of AutoEP) goes through torch.distributed, and is planned there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer.backend import world
+from commlayer.collectives import GroupCommunicator
+from commlayer.communicator import Communicator
+from commlayer.engine.group_plans import parse_plan
+from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.moe.routing import who
+from commlayer.profiles.errors import GroupError, ProfileMismatchError, UsageError
+from commlayer.scheduler.decision import Policy
+from commlayer.scheduler.plan import Strategy
+
+__all__ = ["plan_deepspeed_moe"]
+
+_IN_CHUNKS = (Strategy.PIPELINED, Strategy.PIPELINED_COPY)
+_OF_REPLICATED = (Strategy.FLAT, Strategy.HIERARCHICAL, *_IN_CHUNKS)
+"""The strategies that an all_to_all of replicated tokens has."""
+
+
+def plan_deepspeed_moe(model: nn.Module) -> None:
+    """Have DeepSpeed's MoE layers in ``model`` exchange their tokens on lane ep, and replicated ones by a Communicator's plans.
+
+    Collective: on all ranks alike, after ``deepspeed.initialize``, or whatever else has made the layers' groups; these must be of
+    backend ``commlayer``, which ``deepspeed.init_distributed(dist_backend="commlayer")`` makes them. A layer of ``deepspeed.moe``
+    behind tensor parallelism, whose experts are sharded too, is given a :class:`commlayer.Communicator` where the job plans
+    from a profile of its grid's shape; else its three steps stay, each planned by the backend.
+
+    Raises:
+        UsageError: DeepSpeed is not installed, or of a version whose layer sends in another way; ``model`` has no MoE layer, or
+            one without groups.
+        GroupError: the groups are of another backend.
+    """
+    sharded = _from("deepspeed.moe.sharded_moe").MOELayer
+    layers = [module for module in model.modules() if isinstance(module, sharded)]
+    if not layers and _is_stage(model):
+        return  # others have them, and make their groups' Communicators without this rank
+    if not layers:
+        raise UsageError(f"{who()}{type(model).__name__} has no MoE layer of DeepSpeed's: nothing is to be planned")
+    made: dict[int, Communicator | str] = {}
+    for layer in layers:
+        group = layer.ep_group
+        if group is None:
+            raise UsageError(f"{who()}a MoE layer of DeepSpeed's has no groups yet: call deepspeed.initialize() first")
+        if group.size() > 1 and dist.get_backend(group) not in GroupCommunicator.backends:
+            raise GroupError(
+                f"{who()}DeepSpeed's expert parallel group has backend {dist.get_backend(group)}: call "
+                'deepspeed.init_distributed(dist_backend="commlayer") first'
+            )
+        if id(group) not in made:
+            GroupCommunicator(group, "ep")  # from now on this is its lane
+            made[id(group)] = _communicator(group, next(layer.parameters()).device.type)
+        mover = made[id(group)]
+        if isinstance(mover, Communicator):
+            layer.forward = MethodType(_planned_forward(type(layer), mover), layer)
+    first = made[id(layers[0].ep_group)]
+    say_first("DeepSpeed", lambda: _first_words(layers[0], first))
+
+
+def _is_stage(model: nn.Module) -> bool:
+    """Whether ``model`` is a stage of DeepSpeed's pipeline, or an engine of one."""
+    pipe = _from("deepspeed.pipe").PipelineModule
+    return any(isinstance(module, pipe) for module in model.modules())
+
+
+def _first_words(layer: Any, mover: Communicator | str) -> str:
+    how = f"not by a Communicator, because {mover}" if isinstance(mover, str) else "replicated tokens by a Communicator"
+    return f"DeepSpeed's MoE layers exchange tokens over EP {layer.ep_group.size()}, planned {planned_from()}; {how}"
+
+
+def _communicator(ep_group: dist.ProcessGroup, device_type: str) -> Communicator | str:
+    """A Communicator over a layer's ranks, for tensors of its device; or why there is none. Collective."""
+    groups, bwc = _from("deepspeed.utils.groups"), _from("deepspeed.utils.bwc")
+    tp_size = bwc.bwc_tensor_model_parallel_world_size(groups.mpu)
+    job = world.current()
+    if tp_size == 1 or ep_group.size() == 1:
+        return "no tokens are replicated"
+    if groups._get_expert_model_parallel_world_size() == 1:
+        return "experts are not sharded over the tensor-parallel ranks, which each need a part of the tokens only"
+    planner = None if job is None else job.cpu_planner if device_type == "cpu" else job.device_planner(device_type)
+    if job is None or planner is None:
+        return f"there is no profile of the links of {device_type} tensors"
+    tp_group = bwc.bwc_tensor_model_parallel_group(groups.mpu)
+    policy = _forced(job.settings.plan)
+    try:
+        return Communicator(ep_group, tp_group, profile=planner.profile, device=device_type, policy=policy)
+    except (GroupError, ProfileMismatchError) as error:  # of what all ranks have told each other
+        return str(error)
+
+
+def _forced(plan: str | None) -> Policy | None:
+    """Make the policy of a plan that COMMLAYER_PLAN names; None where none, or none that replicated tokens have."""
+    if plan is None:
+        return None
+    strategy, chunks = parse_plan(plan)
+    if strategy not in _OF_REPLICATED:
+        return None
+    chunks = max(2, chunks) if strategy in _IN_CHUNKS else chunks
+    return Policy(strategies=(strategy,), max_chunks=chunks, min_bytes=0, min_slice_bytes=1)
+
+
+class _Exchange:
+    """A Communicator in the place of DeepSpeed's autograd function ``_AllToAll``."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def apply(self, _: dist.ProcessGroup, rows: torch.Tensor) -> torch.Tensor:
+        """Exchange rows [E, capacity, H], which the tensor-parallel ranks all hold, and get them so."""
+        return self._communicator.all_to_all(rows)
+
+
+def _keep(rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """``rows``, in the place of DeepSpeed's drop_tokens and gather_tokens."""
+    return rows
+
+
+def _planned_forward(layer: type[Any], communicator: Communicator) -> FunctionType:
+    """The layer's own ``forward``, in which dropping, exchanging and gathering are one exchange."""
+    stock: Any = layer.forward
+    names = {"drop_tokens": _keep, "gather_tokens": _keep, "_AllToAll": _Exchange(communicator)}
+    missing = sorted(set(names) - set(stock.__code__.co_names))
+    if missing:
+        raise UsageError(
+            f"{who()}the forward pass of DeepSpeed's {layer.__name__} does not use {', '.join(missing)}: this version of it "
+            "sends tokens in another way; leave plan_deepspeed_moe() out, and the backend plans its calls one by one"
+        )
+    made = FunctionType(
+        stock.__code__, {**stock.__globals__, **names}, stock.__name__, stock.__defaults__, stock.__closure__
+    )
+    made.__kwdefaults__ = stock.__kwdefaults__
+    return made
+
+
+def _from(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{who()}{module} cannot be imported ({error}): install deepspeed") from error

@@ -1,0 +1,321 @@
+"""Megatron-Core's MoE layers on our dispatcher: Megatron's router, experts and layers, of which only the token dispatcher
+changes.
+
+Megatron has no slot for a dispatcher: its MoELayer makes one of three by name. So ours takes the place of that one in a
+layer that is made, with that one's very groups; a layer spec becomes one of layers that do so when they are made. Rejected:
+a subclass of MoELayer in the spec's place for the MLP. TransformerLayer passes its groups on to a list of known classes
+only, by identity, and warns of others, which then fall back on the groups of parallel_state, whatever the model was given.
+
+Megatron's experts apply the gating weights themselves, so these travel with the tokens. The rows that experts get are those of
+Megatron's alltoall dispatcher, in its order (local expert, then ETP rank, then source, then token), and so are the sums of up to
+two choices of a token: bit for bit the same training. With more choices, and by ``all_gather`` and ``two_level``, sums are
+taken in another order.
+
+Shapes: T tokens of this rank, K choices of each, E experts, H hidden, R rows that this rank's experts receive.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commlayer.collectives import GroupCommunicator
+from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.moe.dispatcher import TokenDispatcher
+from commlayer.integrations.moe.handle import DispatchHandle
+from commlayer.integrations.moe.routing import who
+from commlayer.integrations.wire_choice import DispatchWire
+from commlayer.profiles.errors import GroupError, TensorError, UsageError
+
+__all__ = ["MegatronDispatcher", "plan_megatron_moe"]
+
+_Planned = TypeVar("_Planned")
+
+
+def plan_megatron_moe(what: _Planned, *, kind: str = "auto", wire: DispatchWire | str | None = None) -> _Planned:
+    """Have the MoE layers of Megatron-Core dispatch their tokens by commlayer's plans; returns the planned model, or layer spec.
+
+    On all ranks alike. Megatron's groups must be of backend ``commlayer``: initialise torch.distributed with that name before
+    ``initialize_model_parallel``, or set ``COMMLAYER_AS``.
+
+    Args:
+        what: a model, or the list of its chunks, whose layers are changed in place; or the spec of a layer or a block, such as
+            ``get_gpt_layer_local_spec`` and ``get_gpt_decoder_block_spec`` return, of which a planned copy is returned.
+        kind, wire: as :class:`~commlayer.integrations.TokenDispatcher` takes them.
+
+    Raises:
+        UsageError: ``what`` is neither, or has no experts; Megatron-Core is not installed; a layer is set up for what our
+            dispatcher does not do (see docs/trainers/megatron.md).
+        GroupError: Megatron's groups are of another backend.
+    """
+    planned = _Dispatchers(kind, wire)
+    if isinstance(what, nn.Module):
+        planned.give_to_model(what)
+    elif isinstance(what, list) and what and all(isinstance(chunk, nn.Module) for chunk in what):
+        for chunk in what:
+            planned.give_to_model(chunk)
+    else:
+        what = _planned_spec(what, planned)
+    return what
+
+
+class MegatronDispatcher:
+    """A dispatcher with the phases and attributes of Megatron-Core's ``MoETokenDispatcher``, on a :class:`TokenDispatcher`.
+
+    All communication is in :meth:`token_dispatch` and :meth:`token_combine`, but for the counts, which go before as in
+    Megatron's own.
+
+    Args:
+        stock: the dispatcher that Megatron has made for the layer, whose config and groups are taken.
+        folded: what moves the tokens; layers may share it.
+    """
+
+    def __init__(self, stock: Any, folded: TokenDispatcher) -> None:
+        missing = [name for name in _NEEDED if not hasattr(stock, name)]
+        if missing:
+            raise UsageError(
+                f"{who()}this Megatron-Core's dispatcher has no {', '.join(missing)}: 0.16 is what was tested"
+            )
+        self.config = stock.config
+        self.ep_group, self.tp_group, self.tp_ep_group = stock.ep_group, stock.tp_group, stock.tp_ep_group
+        self.ep_size, self.tp_size, self.tp_rank = stock.ep_size, stock.tp_size, stock.tp_rank
+        self.shared_experts: Any = stock.shared_experts
+        self.cudagraph_attrs: list[str] = []
+        self.valid_cudagraph_attrs: list[str] | None = None
+        self.folded = folded
+        self._handle: DispatchHandle | None = None
+        self._shape = torch.Size()
+        self._expert_rows: tuple[int, ...] = ()
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Have the shared experts computed while tokens travel."""
+        self.shared_experts = shared_experts
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the way of the tokens [..., H] by the router's ``routing_map`` and ``probs`` [T, E]; counts are exchanged.
+
+        Returns the tokens [T, H] and their weights [T, K].
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        try:
+            indices, weights = _choices(routing_map, probs, self._most_choices(routing_map))
+        except TensorError as error:
+            self.folded.refuse(error)
+        self._handle = self.folded.prepare(indices, like=tokens, weights=weights)
+        self._shape = hidden_states.shape
+        say_first("Megatron-Core", self._first_words)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        return tokens, weights
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send the tokens to their experts: → rows [R, H] sorted by expert, and their weights [R]."""
+        shared, handle = self.shared_experts, self._under_way()
+        beside = None if shared is None else shared.linear_fc1_forward_and_act
+        rows, self._expert_rows = self.folded.dispatch(hidden_states, handle, beside=beside)
+        return rows, self.folded.dispatch_weights(probs, handle).view(-1)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hand on the rows [R, H], how many each local expert has (on the host), and their weights [R]."""
+        return hidden_states, torch.tensor(self._expert_rows), probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hand on the experts' outputs [R, H]."""
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Bring the experts' outputs [R, H] back, and sum over choices: [T, H]."""
+        shared, handle = self.shared_experts, self._under_way()
+        self._handle = None
+        beside = None if shared is None else _second_half(shared)
+        return self.folded.combine(hidden_states, handle, beside=beside)
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Give the sums the shape of the layer's input, and add the shared experts' output."""
+        out = hidden_states.view(self._shape)
+        return out if self.shared_experts is None else out + self.shared_experts.get_output()
+
+    def _most_choices(self, routing_map: torch.Tensor) -> int:
+        """The number of choices of a token, at most, on all ranks alike."""
+        if self.config.moe_expert_capacity_factor is None or not self.config.moe_pad_expert_input_to_capacity:
+            return int(self.config.moe_router_topk)
+        # An expert is filled up with tokens that did not choose it: a token may be in any number of them.
+        mine = routing_map.sum(1).max().view(1).cpu() if routing_map.numel() else torch.zeros(1)
+        return int(self.folded.grid.all.all_gather(mine.long()).max())
+
+    def _under_way(self) -> DispatchHandle:
+        if self._handle is None:
+            raise UsageError(
+                f"{who()}Megatron-Core's layer combines, or dispatches, tokens whose way it has not asked for"
+            )
+        return self._handle
+
+    def _first_words(self) -> str:
+        decision, grid = self.folded.decision, self.folded.grid
+        assert decision is not None  # of the call that was just prepared
+        sizes = f"EP {grid.ep.size}" + (f" × ETP {grid.etp.size}" if grid.etp.size > 1 else "")
+        return f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from()}; the first by {decision.reason}"
+
+
+def _second_half(shared: Any) -> Any:
+    def compute() -> None:
+        shared.linear_fc2_forward()
+        shared.post_forward_comm()
+
+    return compute
+
+
+def _choices(routing_map: torch.Tensor, probs: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token in their order, [T, K] int64, −1 where it has fewer; and its weights of them [T, K].
+
+    Raises TensorError where a token has more than ``top_k`` of the experts.
+    """
+    token, expert = routing_map.nonzero(as_tuple=True)
+    counts = routing_map.bool().sum(1)
+    if bool((counts == top_k).all()):
+        indices = expert.view(-1, top_k)
+        return indices, probs.gather(1, indices)
+    if int(counts.max()) > top_k:
+        raise TensorError(
+            f"{who()}Megatron-Core's router sends a token to {int(counts.max())} experts, expected {top_k} at most "
+            "(moe_router_topk): its map was padded, or changed, on the way to the dispatcher"
+        )
+    place = torch.arange(len(expert), device=expert.device) - (counts.cumsum(0) - counts)[token]
+    indices = expert.new_full((len(counts), top_k), -1)
+    indices[token, place] = expert
+    return indices, probs.gather(1, indices.clamp(min=0)).masked_fill(indices < 0, 0)
+
+
+class _Dispatchers:
+    """Gives the layers of a model its dispatchers: one that moves tokens for all layers with the same groups and experts."""
+
+    def __init__(self, kind: str, wire: DispatchWire | str | None) -> None:
+        self._kind, self._wire = kind, wire
+        self._folded: dict[tuple[int, ...], TokenDispatcher] = {}
+
+    def __deepcopy__(self, memo: object) -> _Dispatchers:
+        return self  # of a spec's parameters, which Megatron copies: the copy's layers have the same groups
+
+    def give_to_model(self, model: nn.Module) -> None:
+        """Give every MoE layer of ``model`` a dispatcher. Raises UsageError where it was not to have any."""
+        layers = [module for module in model.modules() if isinstance(module, _moe_layer())]
+        for layer in layers:
+            self.give_to_layer(layer)
+        config = getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
+        # Of a model with experts a stage of a pipeline may have none.
+        if not layers and getattr(config, "num_moe_experts", None) is None:
+            raise UsageError(
+                f"{who()}{type(model).__name__} has no MoELayer of Megatron-Core's: nothing is to be dispatched"
+            )
+
+    def give_to_layer(self, layer: Any) -> None:
+        stock = layer.token_dispatcher
+        if not isinstance(stock, MegatronDispatcher):
+            _check_config(layer.config)
+            layer.token_dispatcher = MegatronDispatcher(stock, self._of(stock, layer.config.num_moe_experts))
+
+    def _of(self, stock: Any, num_experts: int) -> TokenDispatcher:
+        groups = stock.ep_group, stock.tp_group, stock.tp_ep_group
+        key = (num_experts, *map(id, groups))
+        if key not in self._folded:
+            ep, etp, etp_ep = (_communicator(group, axis) for group, axis in zip(groups, _AXES, strict=True))
+            if etp.size == 1:
+                etp_ep = ep
+            self._folded[key] = TokenDispatcher(
+                num_experts,
+                ep=ep,
+                etp=etp,
+                etp_ep=etp_ep,
+                kind=self._kind,
+                wire=self._wire,
+                used_by="Megatron-Core",
+            )
+        return self._folded[key]
+
+
+_NEEDED = (
+    "ep_group",
+    "tp_group",
+    "tp_ep_group",
+    "ep_size",
+    "tp_size",
+    "tp_rank",
+    "shared_experts",
+    "dispatch_preprocess",
+)
+_AXES = ("expert model parallel", "expert tensor parallel", "expert tensor and model parallel")
+
+
+def _communicator(group: dist.ProcessGroup, axis: str) -> GroupCommunicator:
+    if group.size() > 1 and dist.get_backend(group) not in GroupCommunicator.backends:
+        raise GroupError(
+            f"{who()}Megatron-Core's {axis} group has backend {dist.get_backend(group)}: call "
+            'torch.distributed.init_process_group("commlayer") before initialize_model_parallel(), or set COMMLAYER_AS=nccl'
+        )
+    return GroupCommunicator(group, "ep")
+
+
+def _check_config(config: Any) -> None:
+    """Raises UsageError for what would need the inside of Megatron's own dispatchers."""
+    wanted = {
+        "moe_router_padding_for_quantization": False,
+        "overlap_moe_expert_parallel_comm": False,
+        "cuda_graph_impl": "none",
+    }
+    for name, value in wanted.items():
+        got = getattr(config, name, value)
+        if got not in (value, None):
+            raise UsageError(
+                f"{who()}Megatron-Core's {name} is {got!r}: our dispatcher goes with {value!r} only; leave plan_megatron_moe() "
+                "out, and the backend plans Megatron's own dispatcher"
+            )
+
+
+def _moe_layer() -> Any:
+    try:
+        return importlib.import_module("megatron.core.transformer.moe.moe_layer").MoELayer
+    except ImportError as error:
+        raise UsageError(f"{who()}megatron.core cannot be imported ({error}): install megatron-core") from error
+
+
+def _planned_spec(spec: Any, planned: _Dispatchers) -> Any:
+    """A copy of a layer's, or a block's, spec whose layers get their dispatchers when they are made."""
+    _moe_layer()  # says so where Megatron-Core is missing
+    copied: Any = replace
+    if is_dataclass(spec) and isinstance(getattr(spec, "layer_specs", None), Sequence):
+        listed = vars(spec)["layer_specs"]
+        layers = {id(layer): _planned_spec(layer, planned) for layer in listed}
+        return copied(spec, layer_specs=[layers[id(layer)] for layer in listed])
+    module: Any = getattr(spec, "module", None)
+    if not is_dataclass(spec) or not isinstance(module, type) or not issubclass(module, nn.Module):
+        raise UsageError(
+            f"{who()}plan_megatron_moe() takes a model, a list of its chunks, or the ModuleSpec of a layer or a block, got "
+            f"{spec!r}"
+        )
+    params = {**vars(spec)["params"], "planned_dispatchers": planned}
+    made: Any = _planned_layer
+    return copied(spec, module=made(module), params=params)
+
+
+@cache
+def _planned_layer(stock: Any) -> Any:
+    """A subclass of Megatron's layer that gives its MoE layers their dispatchers when it is made."""
+
+    def make(self: nn.Module, *args: Any, planned_dispatchers: _Dispatchers, **kwargs: Any) -> None:
+        stock.__init__(self, *args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, _moe_layer()):
+                planned_dispatchers.give_to_layer(module)
+
+    return type(f"Planned{stock.__name__}", (stock,), {"__init__": make, "__doc__": stock.__doc__})

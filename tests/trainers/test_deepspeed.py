@@ -1,0 +1,85 @@
+"""DeepSpeed's MoE layers under its engine, on Gloo and planned: the same losses at every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from tiny_deepspeed import Run, Trained, deepspeed, load, train
+
+from commlayer.integrations import plan_deepspeed_moe
+from commlayer.integrations.deepspeed import _planned_forward
+from commlayer.profiles.errors import UsageError
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+
+
+def run_all(cluster: Any, run: Run) -> list[Trained]:
+    load()
+    return cluster.run(train, run, timeout_s=100)  # type: ignore[no-any-return]
+
+
+def losses(ranks: list[Trained]) -> list[list[float]]:
+    return [each.losses for each in ranks]
+
+
+def planned(trained: Trained, description: str = "") -> set[tuple[str, str]]:
+    """Which collectives were moved by which plans, in groups of this description."""
+    groups = [group for group in trained.stats["groups"] if group["description"].startswith(description)]
+    return {(call["collective"], call["plan"]) for group in groups for call in group["calls"]}
+
+
+def test_the_backends_name_passes_through(emulated_cluster: ClusterFactory) -> None:
+    """Experts over all ranks, without tensor parallelism: DeepSpeed's own calls, planned by the backend."""
+    run = Run("commlayer", environment=(("COMMLAYER_PLAN", "hierarchical"),))
+    got = run_all(emulated_cluster(2, 2), run)
+    expected = run_all(emulated_cluster(2, 2), replace(run, backend="gloo"))
+    compare_losses(losses(got), losses(expected), tolerance=1e-6)
+    for each in got:
+        assert {("all_to_all", "hierarchical"), ("all_reduce", "hierarchical")} <= planned(each)
+
+
+def test_replicated_tokens_go_by_a_communicator(
+    emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tensor parallelism in the node, experts over the nodes; against DeepSpeed's own three steps in flat calls of the backend,
+    because Gloo's all_gather refuses the shapes that its gather_tokens asks for."""
+    plan = (("COMMLAYER_PLAN", "pipelined:2"), ("COMMLAYER_PROFILE", "emulated-2x4"))
+    run = Run("commlayer", tp=4, ep=2, environment=plan)
+    got = run_all(emulated_cluster(2, 4), run)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("commlayer: ")]
+    assert len(lines) == 1, lines
+    assert "planned from profile emulated-2x4; replicated tokens by a Communicator" in lines[0]
+    stock = replace(run, is_planned=False, environment=(("COMMLAYER_PLAN", "flat"),))
+    expected = run_all(emulated_cluster(2, 4), stock)
+    compare_losses(losses(got), losses(expected), tolerance=1e-6)
+    for each, without in zip(got, expected, strict=True):
+        plans = planned(each, "Communicator on lane ep")
+        assert {collective for collective, _ in plans} == {"all_to_all"}
+        assert all(plan.startswith("pipelined") for _, plan in plans)
+        assert not planned(without, "Communicator")
+    wrong = run_all(emulated_cluster(2, 4), replace(run, steps=2, wrong=True))
+    with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
+        compare_losses(losses(wrong), [each[:2] for each in losses(expected)], tolerance=1e-3)
+
+
+def test_what_is_no_model_of_deepspeeds_is_refused() -> None:
+    deepspeed()
+    with pytest.raises(UsageError, match="Linear has no MoE layer of DeepSpeed's"):
+        plan_deepspeed_moe(torch.nn.Linear(2, 2))
+    layer = deepspeed("deepspeed.moe.layer").MoE(8, torch.nn.Linear(8, 8), 2)
+    with pytest.raises(UsageError, match=r"call deepspeed.initialize\(\) first"):
+        plan_deepspeed_moe(layer)
+
+
+def test_a_layer_that_sends_in_another_way_is_refused() -> None:
+    class Other:
+        def forward(self) -> None: ...
+
+    with pytest.raises(UsageError, match="Other does not use _AllToAll, drop_tokens, gather_tokens"):
+        _planned_forward(Other, SimpleNamespace())  # type: ignore[arg-type]

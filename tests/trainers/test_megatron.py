@@ -1,0 +1,130 @@
+"""Megatron-Core's GPT with experts, on its own dispatcher over Gloo and on ours: the same losses at every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from tiny_megatron import Case, Trained, core, job, load
+
+from commlayer.integrations import megatron_moe, plan_megatron_moe
+from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.testing.plugin import ClusterFactory
+
+pytestmark = pytest.mark.cluster
+
+DROPPING = {"moe_expert_capacity_factor": 0.75}
+EVEN = {"moe_token_dispatcher_type": "allgather"}
+"""The stock dispatcher that Gloo can run where experts are sharded: the other one's reduce_scatter has uneven parts."""
+FLAT = (
+    Case("dropless", steps=20),
+    Case("by the layer's spec, gradients beside", by_spec=True, overlap=True),
+    Case("dropped by probability, two layers", options=DROPPING, layers=2),
+    Case("dropped by position", options=DROPPING | {"moe_token_drop_policy": "position"}),
+    Case("padded", options=DROPPING | {"moe_pad_expert_input_to_capacity": True}, tolerance=1e-6),
+    Case("tensor parallel, experts too", layout=(2, 2, 2), options=EVEN, tolerance=1e-6),
+    Case("tensor parallel, experts not", layout=(2, 4, 1)),
+    Case("recomputed", options={"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    Case(
+        "shared experts beside",
+        options={"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},
+        tolerance=1e-6,
+    ),
+)
+TWO_NODES = (
+    Case("in two levels", layout=(1, 8, 1), kind="two_level", tolerance=1e-6, steps=20),
+    Case("gathered", kind="all_gather", tolerance=1e-6),
+    Case("auto, with gradients of experts", kind="auto", tolerance=1e-6, options=DROPPING),
+    Case("in BF16", layout=(1, 8, 1), wire="bf16!", tolerance=1e-2),
+)
+
+
+Found = dict[str, list[tuple[Trained, Trained]]]
+
+
+def run(cluster: Any, cases: tuple[Case, ...], **environment: str) -> Found:
+    """The results of each rank, stock and planned, by case."""
+    load()
+    ranks = cluster.run(job, cases, environment, timeout_s=120)
+    return {case.name: [rank[place] for rank in ranks] for place, case in enumerate(cases)}
+
+
+def check(found: Found, cases: tuple[Case, ...]) -> None:
+    for case in cases:
+        ranks = found[case.name]
+        try:
+            compare_losses(
+                [ours.losses for _, ours in ranks], [stock.losses for stock, _ in ranks], tolerance=case.tolerance
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{case.name}: {error}") from None
+        if case.wire:
+            assert any(ours.losses != stock.losses for stock, ours in ranks), "nothing went in another format"
+        for stock, ours in ranks:
+            assert ours.dispatchers == {"MegatronDispatcher"} != stock.dispatchers
+            assert ours.warnings <= stock.warnings
+            dispatches = ours.stats["dispatches"]
+            assert {ran["dispatcher"] for ran in dispatches} == {"Megatron-Core"}
+            assert all(ran["kind"].startswith(case.kind) or case.kind == "auto" for ran in dispatches)
+            passes = 2 if "recompute_modules" in case.options else 1
+            assert sum(ran["calls"] for ran in dispatches) == case.layers * case.steps * passes
+
+
+def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterFactory) -> None:
+    """Moves and sums of two are exact, so all of training is, forward and backward, at every step."""
+    wrong = replace(FLAT[0], name="wrong", steps=3, wrong=True)
+    found = run(emulated_cluster(2, 2), (*FLAT, wrong), COMMLAYER_PLAN="flat")
+    check(found, FLAT)
+    with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):  # a wrong map of rows is noticed
+        check(found, (replace(wrong, tolerance=1e-3),))
+
+
+def test_two_nodes_of_four(emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]) -> None:
+    found = run(emulated_cluster(2, 4), TWO_NODES, COMMLAYER_PLAN="hierarchical", COMMLAYER_PROFILE="emulated-2x4")
+    check(found, TWO_NODES)
+    plans = {
+        (call["collective"], call["plan"])
+        for ranks in found.values()
+        for _, ours in ranks
+        for group in ours.stats["groups"]
+        for call in group["calls"]
+    }
+    assert ("all_reduce", "hierarchical") in plans
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("commlayer: ")]
+    assert len([line for line in lines if "Megatron-Core's MoE layers dispatch over EP 8" in line]) == 1
+    assert all("from profile emulated-2x4" in line for line in lines), lines
+
+
+def test_choices_are_those_of_the_map() -> None:
+    routing_map = torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    probs = torch.tensor([[9.0, 0.25, 0.75], [0.5, 9.0, 9.0], [9.0, 9.0, 9.0]])
+    indices, weights = megatron_moe._choices(routing_map, probs, 2)
+    assert indices.tolist() == [[1, 2], [0, -1], [-1, -1]]
+    assert weights.tolist() == [[0.25, 0.75], [0.5, 0.0], [0.0, 0.0]]
+    with pytest.raises(TensorError, match="sends a token to 2 experts, expected 1 at most"):
+        megatron_moe._choices(routing_map, probs, 1)
+
+
+def test_what_is_no_model_of_megatrons_is_refused() -> None:
+    core("transformer")
+    with pytest.raises(UsageError, match="Linear has no MoELayer of Megatron-Core's"):
+        plan_megatron_moe(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"takes a model, a list of its chunks, or the ModuleSpec .* got 'local'"):
+        plan_megatron_moe("local")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("moe_router_padding_for_quantization", True),
+        ("overlap_moe_expert_parallel_comm", True),
+        ("cuda_graph_impl", "local"),
+    ],
+)
+def test_what_needs_megatrons_own_dispatcher_is_refused(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"Megatron-Core's {name} is {value!r}"):
+        megatron_moe._check_config(SimpleNamespace(**{name: value}))

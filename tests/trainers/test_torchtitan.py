@@ -1,0 +1,105 @@
+"""torchtitan with our token dispatcher, by the lines of its page, against torchtitan as it is on Gloo: the same losses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from judged import compare_losses, no_alarms  # noqa: F401  a fixture
+from tiny_titan import STEPS, Run, Trained, load, train
+
+from commlayer.emulation import EmulatedCluster
+
+pytestmark = pytest.mark.cluster
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trainers" / "torchtitan.md"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torchtitan() -> None:
+    load()
+
+
+def on_two_nodes(run: Run, ranks_per_node: int = 2) -> list[Trained]:
+    with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node) as cluster:
+        return cluster.run(train, run, timeout_s=100)
+
+
+@cache
+def stock(run: Run, ranks_per_node: int) -> list[Trained]:
+    return on_two_nodes(
+        replace(run, alias=None, override=None, options=(), plan="flat", wrong=False),
+        ranks_per_node,
+    )
+
+
+def shown() -> Run:
+    """The lines that the page tells the user to add: the variable, and the option."""
+    text = PAGE.read_text(encoding="utf-8")
+    (alias,) = re.findall(r"on CPUs it is `(\w+)`", text)
+    (override,) = re.findall(r"--override\.imports (\S+)$", text, re.M)
+    return Run(alias=alias, override=override)
+
+
+def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
+    assert len(expected[0].losses) == STEPS
+    compare_losses([one.losses for one in got], [one.losses for one in expected], tolerance=tolerance)
+
+
+def plans(trained: Trained) -> set[tuple[str, str]]:
+    """Which collectives were moved by which plans."""
+    return {(call["collective"], call["plan"]) for group in trained.stats["groups"] for call in group["calls"]}
+
+
+def dispatches(trained: Trained) -> set[tuple[str, str]]:
+    return {(each["dispatcher"], each["kind"]) for each in trained.stats["dispatches"]}
+
+
+def options(**given: str) -> tuple[tuple[str, str], ...]:
+    return tuple(given.items())
+
+
+# Each with its ranks on a node, its tolerance, and the kind of dispatch that is to be counted.
+CASES = {
+    "as shown": (Run(), 2, 0, "all_to_all × 1"),
+    "as shown, checkpointed": (Run(checkpointed=True), 2, 0, "all_to_all × 1"),
+    "as shown, 2x4": (Run(ep=8), 4, 0, "all_to_all × 1"),
+    "sharded experts, 2x4": (Run(ep=4), 4, 0, "all_to_all × 1"),
+    "planned": (Run(plan="hierarchical"), 2, 1e-6, "all_to_all × 1"),
+    "two levels": (Run(options=options(kind="two_level")), 2, 1e-6, "two_level × 1"),
+    "two levels, 2x4": (Run(options=options(kind="two_level"), ep=8), 4, 1e-6, "two_level × 1"),
+    "gathered": (Run(options=options(kind="all_gather")), 2, 1e-6, "all_gather × 1"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_torchtitans(name: str) -> None:
+    run, ranks_per_node, tolerance, kind = CASES[name]
+    run = replace(run, alias=shown().alias, override=shown().override)
+    trained = on_two_nodes(run, ranks_per_node)
+    compare(trained, stock(run, ranks_per_node), tolerance=tolerance)
+    for one in trained:
+        assert dispatches(one) == {("torchtitan", kind)}
+        moved = plans(one)
+        if run.plan == "hierarchical":
+            assert {("all_to_all", "hierarchical"), ("reduce_scatter", "hierarchical")} <= moved
+        if kind == "two_level × 1":
+            assert ("all_to_all_v", "hierarchical") in moved
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "two_level"])
+def test_rows_in_a_wrong_order_are_caught(kind: str) -> None:
+    """Two rows of some fifty change places: the comparison must fail, also with the tolerance of other orders of sums."""
+    run = replace(shown(), options=options(kind=kind), wrong=True)
+    broken = on_two_nodes(run)
+    with pytest.raises(AssertionError, match=r"rank \d, step \d+: loss"):
+        compare(broken, stock(run, 2), tolerance=1e-6)
+
+
+def test_a_group_of_another_backend_is_refused_by_name() -> None:
+    run = replace(shown(), alias=None)
+    with pytest.raises(Exception, match="start the job with COMMLAYER_AS=gloo"):
+        on_two_nodes(run)

@@ -1,0 +1,198 @@
+"""transformers' expert parallelism with our dispatcher, against its own all_to_all on Gloo: the same losses, at every step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from judged import compare_losses, no_alarms  # noqa: F401  a fixture
+from tiny_moe import BATCH, SEQUENCE, VOCABULARY, build, mixtral_config, transformers
+from wrong_rows import sorted_wrongly
+
+from commlayer.emulation import EmulatedCluster
+from commlayer.integrations.transformers import SpreadExperts, register_experts
+from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.statistics import Stats, reset_stats, stats
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the model is spread. ``kind``: of dispatch, by ours; None: transformers' own. ``wrong``: rows are sorted wrongly."""
+
+    kind: str | None = None
+    tp: int = 1
+    ep: int = 4
+    wrong: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rank's job: variants, one after the other."""
+
+    path: str
+    variants: tuple[Variant, ...]
+    backend: str = "commlayer"
+    plan: str = "flat"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The results of a rank for one variant."""
+
+    losses: list[float]
+    stats: Stats = field(compare=False)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose experts are all different."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    build(mixtral_config()).save_pretrained(folder)
+    _ = import_module("transformers.distributed").DistributedConfig  # before the fork: once, not in each rank
+    return str(folder)
+
+
+def loaded(path: str, variant: Variant) -> Any:
+    """The model as a user of transformers loads it."""
+    own = variant.kind is None
+    config = import_module("transformers.distributed").DistributedConfig(
+        fsdp_size=dist.get_world_size() // variant.tp,
+        tp_size=variant.tp,
+        ep_size=variant.ep,
+        ep_implementation="all_to_all" if own else register_experts(kind=str(variant.kind)),
+    )
+    return transformers().AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+
+def train(job: Job) -> list[Trained]:
+    torch.set_num_threads(1)
+    os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_PLAN=job.plan)
+    dist.init_process_group(job.backend)
+    found = []
+    for variant in job.variants:
+        reset_stats()
+        model = loaded(job.path, variant)
+        with sorted_wrongly() if variant.wrong else contextlib.nullcontext():
+            losses = loop(model, dist.get_rank() // variant.tp)
+        found.append(Trained(losses, stats()))
+    return found
+
+
+def loop(model: Any, batch: int) -> list[float]:
+    """A plain loop over random tokens, others for every ``batch`` and at every step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    generator = torch.Generator().manual_seed(1 + batch)
+    losses = []
+    for _ in range(STEPS):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@cache
+def run(job: Job, ranks_per_node: int = 2) -> list[list[Trained]]:
+    """The results of each variant, of each rank."""
+    with EmulatedCluster(nodes=2, ranks_per_node=ranks_per_node) as cluster:
+        return list(zip(*cluster.run(train, job, timeout_s=100), strict=True))  # type: ignore[arg-type]
+
+
+def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
+    assert len(expected[0].losses) == STEPS
+    compare_losses([one.losses for one in got], [one.losses for one in expected], tolerance=tolerance)
+
+
+def plans(trained: Trained) -> set[tuple[str, str]]:
+    """Which collectives were moved by which plans."""
+    return {(call["collective"], call["plan"]) for group in trained.stats["groups"] for call in group["calls"]}
+
+
+def dispatches(trained: Trained) -> set[tuple[str, str]]:
+    return {(each["dispatcher"], each["kind"]) for each in trained.stats["dispatches"]}
+
+
+FLAT = (
+    Variant("all_to_all"),
+    Variant("two_level"),
+    Variant("all_to_all", wrong=True),
+    Variant("two_level", wrong=True),
+)
+OVER_TP = (Variant("all_to_all", tp=2),)
+
+
+def test_losses_are_those_of_its_own_exchange(path: str) -> None:
+    """Moves are exact, and transformers' own sort and sum stand around them; two levels sum in another order."""
+    expected, over_tp = run(Job(path, (Variant(), Variant(tp=2)), "gloo"))
+    moved, levels, _, _, shared = run(Job(path, FLAT + OVER_TP))
+    compare(moved, expected, tolerance=0)
+    compare(levels, expected, tolerance=1e-6)
+    compare(shared, over_tp, tolerance=0)
+    for one in (*moved, *shared):
+        assert dispatches(one) == {("transformers", "all_to_all × 1")}
+        assert ("all_to_all", "flat") in plans(one)
+    for one in levels:
+        assert dispatches(one) == {("transformers", "two_level × 1")}
+        assert ("all_to_all_v", "hierarchical") in plans(one)
+
+
+def test_rows_in_a_wrong_order_are_caught(path: str) -> None:
+    """Two rows change places: the comparison must fail, even with a tolerance ten times wider."""
+    expected, _ = run(Job(path, (Variant(), Variant(tp=2)), "gloo"))
+    _, _, *broken, _ = run(Job(path, FLAT + OVER_TP))
+    for each in broken:
+        with pytest.raises(AssertionError, match=r"rank \d, step \d+: loss"):
+            compare(each, expected, tolerance=1e-5)
+
+
+def test_losses_are_the_same_by_plans(path: str) -> None:
+    expected, _ = run(Job(path, (Variant(), Variant(tp=2)), "gloo"))
+    (planned,) = run(Job(path, (Variant("auto"),), plan="hierarchical"))
+    compare(planned, expected, tolerance=1e-6)
+    for one in planned:
+        assert {(name, "hierarchical") for name in ("all_to_all", "reduce_scatter", "all_gather")} <= plans(one)
+
+
+def test_losses_are_the_same_on_two_nodes_of_four(path: str) -> None:
+    (expected,) = run(Job(path, (Variant(ep=8),), "gloo"), 4)
+    (levels,) = run(Job(path, (Variant("two_level", ep=8),)), 4)
+    compare(levels, expected, tolerance=1e-6)
+
+
+def test_groups_of_another_backend_are_refused_by_name(path: str) -> None:
+    def job() -> str:
+        dist.init_process_group("gloo")
+        with pytest.raises(GroupError) as refused:
+            SpreadExperts(lambda rows, *_: rows, 4, dist.group.WORLD, dist.group.WORLD)  # type: ignore[arg-type]
+        return str(refused.value)
+
+    with EmulatedCluster(nodes=1, ranks_per_node=2) as cluster:
+        for words in cluster.run(job):
+            assert 'backend gloo: call torch.distributed.init_process_group("commlayer")' in words
+
+
+def test_names_of_its_own_are_left_alone() -> None:
+    _ = transformers()
+    with pytest.raises(UsageError, match="'all_to_all' is an implementation of transformers' own"):
+        register_experts("all_to_all")
+
+
+def test_the_page_shows_the_lines_that_a_user_adds() -> None:
+    text = (Path(__file__).resolve().parent.parent.parent / "docs/trainers/transformers.md").read_text(encoding="utf-8")
+    program = text.partition("# mixtral_experts.py")[2].partition("```")[0]
+    ours = [line for line in program.splitlines() if "commlayer" in line or "register_experts" in line]
+    assert len(ours) == 3, ours  # two of them are the backend's name and the implementation's, in place of others

@@ -1,0 +1,228 @@
+"""A tiny GPT of Megatron-Core with experts, trained by Megatron's own layers, DDP and gradient reduction. Runs inside ranks.
+
+What Megatron asks of CUDA the CPU answers (:mod:`commlayer.testing.megatron_on_cpu`), for the stock dispatcher and for the
+planned one alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from wrong_rows import sorted_wrongly
+
+import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
+from commlayer.integrations import plan_megatron_moe
+from commlayer.statistics import Stats, reset_stats, stats
+from commlayer.testing import stand_in_for_cuda
+
+BATCH, SEQUENCE, VOCABULARY, HIDDEN, NUM_EXPERTS = 2, 12, 64, 32, 8
+_MODULES = (
+    "parallel_state",
+    "distributed",
+    "distributed.finalize_model_grads",
+    "models.backends",
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "tensor_parallel.random",
+    "transformer",
+    "transformer.transformer_block",
+    "transformer.moe.token_dispatcher",
+)
+
+
+def core(module: str) -> Any:
+    """A module of Megatron-Core's. Through importorskip because mypy would otherwise read all of it."""
+    why = "NOT TESTED: megatron-core is not installed (extra 'trainers')"
+    return pytest.importorskip(f"megatron.core.{module}", reason=why)
+
+
+def load() -> None:
+    """Import what ranks will need: before the fork, once, not in each of them."""
+    for module in _MODULES:
+        core(module)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its mapping: ``layout``, sizes of tp, ep and etp; ``options`` of its TransformerConfig.
+
+    ``kind``, ``wire``: of the planned dispatcher. ``tolerance``: relative, of losses. ``by_spec``: whether the dispatcher
+    comes by the layer's spec, or into the model when that is made. ``overlap``: of DDP's gradients with the backward pass.
+    """
+
+    name: str
+    layout: tuple[int, int, int] = (1, 4, 1)
+    options: dict[str, Any] = field(default_factory=dict)
+    kind: str = "all_to_all"
+    wire: str | None = None
+    tolerance: float = 0.0
+    by_spec: bool = False
+    overlap: bool = False
+    steps: int = 2
+    layers: int = 1
+    wrong: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The losses of a rank, what ran of ours, whose dispatchers the layers have, and which warnings were given."""
+
+    losses: list[float]
+    stats: Stats
+    dispatchers: set[str]
+    warnings: set[str]
+
+
+class Norm(torch.nn.LayerNorm):
+    """torch's norm, where Megatron's wrapper of it refuses sequence parallelism: weights whose gradients are summed over tp."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def config_of(case: Case) -> Any:
+    tp, ep, etp = case.layout
+    options = {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01} | case.options
+    return core("transformer").TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=48,
+        moe_ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_moe_experts=NUM_EXPERTS,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.2,  # smaller, and a token at the wrong expert would hardly change the loss
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        **options,
+    )
+
+
+def build(case: Case, *, planned: bool) -> Any:
+    """The model, with distinct experts and equal weights in every build."""
+    core("tensor_parallel.random").model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    torch.manual_seed(0)
+    config = config_of(case)
+    spec = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=NUM_EXPERTS)
+    plan = partial(plan_megatron_moe, kind=case.kind, wire=case.wire)
+    model = core("models.gpt").GPTModel(
+        config,
+        plan(spec) if planned and case.by_spec else spec,
+        VOCABULARY,
+        SEQUENCE,
+        share_embeddings_and_output_weights=False,
+    )
+    if planned and not case.by_spec:
+        assert plan(model) is model
+    for layer in model.decoder.layers:
+        weights = [expert.linear_fc1.weight for expert in layer.mlp.experts.local_experts]
+        assert not any(torch.equal(one, other) for one, other in combinations(weights, 2)), "experts are clones"
+    return model
+
+
+def train(case: Case, model: Any) -> list[float]:
+    """Megatron's DDP around ``model``, its finalize_model_grads, and plain gradient descent: this rank's losses."""
+    distributed = core("distributed")
+    ddp_config = distributed.DistributedDataParallelConfig(overlap_grad_reduce=case.overlap, bucket_size=20_000)
+    ddp = distributed.DistributedDataParallel(model.config, ddp_config, model)
+    replica = core("parallel_state").get_data_parallel_rank()  # whose tokens all of its tensor-parallel ranks have
+    generator = torch.Generator().manual_seed(1 + replica)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    losses = []
+    for _ in range(case.steps):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        ddp.zero_grad_buffer()
+        loss = ddp(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        distributed.finalize_model_grads([ddp])
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.sub_(parameter.main_grad, alpha=0.1)
+        losses.append(loss.item())
+    return losses
+
+
+@contextlib.contextmanager
+def groups_on(backend: str, layout: tuple[int, int, int]) -> Iterator[None]:
+    """Megatron's groups of this mapping, on this backend."""
+    state, (tp, ep, etp) = core("parallel_state"), layout
+    with mock.patch.object(dist, "new_group", partial(_new_group, dist.new_group, backend)):
+        state.initialize_model_parallel(
+            tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, create_gloo_process_groups=False
+        )
+    try:
+        yield
+    finally:
+        state.destroy_model_parallel()
+
+
+def _new_group(make: Callable[..., Any], wanted: str, *args: Any, backend: str | None = None, **options: Any) -> Any:
+    assert backend is None
+    return make(*args, backend=wanted, **options)
+
+
+@contextlib.contextmanager
+def warnings_kept() -> Iterator[set[str]]:
+    """All warnings that are given meanwhile, by the end."""
+    kept: set[str] = set()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        yield kept
+    kept.update(str(each.message) for each in given)
+
+
+KEPT: list[object] = []
+"""Models left behind: freed in a rank, the last to hold a Gloo group may hang in its destructor (see tiny_moe.py)."""
+
+
+def run_case(case: Case, *, planned: bool) -> Trained:
+    """Train from the same weights on the same tokens as ever."""
+    reset_stats()
+    core(
+        "transformer.moe.moe_utils"
+    )._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # it is as long as the first model has layers
+    with warnings_kept() as given, sorted_wrongly() if case.wrong and planned else contextlib.nullcontext():
+        model = build(case, planned=planned)
+        losses = train(case, model)
+    KEPT.append(model)
+    names = {type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers}
+    return Trained(losses, stats(), names, given)
+
+
+def job(cases: tuple[Case, ...], environment: dict[str, str]) -> list[tuple[Trained, Trained]]:
+    """The job of one rank: what each case finds with Megatron's dispatcher on Gloo, and with ours."""
+    torch.set_num_threads(1)
+    os.environ.update({"COMMLAYER_PROFILE": "none", **environment})
+    stand_in_for_cuda()
+    core("models.backends").LNImpl = core("transformer.transformer_block").LayerNormImpl = Norm
+    dist.init_process_group("commlayer")
+    found: dict[str, list[Trained]] = {case.name: [] for case in cases}
+    for layout in dict.fromkeys(case.layout for case in cases):
+        for backend in ("gloo", "commlayer"):
+            with groups_on(backend, layout):
+                for case in cases:
+                    if case.layout == layout:
+                        found[case.name].append(run_case(case, planned=backend == "commlayer"))
+    return [(stock, planned) for stock, planned in found.values()]
