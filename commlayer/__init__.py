@@ -14,6 +14,7 @@ from commlayer.profiles.lazy_names import lazy_names
 if TYPE_CHECKING:
     from commlayer.agree.discovery import discover_topology
     from commlayer.auditing.ledger import audit
+    from commlayer.backend.group_options import GroupOptions
     from commlayer.collectives import GroupCommunicator
     from commlayer.communicator import Communicator
     from commlayer.compressed import CompressedGroup
@@ -36,6 +37,7 @@ __all__ = [
     "Communicator",
     "CompressedGroup",
     "GroupCommunicator",
+    "GroupOptions",
     "Pending",
     "Policy",
     "Profile",

@@ -32,6 +32,8 @@ from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 __all__ = ["LANES", "Exchange", "GroupCommunicator", "Held", "Pending"]
 
 Rows = Sequence[int] | None
+Everyones = Sequence[Sequence[int]] | None
+"""The rows that each rank sends to each other one."""
 """How many rows each rank has; None: all as many."""
 
 
@@ -136,6 +138,7 @@ class GroupCommunicator:
         *,
         most_rows: int | None = None,
         over: Span = Span.GROUP,
+        everyones: Everyones = None,
     ) -> torch.Tensor:
         """Send ``send_rows[r]`` consecutive rows of ``x`` [Σ send_rows, …] to rank r.
 
@@ -143,12 +146,14 @@ class GroupCommunicator:
         ``most_rows``: that any rank sends or receives, where all know it: with a wire format, ranks else agree on it first.
         ``over`` RAIL or NODE: all ranks exchange rows only with those of the same place on the other nodes, or with those of
         their node (:attr:`nodes`, with equally many ranks each); then all three numbers are needed, and inside nodes rows go as
-        they are. Raises TensorError where ``x`` does not have these rows, or some are for a rank that is not among those.
+        they are. ``everyones[k][j]``: the rows that rank k sends to rank j, where all ranks know all of them: for a plan of
+        tensors on a device ranks else tell each other first. Raises TensorError where ``x`` does not have these rows, or some
+        are for a rank that is not among those.
         """
         return self._run(
             x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over),
-            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over),
+            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over, everyones),
+            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over, _turned(everyones)),
         )
 
     def all_gather(self, x: torch.Tensor, rows: Rows = None) -> torch.Tensor:
@@ -199,12 +204,13 @@ class GroupCommunicator:
         *,
         most_rows: int | None = None,
         over: Span = Span.GROUP,
+        everyones: Everyones = None,
     ) -> Pending:
         """Start :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(
             x,
-            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over),
-            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over),
+            lambda t: self._all_to_all(t, send_rows, receive_rows, self._forth, most_rows, over, everyones),
+            lambda t: self._all_to_all(t, receive_rows, send_rows, self._back, most_rows, over, _turned(everyones)),
         )
 
     def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
@@ -333,6 +339,7 @@ class GroupCommunicator:
         compressed: CompressedGroup | None = None,
         most_rows: int | None = None,
         over: Span = Span.GROUP,
+        everyones: Everyones = None,
     ) -> Pending:
         self._check_rows("all_to_all", x, send_rows)
         x = x.detach().contiguous()
@@ -344,6 +351,8 @@ class GroupCommunicator:
         if over is not Span.GROUP:
             native = self._over(out, x, send_rows, receive_rows, most_rows, over)
             compressed = compressed if over is Span.RAIL else None
+        elif everyones is not None:
+            native = self._known(out, x, everyones)
         work: Any
         if compressed is not None:
             work = compressed.all_to_all(out, x, send_rows, receive_rows, most_rows=most_rows, native=native)
@@ -375,11 +384,22 @@ class GroupCommunicator:
                 f"{list(among)}, got rows for {outside}"
             )
         start = getattr(self.group, "start_over", None)
-        if start is None or not x.is_cpu:
+        if start is None or not (x.is_cpu or _plans_on_device(self.group, x)):
             return None
-        row_bytes = math.prod(x.shape[1:]) * x.element_size()
+        row_bytes = _row_bytes(x)
         splits = [[count * row_bytes for count in rows] for rows in (send_rows, receive_rows)]
         return partial(start, over, x, out, splits, most_rows * row_bytes)
+
+    def _known(
+        self, out: torch.Tensor, x: torch.Tensor, everyones: Sequence[Sequence[int]]
+    ) -> Callable[[], Any] | None:
+        """The start of an all_to_all of which all ranks know all counts; None: the group's own call, which wants none of them."""
+        start = getattr(self.group, "start_known_exchange", None)
+        if start is None or x.is_cpu:
+            return None
+        row_bytes = _row_bytes(x)
+        counts = tuple(tuple(count * row_bytes for count in row) for row in everyones)
+        return partial(start, x, out, (everyones[self.rank], [row[self.rank] for row in everyones]), counts)
 
     def _all_gather(self, x: torch.Tensor, rows: Rows, compressed: CompressedGroup | None) -> Pending:
         self._check_length("all_gather", rows)
@@ -447,6 +467,20 @@ class GroupCommunicator:
     def _who(self, verb: str) -> str:
         where = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
         return f"{where}{verb} on lane {self.lane}"
+
+
+def _row_bytes(x: torch.Tensor) -> int:
+    return math.prod(x.shape[1:]) * x.element_size()
+
+
+def _turned(everyones: Everyones) -> Everyones:
+    """The counts of the way back."""
+    return None if everyones is None else tuple(zip(*everyones, strict=True))
+
+
+def _plans_on_device(group: Any, x: torch.Tensor) -> bool:
+    """Whether calls of ``x``, on a device, may have plans; else what is in parts goes as the group's own call."""
+    return bool(group.plans_on_device(x))
 
 
 def _on_lane(group: dist.ProcessGroup, lane: str) -> None:

@@ -52,8 +52,9 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
+from commlayer.statistics import GroupCounters
 from commlayer.transfers import Pending
-from commlayer.transport.connect import connect, device_type
+from commlayer.transport.connect import connect, device_type, require_device_type
 
 __all__ = ["Communicator", "State"]
 
@@ -86,11 +87,12 @@ class Communicator:
 
     ``profile`` is a Profile, a catalogue name or a path; None takes ``COMMLAYER_PROFILE``. ``timeout_s`` bounds every wait.
     ``lane``: the class of traffic; on ``ep`` other groups' gradients yield to it, on a lower one calls of CPU tensors are held at
-    their beginning while a higher lane has issued work (docs/lanes.md).
+    their beginning while a higher lane has issued work (docs/lanes.md). ``device``: the type of device whose tensors it moves,
+    such as ``cuda``; None: that of the ep group's backend, of which ``commlayer``'s is the CPU.
 
     Raises ProfileNotFoundError without a profile, ProfileMismatchError for one of another cluster shape, GroupError where
-    the groups do not form a grid of nodes × holders, UsageError for a lane that does not exist, DisagreementError where ranks
-    differ in profile, policy or version.
+    the groups do not form a grid of nodes × holders, UsageError for a lane or a device that does not exist, DisagreementError
+    where ranks differ in profile, policy, device or version.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Communicator:
         policy: Policy | None = None,
         timeout_s: float | None = None,
         lane: str = "ep",
+        device: str | None = None,
     ) -> None:
         self._level, self.lane = level_of(lane), lane
         self._own_detector: FailureDetector | None = None
@@ -109,12 +112,14 @@ class Communicator:
         try:
             settings = Settings.from_environment()
             _check_timeout(timeout_s)
+            if device is not None:
+                require_device_type(device)
             self.profile = _find_profile(profile, settings)
             self._planner = Planner(self.profile, policy)
         except CommlayerError as error:  # the others must hear of it before it is raised, or they wait for this rank
             failure = error
         self._timeout_s = timeout_s if timeout_s is not None and failure is None else settings.timeout_s
-        agreed = {} if failure else self._must_agree(settings)
+        agreed = {} if failure else self._must_agree(settings) | {"device": device or "the ep group's"}
         reason = None if failure is None else Reason.of(failure)
         members = describe_self(ep_group, tp_group, agreed, self._timeout_s, reason)
         if failure is not None:
@@ -124,7 +129,7 @@ class Communicator:
         self._ep_size, self._tp_size = len(self.grid.ep_ranks), len(self.grid.tp_ranks)
         check_shape(self.profile, self.grid.topology)
         self._debug_groups = (ep_group, tp_group) if settings.debug == "detail" else None
-        self._device_type = device_type(ep_group)
+        self._device_type = device or device_type(ep_group)
         self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
         self._bytes_per_s = self.profile.peaks.of(self.grid.link) * 1e9
         self._board = self._watch(members)
@@ -138,6 +143,8 @@ class Communicator:
         end_with_program(self)
         disown_in_child(self)
         self.plans_run: Counter[str] = Counter()
+        self._counters = GroupCounters(grid_key(members), dist.get_rank(), sorted(member.rank for member in members))
+        self._counters.describe = lambda: f"Communicator on lane {lane}"
 
     def _watch(self, members: Sequence[Member]) -> FailureBoard:
         """Where failures of the grid's ranks are known: by the job's detector, or one of the grid's own. Collective."""
@@ -195,7 +202,7 @@ class Communicator:
         """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU only, for audits."""
         self._check_tensor(x)
         if self._device_type != "cpu":
-            raise TensorError("trace() watches host waits, which a CUDA plan has none of: use torch.profiler there")
+            raise TensorError("trace() watches host waits, which a device's plan has none of: use torch.profiler there")
         chosen = plan or self.decide(x.numel() * x.element_size()).plan
         source = as_bytes(x)
         self._check_plan(chosen, source.numel(), replicated=True)
@@ -266,7 +273,7 @@ class Communicator:
         if self._debug_groups is not None:
             self._compare(self._debug_groups, signature(self._calls, direction, plan.name, x, source), replicated)
         self.plans_run[plan.name] += 1
-        execute = self._runner.run if source.numel() else _nothing
+        execute = self._run if source.numel() else _nothing
         if self._is_on_lane:
             self._exchange_on_lane(works, execute, plan, source, target)
         elif works is None:
@@ -320,8 +327,16 @@ class Communicator:
         finally:
             lanes().leave(call)
 
+    def _run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
+        started = time.perf_counter_ns()
+        self._runner.run(plan, source, target)
+        self._counters.planned["all_to_all", plan.name].add(source.numel(), time.perf_counter_ns() - started)
+
     def _issue(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, works: Works) -> None:
         works.append(StreamWork(self._runner.issue(plan, source, target) if source.numel() else None))
+        self._counters.planned["all_to_all", plan.name].add(
+            source.numel(), 0
+        )  # on a device the host does not see how long
 
     def _planned(self, num_bytes: int, replicated: bool) -> Plan:
         """``decide(…).plan``, without asking again what was asked before: a small message is as short as this look-up."""
@@ -386,8 +401,8 @@ class Communicator:
             )
         if x.device.type != self._device_type:
             raise TensorError(
-                f"rank {dist.get_rank()}: the ep group's backend moves {self._device_type} tensors, got one on {x.device}: "
-                "move it there first"
+                f"rank {dist.get_rank()}: this Communicator moves {self._device_type} tensors, got one on {x.device}: move it "
+                f"there, or make one with device={x.device.type!r}"
             )
 
 

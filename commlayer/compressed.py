@@ -3,7 +3,8 @@
 ``CompressedGroup`` decides for each call, alike on all ranks: which formats its policy and its governor allow for the tensor,
 which of them the planner finds fastest, native among them; then it runs that. What is native goes the group's own way.
 
-On the CPU the plans encode, send and decode by chunks (:mod:`commlayer.engine.encoded`); CUDA tensors go flat: encoded at once,
+The plans encode, send and decode by chunks: on the CPU as its messages come (:mod:`commlayer.engine.encoded`), on a device on
+streams (:mod:`commlayer.engine.device_splits`). Where the group plans nothing for a device, its tensors go flat: encoded at once,
 moved by one call of the group, decoded at once (:mod:`commlayer.engine.encoded_flat`).
 """
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from commlayer.agree.maximum import settle_maximum
 from commlayer.agree.messages import require_alike
-from commlayer.engine.encoded_flat import FlatEncoded
+from commlayer.engine.encoded_flat import FlatEncoded, require_finite
 from commlayer.engine.plain import plain
 from commlayer.engine.progress import DONE
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
@@ -40,7 +41,7 @@ _FP8 = (torch.float32, torch.bfloat16, torch.float16)
 class CompressedGroup:
     """The collectives of ``group``, of backend ``commlayer``, under a policy. ``name`` is for messages, such as the lane.
 
-    Tensors are [rows, …], contiguous, on the CPU or a CUDA device. All verbs are asynchronous and return a Work; sums are FP32,
+    Tensors are [rows, …], contiguous, on the CPU or a device. All verbs are asynchronous and return a Work; sums are FP32,
     in an order that does not depend on the run, and all ranks hold the same bits. All ranks call alike, with one policy.
 
     Raises GroupError for a group of another backend, UsageError for what is no policy.
@@ -57,7 +58,7 @@ class CompressedGroup:
         self.group, self.policy, self.name = cast("Any", group), policy, name
         self.governor = Governor(group, policy, name)
         self._agreed: set[tuple[object, ...]] = set()
-        self._codecs: dict[tuple[Wire, torch.dtype], Codec] = {}
+        self._codecs: dict[tuple[Wire, torch.dtype, str], Codec] = {}
 
     # Verbs
 
@@ -69,9 +70,9 @@ class CompressedGroup:
         plan = self._plan("all_reduce", x, x.nbytes, x)
         if plan is None:
             return cast("dist.Work", dist.all_reduce(x, group=self.group, async_op=True))
-        if x.is_cuda:
+        if self._goes_flat(x):
             return self._flat(plan, x).all_reduce(x)
-        return cast("dist.Work", self.group.start_encoded(plan, x, x, None, self._codec(plan.wire, x)))
+        return cast("dist.Work", self.group.start_encoded(plan, x, x, None, self._codec_of_call(plan.wire, x)))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
         """``out`` becomes this rank's rows of the sum of all ranks' ``x`` [Σ rows, …]; None: as many for each.
@@ -90,9 +91,9 @@ class CompressedGroup:
                 return cast("dist.Work", reduce_scatter_single(out, x, group=self.group, async_op=True))
             parts = list(x.split(list(rows or ())))
             return cast("dist.Work", dist.reduce_scatter(out, parts, group=self.group, async_op=True))
-        if x.is_cuda:
+        if self._goes_flat(x):
             return self._flat(plan, x).reduce_scatter(out, x, blocks)
-        return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec(plan.wire, x)))
+        return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec_of_call(plan.wire, x)))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
         """``out`` [Σ rows, …] becomes all ranks' ``x`` [rows[rank], …], each rounded once, this rank's too."""
@@ -110,9 +111,9 @@ class CompressedGroup:
                 return cast("dist.Work", all_gather_single(out, x, group=self.group, async_op=True))
             parts = list(out.split(list(rows or ())))
             return cast("dist.Work", dist.all_gather(parts, x, group=self.group, async_op=True))
-        if x.is_cuda:
+        if self._goes_flat(x):
             return self._flat(plan, x).all_gather(out, x, blocks)
-        return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec(plan.wire, x)))
+        return cast("dist.Work", self.group.start_encoded(plan, x, out, blocks, self._codec_of_call(plan.wire, x)))
 
     def all_to_all(
         self,
@@ -147,9 +148,10 @@ class CompressedGroup:
             ins = None if send_rows is None else list(send_rows)
             work = dist.all_to_all_single(out, x, outs, ins, group=self.group, async_op=True)
             return cast("dist.Work", work)
-        if x.is_cuda:
+        if self._goes_flat(x):
             return self._flat(plan, x).all_to_all(out, x, splits)
-        return cast("dist.Work", self.group.start_encoded_exchange(plan, x, out, splits, self._codec(plan.wire, x)))
+        codec = self._codec_of_call(plan.wire, x)
+        return cast("dist.Work", self.group.start_encoded_exchange(plan, x, out, splits, codec))
 
     # Deciding
 
@@ -164,7 +166,7 @@ class CompressedGroup:
         if formats == (WireFormat.NATIVE,):
             return None
         wires = tuple(self._wire(each, width) for each in formats)
-        plan: Plan | None = self.group.encoded_plan(collective, num_bytes, wires, x.element_size())
+        plan: Plan | None = self.group.encoded_plan(collective, num_bytes, wires, x.element_size(), x)
         return None if plan is None or plan.wire.is_native else plan
 
     def wires(self, width: int, dtype: torch.dtype) -> tuple[Wire, ...]:
@@ -204,17 +206,29 @@ class CompressedGroup:
         """The error, of finite values. No rank must leave here alone: encoding will say that there are others."""
         return Codec(wire, x.dtype, "pass").error(x.reshape(-1, wire.row_elements))
 
-    def _codec(self, wire: Wire, x: torch.Tensor) -> Codec:
-        key = wire, x.dtype
+    def _codec(self, wire: Wire, x: torch.Tensor, non_finite: str = "") -> Codec:
+        key = wire, x.dtype, non_finite or self.policy.non_finite
         if key not in self._codecs:
-            self._codecs[key] = Codec(wire, x.dtype, self.policy.non_finite)
+            self._codecs[key] = Codec(*key)
         return self._codecs[key]
+
+    def _codec_of_call(self, wire: Wire, x: torch.Tensor) -> Codec:
+        """On a device what a step finds nobody hears of, so all ranks ask for NaN and infinity before anything is launched."""
+        codec = self._codec(wire, x)
+        if x.is_cpu:
+            return codec
+        require_finite(self.group, codec, x)
+        return self._codec(wire, x, "pass")
+
+    def _goes_flat(self, x: torch.Tensor) -> bool:
+        """Whether this is a tensor on a device for which the group plans nothing. The same on all ranks."""
+        return not x.is_cpu and not self.group.plans_on_device(x)
 
     def _flat(self, plan: Plan, x: torch.Tensor) -> FlatEncoded:
         return FlatEncoded(self.group, self._codec(plan.wire, x))
 
     def _in_place(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
-        if x.dtype is not torch.float32 or len(set(blocks)) > 1 or x.is_cuda or not x.is_contiguous():
+        if x.dtype is not torch.float32 or len(set(blocks)) > 1 or not x.is_cpu or not x.is_contiguous():
             raise TensorError(
                 f"rank {dist.get_rank()}, {self.name}: in_place is for contiguous FP32 tensors on the CPU, as many rows "
                 f"for each rank; got {x.dtype} on {x.device}, {list(blocks)} bytes: leave in_place out"

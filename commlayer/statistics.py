@@ -13,7 +13,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypedDict
 
-__all__ = ["CallStats", "GroupCounters", "GroupStats", "Row", "Stats", "print_at_exit", "reset_stats", "stats"]
+__all__ = [
+    "CallStats",
+    "DispatchStats",
+    "GroupCounters",
+    "GroupStats",
+    "Row",
+    "Stats",
+    "count_dispatch",
+    "print_at_exit",
+    "reset_stats",
+    "stats",
+]
 
 
 class CallStats(TypedDict):
@@ -43,11 +54,27 @@ class GroupStats(TypedDict):
     unplanned: dict[str, int]
 
 
+class DispatchStats(TypedDict):
+    """The statistics of MoE dispatches of one way: who asked for them (``dispatcher``, such as ``Megatron-Core``), among
+    which global ``ranks``, which way they took (``kind``, such as ``two_level × 1``), how many there were, and of how many
+    of this rank's tokens.
+
+    Their bytes and times are those of the groups' calls, and not counted again.
+    """
+
+    dispatcher: str
+    ranks: list[int]
+    kind: str
+    calls: int
+    tokens: int
+
+
 class Stats(TypedDict):
     """The statistics of this rank. ``rank`` is None before the first group."""
 
     rank: int | None
     groups: list[GroupStats]
+    dispatches: list[DispatchStats]
 
 
 class Row:
@@ -137,6 +164,15 @@ class GroupCounters:
 
 
 _groups: list[GroupCounters] = []
+_dispatches: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+"""Calls and tokens, by dispatcher, ranks and kind."""
+
+
+def count_dispatch(dispatcher: str, ranks: tuple[int, ...], kind: str, num_tokens: int) -> None:
+    """Count one dispatch of this rank's tokens."""
+    counted = _dispatches.setdefault((dispatcher, ranks, kind), [0, 0])
+    counted[0] += 1
+    counted[1] += num_tokens
 
 
 def stats() -> Stats:
@@ -148,6 +184,10 @@ def stats() -> Stats:
     return {
         "rank": _groups[0].rank if _groups else None,
         "groups": [group for group in groups if group["calls"] or group["unplanned"]],
+        "dispatches": [
+            {"dispatcher": dispatcher, "ranks": list(ranks), "kind": kind, "calls": calls, "tokens": tokens}
+            for (dispatcher, ranks, kind), (calls, tokens) in list(_dispatches.items())
+        ],
     }
 
 
@@ -155,6 +195,7 @@ def reset_stats() -> None:
     """Start counting anew."""
     for group in _groups:
         group.reset()
+    _dispatches.clear()
 
 
 _is_announced = False
@@ -172,6 +213,7 @@ def _in_child() -> None:
     """A forked child's calls are its own, and its parent prints what it has counted before."""
     global _is_announced
     _groups.clear()
+    _dispatches.clear()
     atexit.unregister(_print)
     _is_announced = False
 
@@ -219,6 +261,11 @@ def print_table(found: Stats) -> None:
             ]
             table.add_row(*(printable(cell, keep="") for cell in cells))
     console.print(table)
+    for each in found["dispatches"]:
+        console.print(
+            f"{each['dispatcher']} dispatched over {len(each['ranks'])} ranks by {each['kind']}: {each['calls']} calls, "
+            f"{each['tokens']} tokens"
+        )
     for group in found["groups"]:
         for reason, count in group["unplanned"].items():
             console.print(printable(f"group {group['group'][:12]}: {count} calls flat: {reason}"))

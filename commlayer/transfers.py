@@ -67,6 +67,13 @@ class Pending:
         """The tensor that will hold the result."""
         return self._result
 
+    def cut(self, result: torch.Tensor) -> None:
+        """Take ``result`` for :attr:`unfinished` from now on: a leaf of the same memory, where a graph is cut before the wait.
+
+        Its gradient is under way when the graph behind the cut has run backward, and is waited for before it.
+        """
+        self._result = result
+
     def wait(self) -> torch.Tensor:
         """Return the call's output; the wait is bounded by the group's timeout. May be called again."""
         if self._work is not None:

@@ -24,6 +24,7 @@ from commlayer.profiles.strict_json import convert, parse_object, pretty
 from commlayer.profiles.topology import Topology
 
 __all__ = [
+    "MEASURED_ON",
     "PROFILE_FORMAT",
     "VERSION",
     "Interference",
@@ -34,6 +35,8 @@ __all__ = [
 ]
 
 PROFILE_FORMAT: Final = "commlayer-profile"
+MEASURED_ON: Final = "device"
+"""The entry of a profile's environment that names the device whose links were measured; of the CPU's there is none."""
 VERSION: Final = 1
 
 _ALLOWED = {
@@ -227,6 +230,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if nodes == 1:
             return {("device", 1)} | of_node
         return {("inter", topology.world_size), ("inter", nodes), ("device", 1)} | of_node
+
+    @property
+    def measured_on(self) -> str:
+        """The device whose links were measured, for people; empty where that is not said, as by published ones."""
+        backend = self.environment.get("backend", "")
+        return self.environment.get(MEASURED_ON) or {"gloo": "the CPU", "nccl": "CUDA devices"}.get(backend, "")
 
     @cached_property
     def node_rates(self) -> tuple[float, ...]:

@@ -43,6 +43,7 @@ _AXIS_LANES = {
     "etp": "ep",
     "edp": "dp",
     "fsdp": "dp",
+    "efsdp": "dp",
     "hsdp": "dp",
     "dp_cp": "dp",
     "dp_shard": "dp",

@@ -12,7 +12,7 @@ from functools import lru_cache
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.legs import LegOrder, LocalLeg, OwnCallLeg
 from commlayer.scheduler.moves import Buffer, Moves
-from commlayer.scheduler.plan import CurveKey, Cut, Gather, Op, Plan, Span, Strategy
+from commlayer.scheduler.plan import CurveKey, Cut, Gather, Op, Plan, Span, Step, Strategy
 from commlayer.scheduler.price import Timeline, schedule
 from commlayer.scheduler.traffic import Traffic
 
@@ -20,6 +20,7 @@ __all__ = [
     "COMBINE",
     "DISPATCH",
     "EXPERTS",
+    "LATER_CHUNKS",
     "SLICES",
     "ExpertTimes",
     "choose_slices",
@@ -28,9 +29,12 @@ __all__ = [
     "time_pipeline",
 ]
 
-SLICES = ((8,), (4, 4), (2, 4, 2), (2, 2, 2, 2), (1, 3, 3, 1), (1, 2, 2, 2, 1), (1,) * 8)
+SLICES = ((8,), (4, 4), (2, 4, 2), (2, 2, 2, 2), (1, 3, 3, 1), (2, 3, 2, 1), (1, 2, 2, 2, 1), (1,) * 8)
 """Eighths of the tokens in each chunk. Nothing hides the way out of the first and the way back of the last: small ones cost
-less there than more chunks would everywhere."""
+less there than more chunks would everywhere. What is put off hides the way back of the last in the backward pass, where the
+order is reversed."""
+LATER_CHUNKS = 2
+"""The number of chunks whose products for weights are put off. Others' fill the time until the next chunk's gradients come."""
 
 Micros = Callable[[float], float]
 """Bytes → µs."""
@@ -81,8 +85,8 @@ class ExpertTimes:
 def posted(chunks: int, ahead: int) -> Iterator[tuple[str, int]]:
     """(``dispatch``, ``experts`` or ``combine``, chunk) in the order in which the dispatcher posts.
 
-    ``ahead``: how many chunks are on their way to the experts before that which is computed: one in the forward pass, all in the
-    backward pass, where their gradients are there at once.
+    ``ahead``: how many chunks are on their way to the experts before that which is computed: all where there is a gradient, in
+    both passes, else one.
     """
     for leg, chunk in _ahead(ahead).order(chunks):
         yield leg.name, chunk
@@ -118,23 +122,35 @@ def choose_slices(
     experts_us: Micros,
     *,
     posting_us: float = 0.0,
+    puts_off: bool = False,
     allowed: Sequence[tuple[int, ...]] = SLICES,
     tolerance: float = 0.03,
 ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
     """The slices with the fewest chunks predicted within ``tolerance`` of the fastest (of those, the fastest); and the µs of
     each, forward and backward.
 
-    The backward pass sends as much and computes twice: for each product one for its input and one for its weight.
-    ``posting_us``: what each chunk costs the processor that computes, in each pass, for the messages of its two exchanges.
+    Where there is a gradient all chunks are on their way before the first is computed, in both passes. The backward pass sends as
+    much and computes twice: for each product one for its input and one for its weight. ``puts_off``: those for weights are made
+    behind all others for the last chunks (LATER_CHUNKS), when these have been sent. ``posting_us``: what each chunk costs the
+    processor that computes, in each pass, for the messages of its two exchanges.
     """
 
-    def pass_us(plan: Plan, products: int) -> float:
-        return time_pipeline(plan, exchange_us, lambda size: products * experts_us(size) + posting_us).total_us
+    def pass_us(slices: Sequence[int], products: int, num_later: int = 0) -> float:
+        """``num_later``: of how many chunks, the last ones, one product is made behind all others."""
+        plan, first_later = pipeline(traffic, slices, ahead=len(slices)), len(slices) - num_later
 
-    priced = {
-        slices: pass_us(pipeline(traffic, slices), 1) + pass_us(pipeline(traffic, slices[::-1], ahead=len(slices)), 2)
-        for slices in allowed
-    }
+        def step_us(step: Step) -> float:
+            if step.op is not Op.COMPUTE:
+                return exchange_us(step.bytes)
+            return (products - (step.chunk >= first_later)) * experts_us(step.bytes) + posting_us
+
+        spans = schedule(plan, [step_us(step) for step in plan.steps])
+        later_us = sum(experts_us(traffic.logical_bytes * part / sum(slices)) for part in slices[max(0, first_later) :])
+        computed = max(end for step, (_, end) in zip(plan.steps, spans, strict=True) if step.op is Op.COMPUTE)
+        return max(Timeline(plan, tuple(spans)).total_us, computed + (later_us if num_later else 0.0))
+
+    num_later = LATER_CHUNKS if puts_off else 0
+    priced = {slices: pass_us(slices, 1) + pass_us(slices[::-1], 2, num_later) for slices in allowed}
     best_us = min(priced.values())
     near = [slices for slices, time_us in priced.items() if time_us <= best_us * (1 + tolerance)]
     return min(near, key=lambda slices: (len(slices), priced[slices])), priced

@@ -228,6 +228,8 @@ class Leg(ABC):
     """Whether other legs' steps are posted between those of its pieces."""
     is_exchange: ClassVar[bool] = True
     """Whether bytes leave the rank."""
+    tells_counts: ClassVar[bool] = False
+    """Whether its bytes are numbers that hosts need to size the steps after it."""
 
     def size(self, cut: Cut) -> float:
         """The bytes of a step (see :class:`Step`): if nothing else is said, those of a chunk."""
@@ -366,6 +368,16 @@ class Plan:
         """Say what the rank at ``place`` does in each step; ``tags``: how far apart those of the steps are, if not as usual."""
         apart = self.tags_per_step if tags is None else tags
         return tuple(step.leg.moves(place, index * apart, step.chunk) for index, step in enumerate(self.steps))
+
+    @property
+    def capture_objection(self) -> str:
+        """Why calls of it on a device cannot be captured in a CUDA graph; empty where they can, behind a first call that was not
+        captured, which makes communicators and memory."""
+        if any(step.leg.tells_counts for step in self.steps):
+            return "ranks tell each other their splits on the host in each call, unless they are even or known to all"
+        if self.wire.format.is_scaled:
+            return "NaN and infinity are looked for on the host in each call, unless the policy passes them on"
+        return ""
 
     @property
     def is_staged(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from commlayer.scheduler.legs import ExchangeLeg, LegOrder, LocalLeg
-from commlayer.scheduler.moves import Buffer, Copy, Message, Moves, Region, filled
+from commlayer.scheduler.moves import ALIGN, Buffer, Copy, Message, Moves, Region, filled
 from commlayer.scheduler.plan import Cut, Op, Span
 
 __all__ = ["TWO_LEVEL", "TwoLevel"]
@@ -66,7 +66,9 @@ class TwoLevel:
         """Who relays for this rank on each other node."""
         self._rows = [0, *accumulate(len(members) * _COUNT_BYTES for members in self.relayed)]
         self._width = len(self.relayed[self.i]) * _COUNT_BYTES
-        told = self._rows[-1] + len(self.here) * self._width
+        told = (
+            -(-(self._rows[-1] + len(self.here) * self._width) // ALIGN) * ALIGN
+        )  # devices copy from there in whole words
         landing = [sum(target_bytes[k] for k in nodes[b]) for b in self.away]
         self._landings = [told, *accumulate(landing, initial=told)][1:]
         self.edges: list[int] = []
@@ -98,6 +100,14 @@ class TwoLevel:
         self.edges = [0, *accumulate(counts[j][nth] for nth in mine for j in range(len(self.here)))]
         passed = PASS_ON.moves(self, 2 * self._tags, 0)
         return SORT.moves(self, self._tags, 0), Moves(sends=passed.sends), self.edges[-1]
+
+    def known(self, counts: Sequence[Sequence[int]]) -> tuple[tuple[Moves, ...], int]:
+        """All moves of a call, and the transit bytes, where this rank knows beforehand ``counts[k][member]``: the bytes that
+        member k sends to another one, for the members k of its node at least. Nobody tells counts: that step is empty."""
+        relayed = self.relayed[self.i]
+        *_, transit = self.after([[counts[peer][member] for member in relayed] for peer in self.here])
+        later = enumerate(TWO_LEVEL.legs[1:], start=1)
+        return (Moves(), *(leg.moves(self, step * self._tags, 0) for step, leg in later)), transit
 
     @property
     def _tags(self) -> int:
@@ -133,6 +143,8 @@ class TwoLevel:
 
 class Count(ExchangeLeg):
     """The ranks of a node tell each other how much is coming."""
+
+    tells_counts = True
 
     def size(self, cut: Cut) -> float:
         return float(cut.traffic.group_size * _COUNT_BYTES)

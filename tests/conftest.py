@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # A job of the backend that finds no profile measures one and keeps it in the user's cache: only tests of that do so.
 os.environ.setdefault("COMMLAYER_PROFILE", "none")
@@ -18,3 +19,21 @@ except ImportError:  # tests/gpu also runs with a GPU machine's own packages (se
 else:
     settings.register_profile("commlayer", deadline=None)
     settings.load_profile("commlayer")
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Put tests of the simulated device before all others of each worker, and those of diagnoses before these.
+
+    torch's autograd counts devices at a process's first backward pass, and ranks are forked from the process that runs the tests:
+    once one of them has made such a pass there, no rank can train on that device any more. Workers take contiguous shares.
+    Diagnoses look at the threads of this process, of which faulthandler shows a hundred: simulated devices leave theirs behind.
+    """
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first = [item for item in items if "diagnosis" in item.path.parts]
+    first += [item for item in items if hasattr(getattr(item, "module", None), "simulated_device")]
+    taken = set(first)
+    others = [item for item in items if item not in taken]
+    items.clear()
+    for worker in range(num_workers):
+        for each in (first, others):
+            items += each[len(each) * worker // num_workers : len(each) * (worker + 1) // num_workers]

@@ -85,7 +85,15 @@ def test_constraints_pin_what_the_project_asks_for(project: Any) -> None:
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line)
     extras = project["project"]["optional-dependencies"]
     asked = project["project"]["dependencies"] + extras["dev"]
-    for name in ("docs", "emulation", "plots", "trainers", "triton"):  # what dev asks for by name
+    for name in (
+        "deepspeed",
+        "docs",
+        "emulation",
+        "plots",
+        "trainers",
+        "triton",
+        "torchtitan",
+    ):  # what dev, or make trainers, asks for
         asked += extras[name]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in asked} - {"commlayer"}
     assert names == set(pins)

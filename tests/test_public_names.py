@@ -18,6 +18,7 @@ PUBLIC = {"commlayer", "commlayer.integrations", "commlayer.scheduler"}
 DOCUMENTED = {
     "commlayer.emulation": "a tool of its own: docs/emulation.md",
     "commlayer.integrations.examples.text": "the corpus of the example: docs/moe_training.md",
+    "commlayer.integrations.transformers": "for one trainer: docs/trainers/transformers.md",
     "commlayer.scheduler.conflicts": "the words of a simulated program, Call, Issue and Wait: docs/conflicts.md",
     "commlayer.scheduler.mapping": "modules that count: docs/counting.md, docs/clusters.md",
     "commlayer.testing": "for tests: docs/testing.md",

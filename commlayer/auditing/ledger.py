@@ -24,7 +24,19 @@ from commlayer.scheduler.plan import Plan
 from commlayer.settings import Settings
 from commlayer.statistics import GroupCounters
 
-__all__ = ["Audit", "AuditRow", "Event", "GroupAudit", "LateRank", "Ledger", "Sample", "audit", "learnt_profiles"]
+__all__ = [
+    "Audit",
+    "AuditRow",
+    "Event",
+    "GroupAudit",
+    "LateRank",
+    "Ledger",
+    "Sample",
+    "StayedFlat",
+    "audit",
+    "learnt_profiles",
+    "open_ledgers",
+]
 
 _MAX_KEPT = 1024
 _WINDOW = 32
@@ -101,6 +113,16 @@ class Audit(TypedDict):
 
     rank: int | None
     groups: list[GroupAudit]
+
+
+class StayedFlat(NamedTuple):
+    """The calls of one collective that went to the backend's own: how many, of how many bytes together, and why the largest of
+    them had no plan."""
+
+    collective: str
+    calls: int
+    logical_bytes: int
+    why: str
 
 
 class _Row:
@@ -313,6 +335,26 @@ class Ledger:
         """The rates of the group's nodes by their place in the profile; all alike where there are none."""
         return dict(zip(self.places, rates or (1.0,) * len(self.places), strict=True))
 
+    def stayed_flat(self) -> list[StayedFlat]:
+        """List the collectives whose calls stayed flat by now, though the group spans nodes; empty where one plan was named for
+        all calls, or the group is gone."""
+        choices, found = self._choices, []
+        if self._last is not None or len(self._nodes) == 1 or choices.is_forced:
+            return []
+        for collective, row in list(self._counters.flat.items()):
+            sizes = [size for of, size in list(self._of_flat) if of == collective]
+            why = choices.why_flat(_OF_PLANS.get(collective, collective), max(sizes)) if sizes else ""
+            if why:
+                found.append(StayedFlat(collective, row.calls, row.logical_bytes, why))
+        return found
+
+    @property
+    def where(self) -> str:
+        """Where the group lies, in words: its description, ranks and nodes."""
+        described = self._counters.describe()
+        name = "" if described in ("", "undefined", "default_pg") else f"of {described} "
+        return f"{name}over {len(self._counters.ranks)} ranks on {len(self._nodes)} nodes"
+
     @property
     def group(self) -> str:
         """The group's name."""
@@ -351,6 +393,11 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+def open_ledgers() -> list[Ledger]:
+    """Return the ledgers of this process, of groups that are gone too."""
+    return list(_ledgers)
 
 
 def learnt_profiles() -> dict[tuple[str, tuple[int, ...]], Profile]:

@@ -97,13 +97,11 @@ def _of_exchange(plan: Plan, group: Group, sent: Sequence[int], received: Sequen
 
 def _of_two_levels(nodes: Nodes, splits: Splits) -> list[RankMoves]:
     """Without the step in which counts are told: here they are known."""
-    places = [TwoLevel(nodes, rank, *splits[rank]) for rank in range(len(splits))]
+    counts = [sent for sent, _ in splits]
     found = []
-    for place in places:
-        _, _, crossed, placed = place.before()
-        counts = [places[member].counts()[place.i] for member in place.here]
-        sort, passed, transit = place.after(counts)
-        steps = Moves(), sort, Moves(passed.sends, crossed.receives), placed
+    for rank, (sent, received) in enumerate(splits):
+        place = TwoLevel(nodes, rank, sent, received)
+        steps, transit = place.known(counts)
         found.append(RankMoves(steps, {Buffer.STAGING: place.staging_bytes, Buffer.TRANSIT: transit}))
     return found
 

@@ -28,7 +28,7 @@ from commlayer.backend.order import Order
 from commlayer.backend.point_to_point import Messages, NotedMessage
 from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.tensors import land, landing, plain_row, real
-from commlayer.emulation.accelerators.device_clock import await_device
+from commlayer.emulation.accelerators.device_clock import await_device, device_busy_until
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.progress import ProgressQueue
 from commlayer.failures.waits import NO_TIMEOUT
@@ -190,7 +190,7 @@ class Batches:
         recording.add(record)
 
     def _send(self, batch: Batch, sends: list[Parcel]) -> None:
-        await_device()
+        busy_until = device_busy_until()
         noted = [self._messages.note("send", x.dtype, x.nbytes, peer, _TAG) for x, peer in sends]
         for x, _ in sends:
             self._counters.flat["send"].add(x.nbytes, 0)
@@ -198,16 +198,26 @@ class Batches:
         is_small = all(len(each) == 1 for each, _, _ in pieces)
         if self.sender is None:
             self.sender = ProgressQueue(f"commlayer {self._members.name[:8]} send", self._order.progress.who)
+        if busy_until is not None:  # they begin behind what was launched; their caller goes on
+            self.sender.submit(batch.what, None, self._post_behind_device, (busy_until, batch, pieces))
+            return
         if is_small and not self.sender.pending and lanes().is_free(self._order.lane.level):
             self._post_all(batch, pieces)
             return
-        call = self._order.lane.enter([x for x, _ in sends]) if self._order.lane.is_on else None
+        call = self._enter_lane(pieces)
         try:
             self.sender.submit(batch.what, None, self._post_in_order, (batch, pieces, call))
         except BaseException:
             if call is not None:
                 lanes().leave(call)
             raise
+
+    def _enter_lane(self, pieces: list[_Pieces]) -> Issued | None:
+        return self._order.lane.enter([each for each, _, _ in pieces]) if self._order.lane.is_on else None
+
+    def _post_behind_device(self, busy_until: float, batch: Batch, pieces: list[_Pieces]) -> None:
+        await_device(busy_until)
+        self._post_in_order(batch, pieces, self._enter_lane(pieces))
 
     def _post_in_order(self, batch: Batch, pieces: list[_Pieces], call: Issued | None) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,9 +17,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer.agree.gathered_store import GatheredStore
 from commlayer.agree.messages import Peers
 from commlayer.auditing.at_exit import agreed_job, audit_report, open_audit_report
+from commlayer.auditing.first_step import tell_after_first_step
 from commlayer.backend import world
+from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.dynamo import skip_methods
 from commlayer.backend.group import CommlayerGroup
+from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.backend.inner import InnerGroups
 from commlayer.backend.joining import GroupRequest, Joined, join_group
 from commlayer.backend.patches import teach_batches, teach_monitored_barrier, teach_timeouts
@@ -37,6 +40,7 @@ from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.waits import Watched, bounded
 from commlayer.profiles.errors import BLAMING
+from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
 from commlayer.transport.accelerators import MakeInner, registered_accelerators
@@ -56,17 +60,20 @@ def make_group(
     global_ranks: Sequence[int],
     store: Store,
     timeout: timedelta,
-    nccl_options: Any = None,
+    options: Any = None,
 ) -> CommlayerGroup:
-    """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone."""
+    """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone; ``options``: as of
+    :func:`create_group`."""
     request = GroupRequest(name, rank, tuple(global_ranks), store, timeout)
-    return create_group(request, join_group(request), nccl_options)
+    return create_group(request, join_group(request), options)
 
 
-def create_group(request: GroupRequest, joined: Joined, nccl_options: Any) -> CommlayerGroup:
-    """Make the group ``request``, whose ranks have ``joined``. Collective over the group's ranks.
+def create_group(request: GroupRequest, joined: Joined, options: Any) -> CommlayerGroup:
+    """Make the group ``request``, whose ranks have ``joined``. Collective over the group's ranks. ``options``: torch's
+    ``pg_options``, see :func:`commlayer.backend.group_options.options_of`.
 
-    Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together.
+    Raises DisagreementError, SettingsError, TopologyError where the ranks cannot work together; UsageError for options that are
+    none.
     """
     skip_methods()
     teach_monitored_barrier()
@@ -76,7 +83,7 @@ def create_group(request: GroupRequest, joined: Joined, nccl_options: Any) -> Co
     board = FailureBoard(detector, f"{request.name}#{joined.generation}", me, request.global_ranks)
     try:
         connect = _Connector(request.name, request.rank, request.global_ranks, joined.store, request.timeout, board)
-        group = _make(connect, is_default=request.is_default, nccl_options=nccl_options)
+        group = _make(connect, is_default=request.is_default, options=options_of(options))
     except BaseException as error:
         why = why_left(error)
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
@@ -97,10 +104,11 @@ def create_group(request: GroupRequest, joined: Joined, nccl_options: Any) -> Co
     return group
 
 
-def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> CommlayerGroup:
+def _make(connect: _Connector, *, is_default: bool, options: GroupOptions) -> CommlayerGroup:
     name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
     gloo = connect.gloo("gloo")
-    job = connect.agreed(gloo, is_default=is_default)
+    jobs = connect.agreed(gloo, is_default=is_default)
+    job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)
     world_size = len(global_ranks) if is_default else dist.get_world_size()
     with connect.connecting("to record calls"):
@@ -110,7 +118,7 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
     signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
     # collectives come from two threads (theirs, and the progress thread) mixes them up.
-    direct = connect.gloo("direct", beside=gloo) if len(global_ranks) > 1 else gloo
+    direct = connect.gloo("direct", beside=gloo, note=options.words()) if len(global_ranks) > 1 else gloo
     inner = InnerGroups(gloo, direct, planned, store, signatures)
     group = CommlayerGroup(
         name=name,
@@ -119,21 +127,28 @@ def _make(connect: _Connector, *, is_default: bool, nccl_options: Any) -> Commla
         inner=inner,
         is_planning=job.cpu_planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
         make=make_group,
+        options=options,
     )
     group.place_in_profile(job.places_of(global_ranks))
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
-        nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, nccl_options, is_default=is_default)
+        nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, options.nccl, is_default=is_default)
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
-        group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), partial(connect.own_nccl, nccl_options))
+        survey = connect.survey(job, "cuda")
+        group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), partial(connect.own_nccl, options.nccl), survey)
     for device_type, make in registered_accelerators().items():
         with connect.connecting(f"for tensors on {device_type}"):
             own = PrefixStore(f"{device_type}/", store)
             on_device = make(own, rank, global_ranks, connect.timeout, name)
-        group.put_on_device(device_type, on_device, connect.choices(job, device_type), partial(connect.own_of, make))
+        choices, survey = connect.choices(job, device_type), connect.survey(job, device_type)
+        group.put_on_device(device_type, on_device, choices, partial(connect.own_of, make), survey)
+    if options.lane is not None:
+        group.use_lane(options.lane)
     if is_default:
-        world.remember(job, group)
+        world.remember(jobs, group)
+        if rank == 0 and jobs.planner is not None and len(jobs.nodes_of(global_ranks)) > 1:
+            tell_after_first_step()
     return group
 
 
@@ -161,26 +176,30 @@ class _Connector:
     timeout: timedelta
     board: FailureBoard
 
-    def gloo(self, tag: str, *, beside: Any = None) -> Any:
+    def gloo(self, tag: str, *, beside: Any = None, note: Mapping[str, str] | None = None) -> Any:
         """An inner Gloo group. Its ranks find each other in the job's store, or, where they have one already, over that
-        (``beside``). Raises PeerError, CollectiveTimeoutError where a rank does not come."""
+        (``beside``), and there compare what they ``note``. Raises PeerError, CollectiveTimeoutError where a rank does not come,
+        DisagreementError for notes that differ."""
         size = len(self.global_ranks)
         require(needed_descriptors(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
         def make() -> Any:
-            where = self.store if beside is None else self._over(beside, f"to connect for {tag}")
-            store = PrefixStore(f"{tag}/", where)
+            told = None if beside is None else self._over(beside, f"to connect for {tag}", note)
+            store = PrefixStore(f"{tag}/", told or self.store)
             gloo: Any = gloo_in_order(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
             gloo._set_sequence_number_for_group()
+            if told is not None:
+                told.check_notes()
             return gloo
 
         with self.connecting(f"for {tag}"):
             return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
 
-    def _over(self, gloo: Any, purpose: str) -> Store:
+    def _over(self, gloo: Any, purpose: str, note: Mapping[str, str] | None) -> GatheredStore:
         peers = Peers(Watched(gloo, self.board), tuple(self.global_ranks), self.rank, torch.device("cpu"))
-        return GatheredStore(peers, self.timeout.total_seconds(), purpose)
+        told = {f"pg_options of the group {self.name} ({name})": value for name, value in (note or {}).items()}
+        return GatheredStore(peers, self.timeout.total_seconds(), purpose, told)
 
     def connecting(self, purpose: str) -> AbstractContextManager[None]:
         """Guard a block in which the group is made: a failure is told to the other ranks, and raised with the name of
@@ -220,6 +239,16 @@ class _Connector:
         planner = job.device_planner(device_type) if len(self.global_ranks) > 1 else None
         settings = replace(job.settings, trials="off")  # they are run by the host, which does not see a device's steps
         return Choices(shape, planner, settings)
+
+    def survey(self, job: world.World, device_type: str) -> Callable[[torch.device], Planner | None] | None:
+        """Return what finds out, with all ranks, by which profile to plan for a device; None where that is said, or nothing is to
+        be planned there."""
+        if len(self.global_ranks) == 1 or job.settings.profile not in (None, "auto") or job.settings.plan is not None:
+            return None
+        survey = DeviceSurvey(
+            self.name, self.rank, self.global_ranks, self.store, self.timeout.total_seconds(), self.board, job
+        )
+        return lambda device: survey.planner(device, partial(self.gloo, f"links of {device_type}"))
 
     def own_nccl(self, options: Any, purpose: str, lane: str, timeout: timedelta, device: torch.device) -> Messenger:
         """A communicator of NCCL's for the messages of plans, connected. ``options``: the user's of the group. Collective."""

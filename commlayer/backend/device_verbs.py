@@ -7,6 +7,7 @@ piece, a coalesced block) goes to the inner backend, which on CUDA is NCCL.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -160,11 +161,11 @@ class DeviceVerbs:
         root: int = 0,
     ) -> Work:
         name = "sum" if op is None else PLAN_NAMES[op]
-        row = _row(target)
-        source, target = (row if source is target else _row(source)), row
         call, sent = self._plans.launch(plan, source, target, op=name, root=root)
         if op == AVG:
-            call.then(partial(target.div_, self._size))
+            # A tensor that was made in inference mode is written in it only.
+            with torch._C._InferenceMode(True) if target.is_inference() else nullcontext():
+                call.then(partial(target.detach().div_, self._size))
         self._counters.planned[plan.traffic.collective, plan.name].add(plan.traffic.logical_bytes, 0, *sent)
         return LaunchedWork(self._plans, call, outputs)
 
@@ -184,11 +185,6 @@ def _is_dense(x: torch.Tensor) -> bool:
             return False
         filled *= size
     return True
-
-
-def _row(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, as a row of its elements."""
-    return x.detach().as_strided((x.numel(),), (1,))
 
 
 def _is_summed(op: Any, dtype: torch.dtype) -> bool:

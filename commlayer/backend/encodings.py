@@ -1,5 +1,5 @@
 """Collectives in a wire format, and those among the ranks of each rail or node, in a group's order, counted and compared like its
-others. For CPU tensors.
+others: CPU tensors here, those on a device by its own verbs.
 
 c10d has no words for them; :mod:`commlayer.compressed` and :mod:`commlayer.collectives` call them.
 """
@@ -12,13 +12,16 @@ from time import perf_counter_ns as now
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, Work
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 
 from commlayer.auditing.saved_calls import CallShape, MovesKind
+from commlayer.backend.arithmetic import AVG
+from commlayer.backend.options import timeout_of
 from commlayer.backend.running import Calls
 from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.signature_check import described
 from commlayer.engine.encoded import EncodedGroup
+from commlayer.engine.group_plans import Choices
 from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
@@ -38,8 +41,16 @@ class Encodings:
     def _encoded(self) -> EncodedGroup:
         return EncodedGroup(self._inner.planned)
 
-    def plan(self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
-        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks."""
+    def plan(
+        self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int, x: torch.Tensor
+    ) -> Plan | None:
+        """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks. ``x``: a
+        tensor of the call, for its device."""
+        if not x.is_cpu:
+            verbs = self._order.on_device(x)
+            verbs.find_out(x.device)
+            choices: Choices = verbs.choices
+            return choices.plan(collective, num_bytes, is_float=True, wires=wires, element_bytes=element_bytes)
         if self._order.lane.name is None:
             self._order.use_lane_of_group()
         plan: Plan | None = self._inner.planned.choices.agreed.plan(
@@ -57,6 +68,8 @@ class Encodings:
     ) -> Work:
         """An all_gather, reduce_scatter or all_reduce (source is target). ``blocks``: bytes that each member owns; None: as
         the plan deals them out, in an all_reduce."""
+        if not source.is_cpu:
+            return self._order.on_device(source).start_encoded(plan, source, target, blocks, codec)  # type: ignore[no-any-return]
         return self._begin(
             self._call("encoded", plan, source, target, blocks=blocks, codec=codec),
             lambda: self._encoded.run(plan, source, target, blocks, codec, record=self._order.record),
@@ -71,6 +84,9 @@ class Encodings:
         codec: Codec,
     ) -> Work:
         """An all_to_all; ``splits``: bytes of ``source`` for each member, of ``target`` from each."""
+        if not source.is_cpu:
+            on_device = self._order.on_device(source)
+            return on_device.start_encoded_exchange(plan, source, target, splits, codec)  # type: ignore[no-any-return]
         return self._begin(
             self._call("encoded exchange", plan, source, target, splits=splits, codec=codec),
             lambda: self._encoded.run_exchange(plan, source, target, splits, codec, record=self._order.record),
@@ -86,6 +102,8 @@ class Encodings:
     ) -> Work:
         """An all_to_all in its own format among the ranks of each rail or node; ``splits`` as of :meth:`start_exchange`.
         ``most``: bytes that any rank sends or receives, which all ranks know."""
+        if not source.is_cpu:
+            return self._order.on_device(source).start_over(span, source, target, splits, most)  # type: ignore[no-any-return]
         planned = self._inner.planned
         plan = exchange_over(span, planned.choices.shape, most)
         return self._begin(
@@ -93,12 +111,58 @@ class Encodings:
             lambda: planned.run_over(plan, source, target, splits, record=self._order.record),
         )
 
+    def start_known_exchange(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        rows: tuple[Sequence[int], Sequence[int]],
+        counts: tuple[tuple[int, ...], ...],
+    ) -> Work:
+        """An all_to_all on a device of which all ranks know ``counts``, the bytes that each sends to each other: nobody tells
+        them. ``rows``: of ``source`` for each member, of ``target`` from each."""
+        return self._order.on_device(source).start_known_exchange(source, target, rows, counts)  # type: ignore[no-any-return]
+
+    def plans_on_device(self, x: torch.Tensor) -> bool:
+        """Whether calls of tensors such as ``x``, on a device, may have plans."""
+        verbs = self._order.on_device(x)
+        verbs.find_out(x.device)
+        return verbs.choices.is_planning  # type: ignore[no-any-return]
+
     def start_in_place(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> Work:
         """A reduce_scatter in the memory of ``source``; see EncodedGroup.reduce_scatter_in_place."""
         return self._begin(
             self._call("in place", plan, source, target),
             lambda: self._encoded.reduce_scatter_in_place(plan, source, target),
         )
+
+    def sum_now(
+        self,
+        wires: tuple[Wire, ...],
+        collective: str,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        opts: Any,
+    ) -> bool:
+        """Run one of the group's own sums in a format of ``wires``, where that is chosen; returns whether it has. In the group's
+        order. An all_reduce (source is target) or reduce_scatter; NaN and infinity pass."""
+        if source.dtype is not torch.float32 or op not in (ReduceOp.SUM, AVG) or not source.numel():
+            return False
+        plan = self.plan(collective, source.nbytes, wires, source.element_size(), source)
+        if plan is None or plan.wire.is_native:
+            return False
+        size, codec, limit_s = self._calls.members.size, Codec(plan.wire, source.dtype, "pass"), timeout_of(opts)
+        blocks = None if collective == "all_reduce" else (target.nbytes,) * size
+        self._run_encoded(
+            self._call("encoded", plan, source, target, blocks=blocks, codec=codec),
+            lambda: self._encoded.run(
+                plan, source, target, blocks, codec, timeout_s=limit_s, record=self._order.record
+            ),
+        )
+        if op == AVG:
+            with torch._C._InferenceMode(True):
+                target.div_(size)
+        return True
 
     def _call(
         self,

@@ -14,12 +14,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store, Work
 
+from commlayer.agree.numbers import everyones_numbers
 from commlayer.auditing.at_exit import note_job_over
 from commlayer.auditing.ledger import Ledger
 from commlayer.auditing.watch import GroupWatch
@@ -27,6 +29,7 @@ from commlayer.backend import world
 from commlayer.backend.batches import Batches
 from commlayer.backend.encodings import Encodings
 from commlayer.backend.ending import Ending
+from commlayer.backend.group_options import GroupOptions
 from commlayer.backend.inner import InnerGroups, OnDevice
 from commlayer.backend.members import Members
 from commlayer.backend.options import make
@@ -43,6 +46,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.group_plans import Choices
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.detector import FailureDetector
+from commlayer.scheduler.decision import Planner
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
@@ -58,7 +62,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     CUDA tensors are moved by plans on streams, or go to an inner NCCL group, made when CUDA is there (never run so far: see
     :mod:`commlayer.transport.nccl`).
-    ``make``: makes another group, of some members of this one.
+    ``make``: makes another group, of some members of this one. ``options``: what the program gave for this group.
     """
 
     def __init__(
@@ -70,16 +74,18 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         inner: InnerGroups,
         is_planning: bool,
         make: Callable[..., CommlayerGroup],
+        options: GroupOptions,
     ) -> None:
         super().__init__(rank, len(global_ranks))
         me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
         planned: PlannedGroup = inner.planned
         is_planning = is_planning and len(global_ranks) > 1
-        needs_look = is_planning or inner.signatures is not None
+        sum_wires = options.sum_wires if len(global_ranks) > 1 else ()
+        needs_look = is_planning or bool(sum_wires) or inner.signatures is not None
         self._members = Members(
             name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
         )
-        self._inner, self._make = inner, make
+        self._inner, self._make, self.options = inner, make, options
         track = open_track(
             int(planned.settings.ring),
             planned.board.key,
@@ -92,7 +98,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         track.ended = lambda: group._order.ended if (group := me()) is not None else 0
         self.counters = self._counters_of(planned)
         self._calls = Calls(self._order, self.counters, is_planning=is_planning)
-        if is_planning and planned.choices.planner is not None:
+        if is_planning and planned.choices.planner is not None and options.audit is not False:
             self._calls.ledger = Ledger(self.counters, planned)
             can_change = len(planned.nodes) > 1 and not planned.choices.is_forced
             if planned.settings.replan != "off" and can_change:
@@ -100,13 +106,15 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
                 self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._calls.plan_anew)
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
+        self._calls.encoded_sums = partial(encodings.sum_now, sum_wires) if sum_wires else None
         self._ending = Ending(self._order, batches, self.counters)
         self._ending.ledger = self._calls.ledger
         # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
         self.start_batch = batches.start
         self.encoded_plan, self.start_encoded = encodings.plan, encodings.start
         self.start_encoded_exchange, self.start_in_place = encodings.start_exchange, encodings.start_in_place
-        self.start_over = encodings.start_over
+        self.start_over, self.start_known_exchange = encodings.start_over, encodings.start_known_exchange
+        self.plans_on_device = encodings.plans_on_device
 
     def place_in_profile(self, places: tuple[int, ...]) -> None:
         """Say which of the profile's nodes the group's are; empty: not known."""
@@ -119,10 +127,12 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         inner: Nccl,
         choices: Choices,
         connect: Callable[[str, str, timedelta, torch.device], Messenger],
+        survey: Callable[[torch.device], Planner | None] | None = None,
     ) -> None:
         """Move tensors of a type of device by ``inner``, and by the plans that ``choices`` has for them.
 
-        ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages.
+        ``connect(purpose, lane, timeout, device)`` makes the communicators of their messages. ``survey``: see
+        :class:`commlayer.engine.device_plans.DevicePlans`.
         """
         order, groups = self._order, self._inner
         choices.reasons = groups.planned.choices.reasons  # one list for the statistics
@@ -138,8 +148,18 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         def connected(purpose: str, device: torch.device) -> Messenger:
             return connect(purpose, lane(), groups.timeout, device)
 
-        plans = DevicePlans(groups.planned.nodes, self._members.rank, choices, connected, lane)
-        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters)
+        def timeout_s() -> float:
+            return groups.timeout.total_seconds()
+
+        me = weakref.ref(self)
+
+        def tell(mine: Sequence[int]) -> list[list[int]]:
+            group = me()
+            assert group is not None  # it has been called
+            return everyones_numbers(group, mine, "to exchange the counts of an all_to_all")
+
+        plans = DevicePlans(groups.planned.nodes, self._members.rank, choices, connected, lane, timeout_s, survey)
+        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters, self._members, tell)
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -322,7 +342,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         Collective over ``new_ranks``. torch's own ``split_group`` refuses groups without a CUDA device before it asks here;
         ``new_group`` has no such condition.
         """
-        del device_types, opts  # one group serves all devices; options are NCCL's, whose split is not used
+        del device_types  # one group serves all devices
         members = self._members
         if members.rank not in new_ranks:
             return None
@@ -334,6 +354,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             global_ranks=[members.global_ranks[member] for member in new_ranks],
             store=PrefixStore(f"{name}/", self._inner.store),
             timeout=timeout or self._inner.timeout,
+            options=opts if isinstance(opts, GroupOptions) else None,  # others are NCCL's, whose split is not used
         )
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from commlayer.backend.device_verbs import DeviceVerbs
+from commlayer.backend.device_exchange_verbs import DeviceExchangeVerbs, TellCounts
+from commlayer.backend.members import Members
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
@@ -46,9 +47,11 @@ class OnDevice:
 
     __slots__ = ("inner", "plans", "verbs")
 
-    def __init__(self, inner: Nccl, plans: DevicePlans, counters: GroupCounters) -> None:
+    def __init__(
+        self, inner: Nccl, plans: DevicePlans, counters: GroupCounters, members: Members, tell: TellCounts
+    ) -> None:
         self.inner, self.plans = inner, plans
-        self.verbs = DeviceVerbs(inner, plans, counters)
+        self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell)
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""

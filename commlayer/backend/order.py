@@ -24,7 +24,7 @@ from commlayer.backend.recording import new_record, waiting
 from commlayer.backend.same_number import require_same_number
 from commlayer.backend.works import IssuedWork
 from commlayer.diagnosis.ring import Track
-from commlayer.emulation.accelerators.device_clock import await_device, device_clock
+from commlayer.emulation.accelerators.device_clock import await_device, device_busy_until, device_clock
 from commlayer.engine.lane_holds import Issued, lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall, QueuedWork
@@ -73,26 +73,32 @@ class Order:
 
     def issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, *args: Any) -> Work:
         """Run ``task(*args)`` in this order: now, or, for an asynchronous call, on the progress thread."""
-        await_device()  # as NCCL's calls begin: after what their caller has launched
+        busy_until = device_busy_until()  # calls begin after what their caller has launched, as NCCL's do
+        if busy_until is not None and not opts.asyncOp:
+            await_device(busy_until)
+            busy_until = None
         number = self.track.note(label, *noted(args, opts), depth=4)
         task, args = self._run_noted, (number, task, *args)
-        work = self._issue(opts, label, outputs, task, args)
+        work = self._issue(opts, label, outputs, task, args, busy_until)
         if isinstance(work, QueuedWork):
             work.noted = self.track, label, number
         return work
 
-    def _issue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
+    def _issue(
+        self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...], busy_until: float | None
+    ) -> Work:
+        """``busy_until``: when an emulated accelerator has done what a call that is asynchronous begins behind."""
         if self.inner.signatures is not None:
             task, args = self.or_say_refused, (label, task, *args)
         if self.lane.name is None:
             self.use_lane_of_group()
         recording = recorder()
         if recording is not None:
-            return self._issue_recorded(recording, opts, label, outputs, task, args)
+            return self._issue_recorded(recording, opts, label, outputs, task, args, busy_until)
         if self.lane.is_on:
-            return self._issue_on_lane(opts, label, outputs, task, args)
+            return self._issue_on_lane(opts, label, outputs, task, args, busy_until)
         if opts.asyncOp or self.latest is not None:
-            return self._enqueue(opts, label, outputs, task, args)
+            return self._enqueue(opts, label, outputs, task, args, busy_until)
         self.progress.run(label, task, args)
         return DONE
 
@@ -118,16 +124,23 @@ class Order:
         return latest.number if latest is not None and latest.has_come else done
 
     def _issue_recorded(
-        self, recording: Recorder, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]
+        self,
+        recording: Recorder,
+        opts: Any,
+        label: str,
+        outputs: Any,
+        task: QueuedCall,
+        args: tuple[Any, ...],
+        busy_until: float | None,
     ) -> Work:
         record = new_record(self.inner.planned, self.lane_name, self.members.describe(), label)
         recording.add(record)
         args = record, task, *args
         issue = self._issue_on_lane if self.lane.is_on else self._enqueue
         if not opts.asyncOp:
-            waiting(recording, record, lambda: issue(opts, label, outputs, self._run_recorded, args))
+            waiting(recording, record, lambda: issue(opts, label, outputs, self._run_recorded, args, busy_until))
             return DONE
-        work = issue(opts, label, outputs, self._run_recorded, args)
+        work = issue(opts, label, outputs, self._run_recorded, args, busy_until)
         if isinstance(work, QueuedWork):
             work.watch = partial(waiting, recording, record)
         return work
@@ -140,7 +153,13 @@ class Order:
         finally:
             self.record, record.end_ns = None, now()
 
-    def _issue_on_lane(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
+    def _issue_on_lane(
+        self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...], busy_until: float | None
+    ) -> Work:
+        if (
+            busy_until is not None
+        ):  # it holds nobody before it begins: the link is not to be idle for what cannot go yet
+            return self._enqueue(opts, label, outputs, self._run_on_lane, (outputs, task, *args), busy_until)
         call = self.lane.enter(outputs)
         try:
             return self._enqueue(opts, label, outputs, _leaving, (call, task, *args))
@@ -148,7 +167,20 @@ class Order:
             lanes().leave(call)
             raise
 
-    def _enqueue(self, opts: Any, label: str, outputs: Any, task: QueuedCall, args: tuple[Any, ...]) -> Work:
+    def _run_on_lane(self, outputs: Any, task: QueuedCall, *args: Any) -> None:
+        _leaving(self.lane.enter(outputs), task, *args)
+
+    def _enqueue(
+        self,
+        opts: Any,
+        label: str,
+        outputs: Any,
+        task: QueuedCall,
+        args: tuple[Any, ...],
+        busy_until: float | None = None,
+    ) -> Work:
+        if busy_until is not None:
+            task, args = _after_device, (busy_until, task, *args)
         latest = self.latest
         if not opts.asyncOp:
             if latest is not None:
@@ -181,6 +213,7 @@ class Order:
         self.lane.use(lane, is_told=is_told)
         for each in self.inner.on_devices.values():
             use_nccl_lane(each.inner, lane)
+            each.plans.use_lane(*self.lane.cut)
         # What is queued was called before: on every rank it keeps the plan that it would have had.
         if self.progress.pending and not self.progress.is_progress_thread():
             self.progress.submit("use_lane", None, self.inner.planned.use_lane, self.lane.cut)
@@ -230,6 +263,11 @@ class Order:
         has = " and ".join(["CPU", *(name.upper() if name == "cuda" else name for name in self.inner.on_devices)])
         has += "" if "cuda" in self.inner.on_devices else " (torch has no CUDA here, or no NCCL)"
         raise TensorError(f"{self.members.who}: no collectives for tensors on {tensor.device}: this group has {has}")
+
+
+def _after_device(busy_until: float, task: QueuedCall, *args: Any) -> None:
+    await_device(busy_until)
+    task(*args)
 
 
 def _leaving(call: Issued, task: QueuedCall, *args: Any) -> None:

@@ -123,10 +123,15 @@ def answer_to(alias: str) -> None:
         def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
             wanted = translated(backend, "commlayer")
             result = original(wanted, *args, **kwargs)
-            if wanted == "commlayer" and dist.get_rank() == 0:
+            if wanted != backend:
+                how = f"made a group of the backend commlayer, which get_backend() reports; {alias} works inside it"
+            else:
+                other = next((name for name in ("gloo", "nccl") if name in str(backend)), None)
+                how = "made a group of that backend, which is not planned"
+                how += "" if other is None else f": COMMLAYER_AS={other} would have it planned"
+            if backend != "commlayer" and dist.get_rank() == 0:
                 print(
-                    f'commlayer: COMMLAYER_AS={alias}: init_process_group("{backend}") made a group of the backend commlayer, '
-                    f"which get_backend() reports; {alias} works inside it",
+                    f'commlayer: COMMLAYER_AS={alias}: init_process_group("{backend}") {how}',
                     file=sys.stderr,
                     flush=True,
                 )

@@ -59,6 +59,8 @@ def all_reduce(calls: Calls, tensors: Tensors, opts: Any) -> None:
         with torch.inference_mode():
             _all_reduce_carried(calls, tensor, opts)
         return
+    if calls.encoded_sums is not None and calls.encoded_sums("all_reduce", tensor, tensor, op, opts):
+        return
     num_bytes = tensor.nbytes
     plan = calls.look("all_reduce", tensor, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     if plan is None:
@@ -138,9 +140,11 @@ def reduce_scatter(calls: Calls, output: torch.Tensor, input: torch.Tensor, opts
         with torch.inference_mode():
             _reduce_scatter_carried(calls, output, input, opts)
         return
-    num_bytes = input.nbytes
-    plan = calls.look("reduce_scatter", input, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
+    num_bytes, given = input.nbytes, input
     output, input = output.detach().view(-1), input.detach().view(-1)
+    if calls.encoded_sums is not None and calls.encoded_sums("reduce_scatter", input, output, op, opts):
+        return
+    plan = calls.look("reduce_scatter", given, num_bytes, op=op, timeout=opts.timeout) if calls.needs_look else None
     if plan is None:
         calls.flat("reduce_scatter", num_bytes, bounded_reduce_scatter, calls.inner.gloo, output, input, opts)
     else:

@@ -33,7 +33,7 @@ from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, Peer
 from commlayer.scheduler.plan import Plan
 from commlayer.statistics import GroupCounters, Row
 
-__all__ = ["Calls", "Refused"]
+__all__ = ["Calls", "EncodedSums", "Refused"]
 
 _profiling = torch._C._autograd._profiler_enabled
 _record = torch._C._profiler._RecordFunctionFast
@@ -47,6 +47,10 @@ _HINTS: dict[type[ClusterError], str] = {
 """Where else to look: a flat call knows nothing of the others'."""
 
 
+EncodedSums = Callable[[str, torch.Tensor, torch.Tensor, ReduceOp.RedOpType, Any], bool]
+"""Runs an all_reduce or a reduce_scatter in a wire format where the group's options allow one, and says whether it has."""
+
+
 class Refused(Exception):
     """The inner backend has not this operation. The verb then goes the long way, which has, or says why not."""
 
@@ -56,6 +60,7 @@ class Calls:
 
     __slots__ = (
         "counters",
+        "encoded_sums",
         "inner",
         "is_planning",
         "ledger",
@@ -72,6 +77,7 @@ class Calls:
         self.inner: InnerGroups = order.inner
         self.needs_look = order.needs_look
         self.ledger: Ledger | None = None
+        self.encoded_sums: EncodedSums | None = None
         self.never_plans_exchanges = False  # found out at the first all_to_all
         every = self.inner.planned.settings.shadow
         self.shadow = None if every is None else Shadow(order, counters, every, self._stop_planning)

@@ -175,7 +175,10 @@ def _issued_pair(row: Verb) -> Method:
         order = self._order
         input, output = real(input), real(output)
         if not (input.is_cpu and output.is_cpu):
-            return getattr(order.on_device(output if input.is_cpu else input), name)(output, input, *splits, opts)  # type: ignore[no-any-return]
+            verbs = order.on_device(output if input.is_cpu else input)
+            if splits:
+                check_splits(self._members, output, input, *splits)
+            return getattr(verbs, name)(output, input, *splits, opts)  # type: ignore[no-any-return]
         if splits:
             order.or_say_refused(collective, check_splits, self._members, output, input, *splits)
         return order.issue(opts, collective, [output], body, self._calls, output, input, *splits, opts)

@@ -66,15 +66,16 @@ class World:
 
     @property
     def cpu_planner(self) -> Planner | None:
-        """The planner for tensors on the CPU; None where the profile that was named is one of NCCL's links."""
-        if self.planner is None or self.planner.profile.environment.get("backend") == "nccl":
+        """The planner for tensors on the CPU; None where the profile that was named is one of a device's links."""
+        if self.planner is None or self.planner.profile.environment.get("backend", "gloo") != "gloo":
             return None
         return self.planner
 
     def device_planner(self, device_type: str) -> Planner | None:
         """The planner for tensors on a device: by the profile that was named, if it was measured there, or is a published one.
 
-        None for one of the CPU's links, and where none was named: nothing is known then, so nothing is planned.
+        None for one of the CPU's links, of which nothing follows for a device's; and where none was named: then each group
+        measures (:mod:`commlayer.backend.device_profiles`).
         """
         if self.planner is None or self.settings.profile in (None, "auto"):
             return None

@@ -11,7 +11,7 @@ from commlayer.cli.variables import Verdict
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.profile import Profile, parse_profile
+from commlayer.profiles.profile import MEASURED_ON, Profile, parse_profile
 from commlayer.profiles.topology import Topology
 from commlayer.settings import Settings
 
@@ -36,7 +36,7 @@ def cache_lines(settings: Settings) -> list[Line]:
         return [("warn", "folder", f"cannot be read: {shortened(str(error))}", advice)]
     lines = [line for file in files for line in _lines_of(file, settings)]
     is_found = any(name == "cached profile" for _, name, _, _ in lines)
-    others = len(files) - sum(name in ("cached profile", "damaged file") for _, name, _, _ in lines)
+    others = len(files) - len(lines)
     return [*lines, *_rest(folder, settings, others, is_found)]
 
 
@@ -63,7 +63,15 @@ def _lines_of(file: Path, settings: Settings) -> Iterator[Line]:
         advice = "a job that finds it measures its cluster again; remove the file"
         yield "warn", "damaged file", f"{shortened(str(file))}: {shortened(str(error), 300)}", advice
         return
-    if file.stem == _key(profile, settings):
+    if MEASURED_ON in profile.environment:
+        what = f"{file}: {profile.topology} on {profile.measured_on}, {age}, {_checked(file)}"
+        yield (
+            "ok",
+            "device profile",
+            what,
+            "a group of this shape takes it, on that device and machines like those of then",
+        )
+    elif file.stem == _key(profile, settings):
         slow = "; ".join(map(str, profile.slow_links))
         what = f"{file}: {profile.topology}, {age}, {_checked(file)}, {slow or 'no slow links'}"
         advice = (

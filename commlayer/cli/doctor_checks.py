@@ -274,7 +274,8 @@ def _choice() -> list[Finding]:
     except CommlayerError as error:
         return [Finding(section, "bad", "profile", name, str(error))]
     doubt = _DOUBTS.get(profile.kind, "")
-    about = f"{profile.name}: {profile.kind}, {profile.topology}"
+    where = f", measured on {profile.measured_on}" if profile.measured_on else ""
+    about = f"{profile.name}: {profile.kind}, {profile.topology}{where}"
     found = [Finding(section, "warn" if doubt else "ok", "profile", about, doubt)]
     for link in profile.slow_links:
         advice = _CARD if len(link.nodes) == 1 else _WAY

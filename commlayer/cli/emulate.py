@@ -25,7 +25,7 @@ _TIMED_OUT = 124
 _MODES = click.Choice(["auto", "netns", "loopback"])
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nodes", default=2, show_default=True, type=COUNT, help="Number of nodes.")
 @click.option("--ranks-per-node", default=4, show_default=True, type=COUNT, help="Processes on each.")
 @click.option("--inter", metavar="RATE", help="Rate of a node's network interface, each direction: 400mbit, 50mbyte.")

@@ -17,6 +17,8 @@ Line = tuple[Verdict, str, str, str]
 
 _NO_CUDA = "not active: no CUDA here"
 _ORDER_SINCE = (2, 26)
+_OF_ALL = ("NCCL_IB_TC", "NCCL_IB_SL")
+"""NCCL's variables that give all communicators one traffic class, and one service level."""
 
 
 def lane_lines(
@@ -45,16 +47,26 @@ def lane_lines(
         what = f"chunk edges, {CHUNKS_IN_FLIGHT} chunks of a call in flight, a share of {share:.0%} kept"
         found.append(("ok", "CPU (Gloo)", what, "lower lanes wait at the edges of their chunks, and not for ever"))
     if nccl_version is None:
-        names = ("CUDA streams", "traffic class", "CTA limits", "launch order", "launch queues")
+        names = (
+            "CUDA streams",
+            "CUDA holds",
+            "traffic class",
+            "CTA limits",
+            "launch order",
+            "launch queues",
+            "launch mode",
+        )
         return [*found, *(("ok", name, _NO_CUDA, "") for name in names)]
     known = ".".join(map(str, nccl_version))
     return [
         *found,
         _streams(environment, is_on=is_on),
+        _holds(environment, is_on=is_on),
         _traffic_class(environment, nccl_version, config_fields, traffic_classes or {}, known, is_on=is_on),
         _ctas(environment, nccl_version, config_fields, known, is_on=is_on),
         _launch_order(environment, nccl_version, known),
         _queues(environment),
+        _mode(environment),
     ]
 
 
@@ -75,6 +87,18 @@ def _streams(environment: Mapping[str, str], *, is_on: bool) -> Line:
     return ("ok", "CUDA streams", f"high priority for {high}", advice)
 
 
+def _holds(environment: Mapping[str, str], *, is_on: bool) -> Line:
+    from commlayer.devices.hold_support import why_no_holds
+
+    name, why = "CUDA holds", why_no_holds("cuda", environment)
+    if not is_on:
+        return ("ok", name, "not active: lanes are off", "")
+    if why:
+        return ("warn", name, "not active", why)
+    advice = "planned calls of lower lanes wait on the device while planned calls of higher ones are under way; the host does not"
+    return ("ok", name, "chunk edges, one chunk of each communicator in flight", advice)
+
+
 def _traffic_class(
     environment: Mapping[str, str],
     nccl_version: Sequence[int],
@@ -90,10 +114,18 @@ def _traffic_class(
         mark: Verdict = "warn" if traffic_classes else "ok"
         return (mark, name, f"not active: {missing}", "NCCL_IB_TC sets one class for all communicators")
     if not traffic_classes:
+        of_all = [f"{variable}={environment[variable]}" for variable in _OF_ALL if variable in environment]
+        if of_all:
+            return (
+                "ok",
+                name,
+                f"one for all lanes: {', '.join(of_all)}",
+                "unset it to give each lane a class of its own",
+            )
         return ("ok", name, "not active: none is set", "give lanes the classes that the fabric's operator has set up")
     if not is_on:
         return ("ok", name, "not active: lanes are off", "")
-    over = [variable for variable in ("NCCL_IB_TC", "NCCL_IB_SL") if variable in environment]
+    over = [variable for variable in _OF_ALL if variable in environment]
     if over:
         what = f"{' and '.join(over)} {'go' if len(over) > 1 else 'goes'} before a communicator's own: unset"
         return ("warn", name, "overridden", what)
@@ -110,21 +142,31 @@ def _ctas(
     if missing or not is_on:
         return ("ok", name, f"not active: {missing or 'lanes are off'}", "")
     lower = ", ".join(lane for lane in LANES if not is_high_priority(lane))
-    if "NCCL_MAX_CTAS" in environment:
-        what = f"NCCL_MAX_CTAS={environment['NCCL_MAX_CTAS']} goes before the limit of {LOWER_LANE_CTAS} for {lower}"
-        return ("warn", name, "overridden", f"{what}: unset it")
+    for variable in ("NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS"):  # the second is the first one's older name
+        if variable in environment:
+            what = (
+                f"{variable}={environment[variable]} limits all lanes, whatever the {LOWER_LANE_CTAS} are for {lower}"
+            )
+            return ("warn", name, "overridden", f"{what}: unset it")
     return ("ok", name, f"{LOWER_LANE_CTAS} for {lower}", "so that a kernel of a higher lane finds room beside theirs")
 
 
 def _launch_order(environment: Mapping[str, str], nccl_version: Sequence[int], known: str) -> Line:
-    name = "launch order"
-    if tuple(nccl_version) < _ORDER_SINCE:
-        advice = "lanes are several communicators of one device: the program itself must issue them in one order on all ranks"
-        return ("warn", name, f"not active: NCCL {known} has no NCCL_LAUNCH_ORDER_IMPLICIT (2.26 and later)", advice)
-    if _is_set(environment, "NCCL_LAUNCH_ORDER_IMPLICIT"):
-        return ("ok", name, "the program's (NCCL_LAUNCH_ORDER_IMPLICIT)", "")
-    advice = "lanes are several communicators of one device: set NCCL_LAUNCH_ORDER_IMPLICIT=1"
-    return ("warn", name, "not active", advice)
+    name, is_set = "launch order", _is_set(environment, "NCCL_LAUNCH_ORDER_IMPLICIT")
+    if is_set and tuple(nccl_version) < _ORDER_SINCE:
+        value = f"not active: NCCL {known} has no NCCL_LAUNCH_ORDER_IMPLICIT (2.26 and later)"
+        return ("warn", name, value, "unset it: lower lanes are not held where it is set")
+    if is_set:
+        advice = (
+            "kernels of all communicators begin in the order of the program, so none goes before one that was launched earlier: "
+            "unset NCCL_LAUNCH_ORDER_IMPLICIT where the device has room for two kernels of each planned group at a time"
+        )
+        return ("warn", name, "the program's (NCCL_LAUNCH_ORDER_IMPLICIT)", advice)
+    advice = (
+        "all ranks launch in the order of the program, and kernels begin when they can: the device needs room for two of each "
+        "planned group at a time (NCCL_LAUNCH_ORDER_IMPLICIT=1 would make it one order, and lanes no difference)"
+    )
+    return ("ok", name, "the streams' own", advice)
 
 
 def _queues(environment: Mapping[str, str]) -> Line:
@@ -135,6 +177,14 @@ def _queues(environment: Mapping[str, str]) -> Line:
         )
         return ("warn", "launch queues", "1", advice)
     return ("ok", "launch queues", value or "CUDA's default, 8", "")
+
+
+def _mode(environment: Mapping[str, str]) -> Line:
+    mode = environment.get("NCCL_LAUNCH_MODE", "").strip().upper()
+    if mode == "GROUP":
+        advice = "NCCL launches kernels of a process's devices together (deprecated since 2.9): unset NCCL_LAUNCH_MODE"
+        return ("warn", "launch mode", "GROUP", advice)
+    return ("ok", "launch mode", mode or "NCCL's default, PARALLEL", "")
 
 
 def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str], known: str) -> str:

@@ -47,6 +47,8 @@ class Place:
     intra: str | None = None
     delay_us: float = 0.0
     timeout_s: float = 600.0
+    device: str | None = None
+    """The device whose links are asked for: cpu, cuda or simulated; None: as it is."""
 
     @property
     def inter_gbps(self) -> float | None:
@@ -128,7 +130,7 @@ def run_job(place: Place, job: Callable[..., Result], *arguments: Any) -> Result
     None on the other ranks of torchrun. Raises what the emulated cluster raises when a rank fails.
     """
     if place.emulate is None:
-        result = _as_rank(job, arguments)
+        result = _as_rank(job, arguments, place.device)
         return result if is_first() else None
     import commlayer.measure.benchmark  # noqa: F401  load torch before the fork: ranks then start in milliseconds
     from commlayer.emulation import EmulatedCluster
@@ -141,20 +143,24 @@ def run_job(place: Place, job: Callable[..., Result], *arguments: Any) -> Result
         delay_us=place.delay_us,
     )
     with cluster:
-        results: list[Result] = cluster.run(_as_rank, job, arguments, timeout_s=place.timeout_s)
+        results: list[Result] = cluster.run(_as_rank, job, arguments, place.device, timeout_s=place.timeout_s)
         return results[0]
 
 
-def _as_rank(job: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
+def _as_rank(job: Callable[..., Result], arguments: tuple[Any, ...], device: str | None = None) -> Result:
     import torch
     import torch.distributed as dist
 
     has_cuda = torch.cuda.is_available() and emulation() is None
-    if has_cuda:
+    if device == "cuda" and not has_cuda:
+        raise UsageError(
+            "--device cuda: expected a CUDA device for each rank, got none: leave it out, or say --device cpu"
+        )
+    if has_cuda and device in (None, "cuda"):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("nccl" if has_cuda else "gloo", timeout=_COLLECTIVE_TIMEOUT)
+    dist.init_process_group("nccl" if has_cuda and device is None else "gloo", timeout=_COLLECTIVE_TIMEOUT)
     try:
         return job(*arguments)
     finally:

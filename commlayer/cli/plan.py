@@ -139,6 +139,7 @@ def _candidate(timeline: Timeline) -> dict[str, Any]:
         "predicted_us": rounded(timeline.total_us),
         "bottleneck": timeline.bottleneck.value,
         "is_extrapolated": timeline.is_extrapolated,
+        "capture_objection": plan.capture_objection,
     }
 
 
@@ -199,6 +200,8 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
         echo("extrapolated: a step lies outside the measured sizes of its curve, where latency + bandwidth is fitted")
     if decision.unpriced:
         echo(decision.unpriced)
+    objection = decision.plan.capture_objection
+    echo(f"on a device, in a CUDA graph: {f'no, for {objection}' if objection else 'yes'}")
     echo(decision.reason())
 
 

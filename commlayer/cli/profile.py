@@ -11,16 +11,20 @@ import click
 from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PICTURE, in_order, json_option
 from commlayer.cli.place import Place, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
+from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 from commlayer.profiles.sampling import doubts
 
 if TYPE_CHECKING:
+    from commlayer.measure.device_prober import DeviceLinks
     from commlayer.measure.profiler import SweepOptions
     from commlayer.profiles.nccl_table import NcclRow
     from commlayer.profiles.profile import Profile
 
 __all__ = ["link_rates", "measure_here", "measure_job", "profile"]
 
+_SIMULATED_BYTES = 1 << 30
+DEVICES = ("cpu", "cuda", "simulated")
 Rows = list[tuple[str, str, int, "NcclRow"]]
 """Collective, link class, group size, and the line of the table."""
 
@@ -44,13 +48,24 @@ _sweep_options = in_order(
 @click.command()
 @place_options
 @_sweep_options
+@click.option(
+    "--device",
+    type=click.Choice(DEVICES),
+    help="Whose links: the CPU's over Gloo, a GPU's over NCCL, a simulated device's.  [cuda where there is one]",
+)
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the profile here.")
 @click.option("-J", "--table-json", type=OUTPUT_FILE, help="Write the table as JSON here.")
 @click.option("--name", help="The profile's name.  [from the shape]")
 @click.option("--picture", type=PICTURE, help="Draw efficiency over bytes (.svg, .png, .pdf).")
 @json_option
 def profile(
-    output: Path | None, table_json: Path | None, name: str | None, picture: Path | None, as_json: bool, **options: Any
+    device: str | None,
+    output: Path | None,
+    table_json: Path | None,
+    name: str | None,
+    picture: Path | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Measure the links of a cluster into a profile.
 
@@ -61,7 +76,11 @@ def profile(
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer profile -o cluster.json
       commlayer profile --emulate 2x4 --inter 400mbit -o emulated.json
     """
-    place = read_place(options)
+    place = replace(read_place(options), device=device)
+    if device == "cuda" and place.emulate is not None:
+        raise UsageError(
+            "--device cuda: the ranks of an emulated cluster have no GPU each: say --device simulated, or cpu"
+        )
     found = measure_here(place, _sweep(**options), name)
     if found is None:
         return
@@ -111,7 +130,8 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
     from commlayer.units import format_bytes
 
     topology = discover_topology()
-    is_emulated = emulation() is not None
+    is_emulated = emulation() is not None or place.device == "simulated"
+    links = _links(place.device)
     rows: Rows = []
     with progress("measuring", num_points(options, topology)) as advance:
 
@@ -128,8 +148,24 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
             topology=topology,
             environment=link_rates(place),
             on_point=on_point,
+            links=links,
         )
     return measured, rows
+
+
+def _links(device: str | None) -> DeviceLinks | None:
+    """The links of the device that was asked for; None: the CPU's, or those of the ranks' own backend."""
+    if device in (None, "cpu"):
+        return None
+    import torch
+
+    from commlayer.measure.device_prober import device_links
+
+    if device == "cuda":
+        return device_links(torch.device("cuda", torch.cuda.current_device()))
+    from commlayer.testing import StreamDelays, simulated_device
+
+    return device_links(simulated_device(StreamDelays(chance=0.0), memory_bytes=_SIMULATED_BYTES))
 
 
 def _source(place: Place, shape: str) -> str:
@@ -197,6 +233,7 @@ def _print(measured: Profile, rows: Rows, output: Path | None) -> None:
     for entry in measured.interference:
         if entry.slowdown > 1.02:
             echo(f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long")
+    echo(f"measured on {measured.measured_on}")
     echo(f"median hold-out error {measured.error:.1%}; fingerprint {measured.fingerprint[:19]}…")
     if output is not None:
         echo(f"wrote {output}: plan with `commlayer plan --profile {output} --bytes 16MiB`")

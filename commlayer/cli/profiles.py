@@ -199,7 +199,8 @@ def _curve_dict(profile: Profile, curve: Curve) -> dict[str, Any]:
 
 
 def _show(profile: Profile) -> None:
-    echo(f"  {profile.kind}, {profile.topology}, gathers {profile.gather}", lead=profile.name)
+    where = f", measured on {profile.measured_on}" if profile.measured_on else ""
+    echo(f"  {profile.kind}, {profile.topology}, gathers {profile.gather}{where}", lead=profile.name)
     echo(f"{profile.fingerprint}\n")
     echo(click.wrap_text(profile.source, width=100))
     echo()

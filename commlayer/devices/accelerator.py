@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from commlayer.devices.device_contract import Stream, StreamEvent
+from commlayer.devices.device_contract import Stream, StreamEvent, TimedEvent
 
 __all__ = ["AcceleratorDevice", "AcceleratorEvent", "AcceleratorStream"]
 
@@ -34,6 +34,11 @@ class AcceleratorEvent:
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    def elapsed_us(self, since: TimedEvent) -> float:
+        """The time from ``since`` to here, µs: both were recorded by :meth:`AcceleratorStream.record_time`."""
+        assert isinstance(since, AcceleratorEvent)  # of this device
+        return float(since.event.elapsed_time(self.event)) * 1e3
+
 
 class AcceleratorStream:
     """A stream of torch's."""
@@ -50,6 +55,10 @@ class AcceleratorStream:
     def record(self) -> AcceleratorEvent:
         return AcceleratorEvent(self.stream.record_event())
 
+    def record_time(self) -> AcceleratorEvent:
+        """Record an event that knows when it is reached, which costs the device more than :meth:`record`."""
+        return AcceleratorEvent(self.stream.record_event(self._module.Event(enable_timing=True)))
+
     def wait(self, event: StreamEvent) -> None:
         assert isinstance(event, AcceleratorEvent)  # of this device
         self.stream.wait_event(event.event)
@@ -62,6 +71,15 @@ class AcceleratorStream:
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.stream)
 
+    def hold(self, busy: torch.Tensor, least: int, most_us: float) -> None:
+        if busy.device.type != "cuda":
+            self.stream.hold(busy, least, most_us)
+            return
+        from commlayer.devices.hold_kernel import hold_here
+
+        with self._module.stream(self.stream):
+            hold_here(busy, least, most_us)
+
 
 class AcceleratorDevice:
     """The device of a process, such as ``torch.device("cuda", 0)``."""
@@ -73,6 +91,11 @@ class AcceleratorDevice:
     @property
     def current(self) -> AcceleratorStream:
         return AcceleratorStream(self._module, self._module.current_stream(self.device))
+
+    @property
+    def is_capturing(self) -> bool:
+        asked = getattr(self._module, "is_current_stream_capturing", None)  # which devices without graphs have not
+        return asked is not None and bool(asked())
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         assert isinstance(stream, AcceleratorStream)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent"]
+__all__ = ["Addressed", "Device", "Messenger", "Received", "Stream", "StreamEvent", "TimedEvent", "TimedStream"]
 
 Addressed = tuple[int, torch.Tensor]
 """A member of a messenger's group, by its rank there, and the 1-D uint8 [bytes] that go to it or come from it."""
@@ -45,6 +45,27 @@ class Stream(Protocol):
     def keep(self, tensor: torch.Tensor) -> None:
         """Have the memory of ``tensor``, once it is freed, not handed on before what was launched here until then has run."""
 
+    def hold(self, busy: torch.Tensor, least: int, most_us: float) -> None:
+        """Let nothing that is launched from now on run while a number in ``busy``, 1-D uint8 of the device, is ``least`` or more,
+        but for ``most_us`` at most: it ends by itself, whatever becomes of the numbers. The host does not wait.
+
+        Other streams write the numbers meanwhile, so nothing may depend on what is read. It delays, and orders nothing.
+        """
+
+
+class TimedEvent(StreamEvent, Protocol):
+    """A point in a stream's work, of which the device knows when it was reached."""
+
+    def elapsed_us(self, since: TimedEvent) -> float:
+        """The time from ``since`` to here, µs, by the device's clock. Both have been reached."""
+
+
+class TimedStream(Stream, Protocol):
+    """A stream of a device that can be measured."""
+
+    def record_time(self) -> TimedEvent:
+        """The point behind all that was launched so far, with the time at which it is reached."""
+
 
 class Device(Protocol):
     """A device and its streams."""
@@ -52,6 +73,10 @@ class Device(Protocol):
     @property
     def current(self) -> Stream:
         """The stream on which the caller's own work is launched now."""
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what the current stream is given is captured in a graph, to be run later, as often as somebody asks for it."""
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Make ``stream`` the current one inside a with block."""

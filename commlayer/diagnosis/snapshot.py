@@ -30,6 +30,7 @@ __all__ = ["rank_log"]
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):")
 _PLACE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 OUR_THREADS = "commlayer"
 """The beginning of the names of our own threads, which no program waits in."""
 
@@ -191,7 +192,8 @@ def _stacks() -> dict[int, list[Site]]:
         if thread := _THREAD.match(line):
             stack = stacks.setdefault(int(thread[1], 16), [])
         elif place := _PLACE.match(line):
-            stack.append(Site(place[1], int(place[2]) if place[2].isdigit() else 0, place[3]))
+            path = _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), place[1])
+            stack.append(Site(path, int(place[2]) if place[2].isdigit() else 0, place[3]))
     return stacks
 
 

@@ -8,7 +8,7 @@ are made at the first planned call, which all members make together.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,21 +17,33 @@ import torch
 
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
 from commlayer.devices.device_contract import Messenger
+from commlayer.engine.device_lanes import lanes_of_device
 from commlayer.engine.group_plans import Choices
-from commlayer.engine.plain import as_bytes
+from commlayer.engine.kept_calls import KeptCall, KeptCalls
+from commlayer.engine.lane_edges import longest_holds_us
+from commlayer.engine.lane_holds import lanes
 from commlayer.engine.reducers import reducer
-from commlayer.engine.runner import Runner, Sent, drive
+from commlayer.engine.runner import Prepared, Runner, Sent, drive
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_moves import moves_of_call
-from commlayer.scheduler.plan import Plan, Step
-from commlayer.transport.contract import CallMemory
-from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
+from commlayer.scheduler.lanes import level_of
+from commlayer.scheduler.plan import Buffer, Plan, Step
+from commlayer.transport.bound_steps import bind
+from commlayer.transport.contract import CallMemory, Coder, Reducer
+from commlayer.transport.stream_lanes import StreamLane
+from commlayer.transport.streams import StepMessenger, StreamCall, StreamScript, StreamTransport
 
 __all__ = ["DevicePlans"]
 
-_NO_TIMEOUT = 0.0
-"""Nothing is waited for here: the inner backend's watchdog has the group's timeout."""
+_AS_IT_IS = contextlib.nullcontext()
+_NO_TIMEOUT = 0.0  # of the host, which waits for nothing
+
+
+def _memory_of(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor in one piece, as 1-D uint8 [bytes]."""
+    return x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 class DevicePlans:
@@ -39,7 +51,8 @@ class DevicePlans:
 
     ``nodes``: the members on each node, as ranks of the group, of which this is ``rank``. ``connect(purpose, device)`` makes a
     communicator of all members, connected, and is collective. ``lane()``: the class of traffic, as it is at the first planned
-    call. Not thread-safe: one call at a time, in the same order on all ranks.
+    call. ``timeout_s()``: of calls. ``survey``: finds out, with all members, by what to plan; asked before the first call that
+    could be planned. Not thread-safe: one call at a time, in the same order on all ranks.
     """
 
     def __init__(
@@ -49,41 +62,107 @@ class DevicePlans:
         choices: Choices,
         connect: Callable[[str, torch.device], Messenger],
         lane: Callable[[], str],
+        timeout_s: Callable[[], float],
+        survey: Callable[[torch.device], Planner | None] | None = None,
     ) -> None:
         self.nodes, self.rank, self.choices = tuple(tuple(node) for node in nodes), rank, choices
-        self._connect, self._lane = connect, lane
+        self._connect, self._lane, self._timeout_s, self._survey = connect, lane, timeout_s, survey
         self._runner: Runner | None = None
+        self._transport: StreamTransport
+        self._held_lane = ""  # for which calls are held, or hold others; empty: neither
+        self._calls, self._staged = KeptCalls(), dict[Buffer, CallMemory]()
         self._messengers: list[StepMessenger] = []
         self._device: AcceleratorDevice
         self._told: AcceleratorStream  # of futures, so that nobody's callbacks hold a stage up
 
     def plan(self, collective: str, x: torch.Tensor, num_bytes: int) -> Plan | None:
         """The plan for a call, or None: flat, which is the inner backend's own. The same on every rank."""
-        return self.choices.plan(collective, num_bytes, is_float=x.dtype.is_floating_point) if num_bytes else None
+        if not num_bytes:
+            return None
+        if self._survey is not None:
+            self.find_out(x.device)
+        return self.choices.plan(collective, num_bytes, is_float=x.dtype.is_floating_point)
+
+    def find_out(self, device: torch.device) -> None:
+        """Have ``choices`` know by what to plan, before they are asked for a first call. Collective then, later nothing."""
+        survey, self._survey = self._survey, None  # once, whatever comes of it
+        planner = None if survey is None else survey(device)
+        if planner is not None:
+            self.choices.use_planner(planner)
+
+    def prepare(self, plan: Plan, device: torch.device, root: int = 0) -> None:
+        """Have ready what a call of ``plan`` needs beside its data. The group's first is collective."""
+        self._prepared(self._runner or self._connected(device), plan, root)
 
     def launch(
         self, plan: Plan, source: torch.Tensor, target: torch.Tensor, *, op: str = "sum", root: int = 0
     ) -> tuple[StreamCall, Sent]:
         """Launch a call of ``plan`` behind the current stream's work, and return it, and what this rank sends in it.
 
-        Its ``finish`` makes the stream that is current then wait for it. Contiguous tensors, as in
-        :meth:`commlayer.engine.planned.PlannedGroup.run`.
+        Its ``finish`` makes the stream that is current then wait for it. Tensors as in
+        :meth:`commlayer.engine.planned.PlannedGroup.run`, in one piece of memory, whatever the order of their elements there.
         """
-        runner = self._runner or self._connected(source.device)
-        if source.device != self._device.device:
+        runner = self.runner_on(source.device)
+        # Tensors that were made in inference mode are written in it only; others stay as they are.
+        with torch._C._InferenceMode(True) if target.is_inference() else _AS_IT_IS:
+            key = id(plan), id(source), id(target), source.dtype, op, root
+            found = self._calls.find(key, source, target)
+            if found is None:
+                found = self._bound(runner, plan, source, target, op, root)
+                self._calls.add(key, source, target, found)
+            call = StreamCall(self._transport, found.script, found.bound)
+            call.post_all()
+        return call, found.sent
+
+    def runner_on(self, device: torch.device) -> Runner:
+        """The runner of plans for tensors on ``device``; made at the first call of this, which is collective.
+
+        Raises UsageError for another device than the first one.
+        """
+        runner = self._runner or self._connected(device)
+        if device != self._device.device:
             raise UsageError(
-                f"this group plans for tensors on {self._device.device}, got one on {source.device}: calls of a process with "
+                f"this group plans for tensors on {self._device.device}, got one on {device}: calls of a process with "
                 "several devices go by NCCL alone (COMMLAYER_PROFILE=none)"
             )
-        prepared = runner.prepared(plan, root, lambda: moves_of_call(plan, self.nodes, self.rank, root))
-        output = CallMemory(as_bytes(target))
-        data = output if source is target else CallMemory(as_bytes(source))
+        return runner
+
+    def start(
+        self,
+        prepared: Prepared,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        reduce: Reducer | None = None,
+        coder: Coder | None = None,
+    ) -> StreamCall:
+        """Launch a call of what the runner has prepared."""
+        assert self._runner is not None  # who has prepared it
+        output = CallMemory(_memory_of(target))
+        data = output if source is target else CallMemory(_memory_of(source))
         # Tensors that were made in inference mode are written in it only; others stay as they are.
-        with torch._C._InferenceMode(True) if target.is_inference() else contextlib.nullcontext():
-            call = runner.start(prepared, data, output, _NO_TIMEOUT, reducer(source.dtype, op))
+        with torch._C._InferenceMode(True) if target.is_inference() else _AS_IT_IS:
+            stage = self._runner.stage
+            self._note_staged({buffer: stage(size, buffer, source.device) for buffer, size in prepared.sizes.items()})
+            call = self._runner.start(prepared, data, output, _NO_TIMEOUT, reduce, coder)
             assert isinstance(call, StreamCall)  # of the transport that was made here
-            drive(plan, call)
-        return call, prepared.sent
+            drive(prepared.plan, call)
+        return call
+
+    def _bound(
+        self, runner: Runner, plan: Plan, source: torch.Tensor, target: torch.Tensor, op: str, root: int
+    ) -> KeptCall:
+        prepared = self._prepared(runner, plan, root)
+        output = CallMemory(_memory_of(target))
+        data = output if source is target else CallMemory(_memory_of(source))
+        buffers = runner.buffers(prepared, data, output)
+        self._note_staged({buffer: memory for buffer, memory in buffers.items() if buffer in prepared.sizes})
+        script = prepared.script
+        assert isinstance(script, StreamScript)  # compiled by the transport that was made here
+        bound = bind(script, buffers, reducer(source.dtype, op), None)
+        return KeptCall(plan, script, bound, prepared.sent)
+
+    def _prepared(self, runner: Runner, plan: Plan, root: int) -> Prepared:
+        return runner.prepared(plan, root, lambda: moves_of_call(plan, self.nodes, self.rank, root))
 
     def future(self, call: StreamCall, outputs: Any) -> torch.futures.Future[Any]:
         """A future of a call's outputs, for C++ and its callbacks: on CUDA of its stream's time, else of the host's."""
@@ -110,10 +189,30 @@ class DevicePlans:
         messengers = self._messengers = [inside] if between is inside else [inside, between]
         self._device = AcceleratorDevice(device)
         self._told = self._device.stream(is_high=False)
-        transport = StreamTransport(self._device, messenger_of, messengers, self._lane())
+        self._transport = StreamTransport(self._device, messenger_of, messengers, self._lane(), self._place())
         near = next(members for members in self.nodes if self.rank in members)
-        self._runner = Runner(transport, near)
+        self._runner = Runner(self._transport, near)
         return self._runner
+
+    def use_lane(self, lane: str, is_cut: bool) -> None:
+        """Hold what is called from now on as ``lane`` says, and cut it finely. The same on all ranks, between the same calls."""
+        self.choices.use_lane(lane if level_of(lane) and is_cut else "")
+        self._held_lane = lane
+        self._change_place()
+
+    def _place(self) -> StreamLane | None:
+        """Its place among the lanes of the device; None where it has none."""
+        found = lanes_of_device(self._device) if self._held_lane else None
+        return None if found is None else StreamLane(found, level_of(self._held_lane), self._longest_us)
+
+    def _longest_us(self, plan: Plan) -> Sequence[float]:
+        return longest_holds_us(plan, self.choices.planner, lanes().policy, self._timeout_s())
+
+    def _change_place(self) -> None:
+        if self._runner is not None:
+            if self._transport.among is not None:
+                self._transport.among.leave()
+            self._transport.among = self._place()
 
     def use_siblings(self, siblings: int) -> None:
         """Plan for so many groups that use a node's links at the same time. The same on all ranks, between the same calls."""
@@ -123,14 +222,22 @@ class DevicePlans:
         """Change the timeout of the communicators that there are; later ones are made with the group's."""
         for each in self._messengers:
             each.messenger.set_timeout(timeout)
+        self._change_place()  # which also bounds holds
 
     def abort(self) -> None:
         """Break its communicators."""
         if self._runner is not None:
             self._runner.transport.abort()
 
+    def _note_staged(self, staged: Mapping[Buffer, CallMemory]) -> None:
+        if any(self._staged.get(buffer, memory) is not memory for buffer, memory in staged.items()):
+            self._calls.clear()  # they hold the smaller staging memory that there was
+        self._staged.update(staged)
+
     def close(self) -> None:
         """Let go of them, when what was launched has run."""
+        self._calls.clear()
+        self._staged.clear()
         if self._runner is not None:
             self._runner.transport.close()
             self._runner = None

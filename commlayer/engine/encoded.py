@@ -46,7 +46,7 @@ class RowCoder:
 
     def add(self, target: torch.Tensor, sources: Sequence[torch.Tensor], coded: Sequence[bool]) -> None:
         into = self._rows(target)
-        total = into if into.dtype is torch.float32 else torch.empty(into.shape, dtype=torch.float32)
+        total = into if into.dtype is torch.float32 else torch.empty_like(into, dtype=torch.float32)
         first, *rest = zip(sources, coded, strict=True)
         if first[1]:
             total.zero_()  # −0 in all sources becomes +0, as in any sum that begins with zero

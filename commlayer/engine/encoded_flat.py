@@ -19,7 +19,7 @@ from commlayer.scheduler.group_moves import even_blocks
 from commlayer.transport.c10d import all_gather_single
 from commlayer.wire.codecs import Codec
 
-__all__ = ["FlatEncoded"]
+__all__ = ["FlatEncoded", "require_finite"]
 
 
 class _Finishing(dist.Work):
@@ -47,6 +47,21 @@ class _Finishing(dist.Work):
         return future
 
 
+def require_finite(group: dist.ProcessGroup, codec: Codec, x: torch.Tensor) -> None:
+    """Check, where NaN and infinity are not passed on, that no rank has any: none may refuse alone, with the others in the call.
+    So all hear of it, and the host waits. Raises NonFiniteError on every rank."""
+    if codec.non_finite != "raise" or not codec.wire.format.is_scaled:
+        return
+    wrong = int(x.numel() - x.isfinite().sum())
+    everyones = torch.tensor([wrong], dtype=torch.int64)
+    dist.all_reduce(everyones, group=group)
+    if int(everyones):
+        raise NonFiniteError(
+            f"rank {dist.get_rank()}: {int(everyones)} values that were to be sent in {codec.wire} are NaN or "
+            f"infinite, {wrong} of them here: look for where they come from, or allow them with non_finite='pass'"
+        )
+
+
 class FlatEncoded:
     """The collectives of ``group``, whose rows one codec encodes. Sizes in ``blocks`` and ``splits`` are bytes of the tensor."""
 
@@ -55,7 +70,7 @@ class FlatEncoded:
         self._width = codec.wire.row_elements
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
-        self._require_finite(x)
+        require_finite(self._group, self._codec, x)
         rank, n = self._group.rank(), self._group.size()
         sent = self._encoded(x, blocks)
         sizes = [self._padded(block) for block in blocks]
@@ -71,7 +86,7 @@ class FlatEncoded:
         return _Finishing(work, finish, out)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
-        self._require_finite(x)
+        require_finite(self._group, self._codec, x)
         widest = max(self._padded(block) for block in blocks)
         sent = torch.zeros(widest, dtype=torch.uint8, device=x.device)
         self._codec.encode(self._rows(x), sent[: self._wire_bytes(x.nbytes)])
@@ -86,26 +101,12 @@ class FlatEncoded:
         return self.all_gather(x, part, blocks)
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]]) -> dist.Work:
-        self._require_finite(x)
+        require_finite(self._group, self._codec, x)
         sent = self._encoded(x, splits[0])
         sizes = [[self._padded(block) for block in blocks] for blocks in splits]
         arrived = torch.empty(sum(sizes[1]), dtype=torch.uint8, device=x.device)
         work = dist.all_to_all_single(arrived, sent, sizes[1], sizes[0], group=self._group, async_op=True)
         return _Finishing(work, lambda: self._decode(arrived.split(sizes[1]), out, splits[1]), out)
-
-    def _require_finite(self, x: torch.Tensor) -> None:
-        """Where NaN and infinity are not passed on: no rank may refuse alone, with the others in the call. So all hear of it, and
-        the host waits. Raises NonFiniteError on every rank."""
-        if self._codec.non_finite != "raise" or not self._codec.wire.format.is_scaled:
-            return
-        wrong = int(x.numel() - x.isfinite().sum())
-        everyones = torch.tensor([wrong], dtype=torch.int64)
-        dist.all_reduce(everyones, group=self._group)
-        if int(everyones):
-            raise NonFiniteError(
-                f"rank {dist.get_rank()}: {int(everyones)} values that were to be sent in {self._codec.wire} are NaN or "
-                f"infinite, {wrong} of them here: look for where they come from, or allow them with non_finite='pass'"
-            )
 
     @property
     def _row_bytes(self) -> int:

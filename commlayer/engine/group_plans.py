@@ -29,10 +29,11 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
 """Between these blocks of an all_to_all a two-level plan is looked for."""
 _CLEAR_GAIN = 1.5
 _SUMS = ("all_reduce", "reduce_scatter")
+_PLANNED = (*_SUMS, "all_gather", "broadcast", "all_to_all_v")
 
 
-def parse_plan(text: str) -> tuple[Strategy, int]:
-    """``hierarchical`` or ``pipelined:4`` → strategy and chunk count. Raises SettingsError for anything else."""
+def parse_plan(text: str, what: str = "COMMLAYER_PLAN") -> tuple[Strategy, int]:
+    """``hierarchical`` or ``pipelined:4`` → strategy and chunk count. Raises SettingsError, about ``what``, for anything else."""
     name, _, count = text.replace("×", ":").partition(":")
     try:
         strategy, chunks = Strategy(name), int(count or 1)
@@ -40,7 +41,7 @@ def parse_plan(text: str) -> tuple[Strategy, int]:
         chunks = 0
     if chunks < 1:
         names = ", ".join(strategy.value for strategy in Strategy)
-        raise SettingsError(f"COMMLAYER_PLAN must be one of {names}, chunks behind a colon (pipelined:4), got {text!r}")
+        raise SettingsError(f"{what} must be one of {names}, chunks behind a colon (pipelined:4), got {text!r}")
     return strategy, chunks
 
 
@@ -101,6 +102,12 @@ class Choices:
         self._plan_for(siblings)
         if self.agreed is not self:
             self.agreed._plan_for(siblings)
+
+    def use_planner(self, job_planner: Planner) -> None:
+        """Plan by this profile of the job from now on. The same on all ranks, between the same calls."""
+        self.job_planner = job_planner
+        self._others.clear()
+        self._plan_for(self.siblings)
 
     def _plan_for(self, siblings: int) -> None:
         self.siblings = siblings
@@ -250,6 +257,18 @@ class Choices:
             return price(build(self._traffic(collective, num_bytes), Strategy.FLAT), self.planner.profile).total_us
         except PlanError:
             return None
+
+    def why_flat(self, collective: str, num_bytes: int) -> str:
+        """Say why a plain tensor's call goes to the backend's own, by the profile; "" where a plan is predicted to be better."""
+        if collective not in _PLANNED or self.planner is None:
+            return ""
+        if collective == "all_to_all_v" and not self.two_level_may_pay:
+            return f"two levels are predicted to be {_CLEAR_GAIN - 1:.0%} faster at no size, which agreeing on sizes asks for"
+        try:
+            decision = self.planner.decide(self._traffic(collective, num_bytes))
+        except PlanError as error:
+            return str(error).partition("; it has ")[0]
+        return decision.reason() if decision.plan.strategy is Strategy.FLAT else ""
 
     def promised_us(self, plan: Plan) -> float | None:
         """Predict what the plan takes, µs, by the profile and by what trials have taught; None where no profile says it."""

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed h
 
 from commlayer.agree.maximum import AgreedMaximum
 from commlayer.engine.group_plans import Choices
+from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, exchange_times_us, predicted_timeline
 from commlayer.engine.lane_holds import Gate, lanes
 from commlayer.engine.plain import as_bytes
 from commlayer.engine.reducers import reducer
@@ -29,7 +30,7 @@ from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import bounded, end_wait, keep
-from commlayer.profiles.errors import ClusterError, PlanError, UsageError
+from commlayer.profiles.errors import ClusterError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_moves import moves_of_call
@@ -37,7 +38,7 @@ from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Op, Plan
-from commlayer.scheduler.price import Timeline, price
+from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.rails import SplitRows
 from commlayer.scheduler.traffic import SlowPair
 from commlayer.scheduler.two_level import TwoLevel
@@ -55,12 +56,6 @@ __all__ = ["PlannedGroup"]
 _MAX_KEPT = 1024
 _MAX_EXCHANGES = 64
 """All_to_alls whose moves are kept: some kilobytes each, and a dropless layer never has the same splits again."""
-_HELD_OF_TIMEOUT = 0.25
-"""How much of its timeout a call may be held: the rest is for what it waits for."""
-_LATENCY_US = 100.0
-_BYTES_PER_US = 100.0
-"""Without a profile an exchange is taken for so long, and as long as its bytes take at so slow a link: what is held for too long
-goes on all the same when the higher lane has ended."""
 
 
 class PlannedGroup:
@@ -123,21 +118,9 @@ class PlannedGroup:
         kept = self._edges.get(id(plan))
         if kept is None:
             crossing = [step.resource is Resource.INTER for step in plan.steps]
-            kept = plan, tuple(zip(self._exchange_times_us(plan), crossing, strict=True))
+            kept = plan, tuple(zip(exchange_times_us(plan, self.predicted(plan)), crossing, strict=True))
             self._edges.add(id(plan), kept)
-        return Gate(lanes(), self.level, kept[1], timeout_s * _HELD_OF_TIMEOUT)
-
-    def _exchange_times_us(self, plan: Plan) -> list[float]:
-        """Predict what each exchange of the plan takes by itself, µs; 0 for what is no exchange."""
-        is_exchange = [step.leg.is_exchange for step in plan.steps]
-        timeline = self.predicted(plan)
-        if timeline is not None:
-            spans = zip(is_exchange, timeline.spans, strict=True)
-            return [end - start if exchanges else 0.0 for exchanges, (start, end) in spans]
-        return [
-            _LATENCY_US + step.bytes / _BYTES_PER_US if exchanges else 0.0
-            for exchanges, step in zip(is_exchange, plan.steps, strict=True)
-        ]
+        return Gate(lanes(), self.level, kept[1], timeout_s * HELD_OF_TIMEOUT)
 
     @property
     def never_plans_exchanges(self) -> bool:
@@ -221,11 +204,7 @@ class PlannedGroup:
 
     def predicted(self, plan: Plan) -> Timeline | None:
         """The plan's timeline by the profile; None without one, or where it does not know its operations."""
-        planner = self.choices.planner
-        try:
-            return None if planner is None else price(plan, planner.profile)
-        except PlanError:
-            return None
+        return predicted_timeline(plan, self.choices.planner)
 
     def run_all_to_all(
         self,

@@ -122,10 +122,15 @@ class Runner:
         mark: int = 0,
     ) -> Call:
         """Begin a call from ``source`` to ``target``, on one device, with its ``mark``. To be driven, and finished."""
+        buffers = self.buffers(prepared, source, target)
+        return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder, mark)
+
+    def buffers(self, prepared: Prepared, source: CallMemory, target: CallMemory) -> dict[Buffer, CallMemory]:
+        """The memory of a call: its own, and what it needs beside."""
         buffers = {Buffer.INPUT: source, Buffer.OUTPUT: target}
         for buffer, size in prepared.sizes.items():
             buffers[buffer] = self.stage(size, buffer, source.tensor.device)
-        return self.transport.start(prepared.script, buffers, timeout_s, reduce, coder, mark)
+        return buffers
 
     def stage(self, needed: int, buffer: Buffer, device: torch.device) -> CallMemory:
         """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching) them costs as much as a

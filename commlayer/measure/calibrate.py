@@ -20,10 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.agree.discovery import versions
+from commlayer.agree.discovery import Identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
 from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks
+from commlayer.measure.device_prober import DeviceLinks, DeviceProber
 from commlayer.measure.machines import Machine, describe_machine
 from commlayer.measure.profiler import HOSTS, SweepOptions, measure_cluster, node_hosts
 from commlayer.measure.recheck import drift
@@ -37,7 +38,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.settings import Settings
 
-__all__ = ["CHECKED", "PROBE", "as_probe", "cache_folder", "cluster_key", "planner_for"]
+__all__ = ["CHECKED", "DEVICE_PROBE", "PROBE", "as_probe", "cache_folder", "calibrated", "cluster_key", "planner_for"]
 
 PROBE = SweepOptions(
     min_bytes=4096,
@@ -54,6 +55,8 @@ PROBE = SweepOptions(
 """The sweep of a job that starts without a profile: about three seconds on an emulated 2×4 of two cores."""
 CHECKED = ".checked"
 """The suffix of the empty file beside a cached profile whose time says when the check of a start has last accepted that."""
+DEVICE_PROBE = replace(PROBE, budget_s=2.0)
+"""The sweep of a group on a device, before its first call that can be planned: with its communicators less than three seconds."""
 _PROBE_ERROR = 0.25
 """The error of curves from one to three samples of three sizes. Not the curves' own hold-out errors: over so few sizes those
 say how much a curve bends, not how wrong it is."""
@@ -97,7 +100,7 @@ def planner_for(
     if wanted != "auto":
         named = _named(wanted, topology if is_whole_job else None, ranks)
         return Planner(_without_others_links(named, wanted, topology, ranks, is_whole_job=is_whole_job))
-    profile = _calibrated(settings, topology, ranks, timeout_s)
+    profile = calibrated(settings, topology, ranks, timeout_s)
     return None if profile is None else Planner(profile)
 
 
@@ -151,41 +154,74 @@ def _named(wanted: str, topology: Topology | None, ranks: AllRanks) -> Profile:
     return profile
 
 
-def _calibrated(settings: Settings, topology: Topology, ranks: AllRanks, timeout_s: float) -> Profile | None:
+def calibrated(
+    settings: Settings,
+    topology: Topology,
+    ranks: AllRanks,
+    timeout_s: float,
+    links: DeviceLinks | None = None,
+    job: str = "",
+) -> Profile | None:
+    """The profile of the links between ``ranks``, kept by an earlier job or measured now; None where there is nothing to measure.
+
+    ``links``: those of a device; None: the CPU's. ``job``: the shape of the job of which ``ranks`` are a part, whose other parts
+    measure at the same time. Collective, equal on all ranks. Raises what measuring raises.
+    """
     machines = ranks.gather(describe_machine(settings), Machine)
-    key = cluster_key(topology, machines, ranks.device_type, settings.intra)
+    device_type = ranks.device_type if links is None else _described(ranks, links, job)
+    key = cluster_key(topology, machines, device_type, settings.intra)
     entry = _cached(settings, key) if ranks.rank == 0 else _Entry(None)
     cached = ranks.from_first(_Cached(entry.text), _Cached).json
     if cached is not None:
         profile = parse_profile(cached, f"the cached profile {key}")
-        off = _moved(profile, topology, ranks) or drift(profile, ranks)
+        off = _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links)
         if not off:
             _note_check(entry)
             return profile
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
-    return _measured(topology, ranks, timeout_s, entry)
+    return _measured(topology, ranks, timeout_s, entry, links)
 
 
-def _measured(topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Entry) -> Profile | None:
+def _described(ranks: AllRanks, links: DeviceLinks, job: str) -> str:
+    """The part of a cache's key that a device adds: its name on every rank, what moves its tensors, and the job. Collective."""
+    names = sorted({each.text for each in ranks.gather(Identity(links.name), Identity)})
+    return f"{links.backend} {names} in {job}"
+
+
+def _drifted(profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: float, links: DeviceLinks | None) -> str:
+    """Say how far a profile is off; empty where it holds. Collective."""
+    if links is None:
+        return drift(profile, ranks)
+    prober = DeviceProber(topology, timeout_s, ranks, links)
+    with prober:
+        return drift(profile, prober)
+
+
+def _measured(
+    topology: Topology, ranks: AllRanks, timeout_s: float, entry: _Entry, links: DeviceLinks | None
+) -> Profile | None:
     """The profile of a probe, which rank 0 keeps as ``entry``; None where there is nothing to measure."""
     begin = time.perf_counter()
     try:
         with phase("the links were being measured"):
             measured = measure_cluster(
-                replace(PROBE, timeout_s=timeout_s),
-                name=f"probe-{topology.shape}",
+                replace(PROBE if links is None else DEVICE_PROBE, timeout_s=timeout_s),
+                name=f"probe-{topology.shape}{'' if links is None else f'-{links.device.type}'}",
                 kind="emulated" if "COMMLAYER_EMULATED" in os.environ else "measured",
-                source="measured when a job started without a profile, one to three samples of a few sizes a curve",
+                source=f"measured when a {'job' if links is None else 'group'} started without a profile, one to three samples "
+                "of a few sizes a curve",
                 topology=topology,
                 ranks=ranks,
+                links=links,
             )
     except TopologyError as error:
         _say(ranks, f"{error}: nothing is planned")
         return None
     profile, took_s = as_probe(measured), time.perf_counter() - begin
     if ranks.rank == 0:
+        what = "cluster" if links is None else f"group on {links.name}"
         why = (
-            f"no profile of this cluster ({topology.shape}) yet: measured one" if entry.text is None else "measured one"
+            f"no profile of this {what} ({topology.shape}) yet: measured one" if entry.text is None else "measured one"
         )
         _print(
             f"{why} in {took_s:.1f} s, {_keep(profile, entry)}. {_doubted(profile)}{_slow(profile, topology)}`commlayer profile` "

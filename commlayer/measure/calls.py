@@ -21,7 +21,19 @@ from commlayer.scheduler.strategies import build
 from commlayer.scheduler.wire import Wire
 from commlayer.wire.codecs import Codec
 
-__all__ = ["CodedCall", "GridCall", "IdleCall", "MessageCall", "OwnCall", "StepCall", "TimedCall"]
+__all__ = [
+    "CALL_OPTIONS",
+    "CodedCall",
+    "GridCall",
+    "GroupCall",
+    "IdleCall",
+    "MessageCall",
+    "OwnCall",
+    "StepCall",
+    "TimedCall",
+]
+
+_CPU = torch.device("cpu")
 
 
 class TimedCall(Protocol):
@@ -85,14 +97,14 @@ def _pattern(size: int, row: int) -> torch.Tensor:
     return tile.repeat(-(-size // tile.numel()))[:size]
 
 
-class _GroupCall(ABC):
-    """A collective of a group on FP32; ``source`` is ``target`` where it works in place."""
+class GroupCall(ABC):
+    """A collective of a group on FP32, on ``device``; ``source`` is ``target`` where it works in place. ``rank``: its own."""
 
-    def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
-        self.planned, self.plan, self.collective = planned, plan, plan.traffic.collective
-        self.timeout_s = timeout_s or planned.timeout_s
+    def __init__(self, rank: int, plan: Plan, device: torch.device = _CPU) -> None:
+        self.rank, self.plan, self.collective = rank, plan, plan.traffic.collective
         self.count = plan.traffic.block_bytes // torch.float32.itemsize
-        whole, block = torch.zeros(self.count * plan.traffic.group_size), torch.zeros(self.count)
+        whole = torch.zeros(self.count * plan.traffic.group_size, device=device)
+        block = torch.zeros(self.count, device=device)
         self.source = block if self.collective == "all_gather" else whole
         self.target = {"reduce_scatter": block, "all_to_all_v": torch.zeros_like(whole)}.get(self.collective, whole)
 
@@ -106,7 +118,7 @@ class _GroupCall(ABC):
 
     def num_wrong(self) -> int:
         """Wrong elements of the whole collective, on small integers: rank r has k + r for rank k."""
-        rank, n = self.planned.rank, self.plan.traffic.group_size
+        rank, n = self.rank, self.plan.traffic.group_size
         ramp, total = torch.arange(0.0, n).repeat_interleave(self.count), n * (n - 1) / 2
         block = torch.ones(self.count)
         self.target.fill_(-1.0)
@@ -119,14 +131,15 @@ class _GroupCall(ABC):
             "all_reduce": ramp * n + total,
             "broadcast": ramp,
         }[self.collective]
-        return int((self.target != expected).sum())
+        return int((self.target != expected.to(self.target.device)).sum())
 
 
-class StepCall(_GroupCall):
+class StepCall(GroupCall):
     """A plan of a group, or one step of it."""
 
     def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
-        super().__init__(planned, plan, timeout_s)
+        super().__init__(planned.rank, plan)
+        self.planned, self.timeout_s = planned, timeout_s or planned.timeout_s
         planned.prepare(plan)
 
     def run(self) -> None:
@@ -136,7 +149,7 @@ class StepCall(_GroupCall):
         self.planned.run(build(self.plan.traffic, self.plan.strategy), self.source, self.target)
 
 
-_OPTIONS: dict[str, Any] = {
+CALL_OPTIONS: dict[str, Any] = {
     "all_gather": AllgatherOptions,
     "reduce_scatter": dist.ReduceScatterOptions,
     "all_to_all_v": dist.AllToAllOptions,
@@ -145,11 +158,12 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-class OwnCall(_GroupCall):
+class OwnCall(GroupCall):
     """A collective as a call of Gloo's own."""
 
     def __init__(self, planned: PlannedGroup, plan: Plan, timeout_s: float | None = None) -> None:
-        super().__init__(planned, plan, timeout_s)
+        super().__init__(planned.rank, plan)
+        self.planned, self.timeout_s = planned, timeout_s or planned.timeout_s
         self._own, self._num_calls = planned.connect_own_calls(), 0
 
     def run(self) -> None:
@@ -162,7 +176,7 @@ class OwnCall(_GroupCall):
             raise planned.explain(error, self.collective, self._num_calls, waited_s, self.timeout_s) from error
 
     def _work(self) -> Any:
-        options = _OPTIONS[self.collective]()
+        options = CALL_OPTIONS[self.collective]()
         options.timeout = timedelta(seconds=self.timeout_s)
         if self.collective == "all_gather":
             return self._own._allgather_base(self.target, self.source, options)
@@ -178,13 +192,13 @@ class CodedCall:
     """Encoding, or decoding, of ``size`` bytes: FP32 into BF16, and back into the sum that gradients need; BF16 into FP8, with a
     scale for each row, and back."""
 
-    def __init__(self, op: Op, wire: Wire, size: int) -> None:
+    def __init__(self, op: Op, wire: Wire, size: int, device: torch.device = _CPU) -> None:
         dtype = torch.bfloat16 if wire.format.is_scaled else torch.float32
         self.codec, width = Codec(wire, dtype), wire.row_elements
         rows = max(1, size // (width * dtype.itemsize))
-        self.rows = torch.arange(width).remainder_(15).to(dtype).repeat(rows, 1)
+        self.rows = torch.arange(width).remainder_(15).to(dtype).repeat(rows, 1).to(device)
         self.decoded = torch.zeros_like(self.rows)
-        self.message = torch.zeros(self.codec.wire_bytes(rows), dtype=torch.uint8)
+        self.message = torch.zeros(self.codec.wire_bytes(rows), dtype=torch.uint8, device=device)
         self.codec.encode(self.rows, self.message)
         self._is_encoding = op is Op.ENCODE
 

@@ -28,6 +28,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.probes import MESSAGE, Probe
+from commlayer.scheduler.wire import Wire
 from commlayer.settings import Settings
 from commlayer.transport.connect import connect
 
@@ -75,7 +76,7 @@ class Prober:
         self.rank = everyone[self.ranks.rank]
         self.device = self.ranks.device_type
         given = self.ranks.detector or job_detector(everyone)
-        shared = given if given is not None and given.ranks == everyone else None
+        shared = given if given is not None and set(everyone) <= set(given.ranks) else None
         self._store = PrefixStore(f"commlayer/profiler/{name}", self.ranks.store)
         self.detector = shared or FailureDetector(self._store, self.rank, everyone, timeout_s)
         self._is_owner = shared is None
@@ -149,6 +150,11 @@ class Prober:
         if probe.leg is MESSAGE:
             return MessageCall(planned, size)
         return OwnCall(planned, probe.plan(size)) if probe.is_own_call else StepCall(planned, probe.plan(size))
+
+    def codes(self, wire: Wire) -> bool:
+        """Whether every rank can encode in this format where its tensors are. Collective."""
+        del wire
+        return True
 
     def on_grid(self, plan: Plan) -> GridCall:
         """A plan on the grid, ready to run."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
@@ -22,19 +22,21 @@ import torch.distributed as dist
 from commlayer.agree.discovery import Identity, discover_topology, node_identity
 from commlayer.measure.all_ranks import AllRanks, ProfileText
 from commlayer.measure.calls import TimedCall
+from commlayer.measure.device_interference import beside_products
+from commlayer.measure.device_prober import DeviceLinks, DeviceProber, device_links
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import TopologyError, UsageError
 from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.pairs import slow_links
-from commlayer.profiles.profile import Interference, Profile, parse_profile
+from commlayer.profiles.profile import MEASURED_ON, Interference, Profile, parse_profile
 from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
 from commlayer.profiles.sweep import Point, Repeats, interference, sizes_between, sweep
 from commlayer.profiles.topology import Topology, shape_text
 from commlayer.scheduler.group_profiles import link_load
+from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Op, Strategy
 from commlayer.scheduler.probes import Probe, probes, probes_of_calls, side_by_side
-from commlayer.transport.connect import device_type
 from commlayer.transport.gloo import ONE_CALL_BYTES
 from commlayer.version import __version__
 
@@ -103,12 +105,14 @@ def measure_cluster(
     environment: dict[str, str] | None = None,
     on_point: Callable[[Point], None] | None = None,
     ranks: AllRanks | None = None,
+    links: DeviceLinks | None = None,
 ) -> Profile:
     """Measure the world's links and return their profile: rank 0's, on every rank.
 
     ``topology`` None discovers it; ``ranks`` None is the default process group. ``on_point`` is called after each size.
+    ``links``: those of a device, by its transport and its clock; None: the CPU's, or of NCCL's ranks those of their GPUs.
     Where nodes hold different numbers of ranks, pairs of resources are not measured: there is no grid to do it on.
-    Raises ClusterError where bytes arrive wrong, TopologyError for a single rank, and for uneven nodes of GPUs.
+    Raises ClusterError where bytes arrive wrong, TopologyError for a single rank.
     """
     topology = topology or discover_topology()
     if topology.world_size < 2:
@@ -117,24 +121,18 @@ def measure_cluster(
             "`torchrun --nproc-per-node 2 --no-python commlayer profile`, or `commlayer profile --emulate 2x4`"
         )
     ranks = ranks or AllRanks.default()
-    if ranks.device_type != "cpu":
-        topology.ranks_per_node  # noqa: B018  their plans are those of the grid, which uneven nodes have none of: names them
-    with Prober(topology, options.timeout_s, ranks) as prober:
-        sweeps = [
-            each
-            for each in _sweeps(options, topology, ranks.device_type)
-            if not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1))
-        ]
+    links = links or _links_of(ranks)
+    with _prober(topology, options.timeout_s, ranks, links) as prober:
+        sweeps = _possible(prober, _sweeps(options, topology))
         curves = (
             _surveyed(prober, sweeps, options, topology)
             if options.is_probe
             else _curves(prober, sweeps, options, on_point)
         )
         by_steps = [curve for each, curve in zip(sweeps, curves, strict=True) if _shows_peak(each.probe, topology)]
-        slow = _slow_links(prober) if _has_pairs(topology, ranks) else ()
-        pairs = _interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
+        slow = _slow_links(prober) if _has_pairs(topology, links) else ()
+        pairs = _all_interference(prober, by_steps, options.interference_rounds) if topology.is_uniform else []
     hosts = {HOSTS: node_hosts(topology, ranks)} if slow else {}
-    backend = "nccl" if ranks.device_type == "cuda" else "gloo"
     return _agreed(
         ranks,
         name=name,
@@ -145,7 +143,7 @@ def measure_cluster(
         curves=curves,
         interference=pairs,
         slow_links=slow,
-        environment=run_environment(backend) | hosts | (environment or {}),
+        environment=_where(links) | hosts | (environment or {}),
     )
 
 
@@ -159,6 +157,7 @@ def measure_groups(
     collectives: Sequence[str] | None = None,
     topology: Topology | None = None,
     ranks: AllRanks | None = None,
+    links: DeviceLinks | None = None,
 ) -> Profile:
     """The profile of one group's shape, measured on all ``groups`` at the same time, as a training step uses them. Collective
     over all ranks.
@@ -174,7 +173,7 @@ def measure_groups(
             the peaks where they are known; the rest is of :func:`measure_cluster`.
         collectives: curves to measure, by their names in a profile; None: the backend's own calls, and in groups of two
             ``send_recv``.
-        topology: of the job; None: discovered. ranks: None: the default process group.
+        topology: of the job; None: discovered. ranks: None: the default process group. links: as of :func:`measure_cluster`.
 
     Returns:
         Its topology is the shape of one group: ``2x2`` is two ranks on each of two nodes.
@@ -195,7 +194,8 @@ def measure_groups(
     sizes = sizes_between(options.min_bytes, options.max_bytes, options.factor)
     sweeps = [_Sweep(known[collective], sizes, options.repeats) for collective in wanted]
     mine = next(group for group in groups if ranks.rank in group)
-    with Prober(topology, options.timeout_s, ranks, {"groups": mine}) as prober:
+    links = links or _links_of(ranks)
+    with _prober(topology, options.timeout_s, ranks, links, {"groups": mine}) as prober:
         curves = _curves(prober, sweeps, options)
     return _agreed(
         ranks,
@@ -205,17 +205,39 @@ def measure_groups(
         topology=shape,
         peaks=_peaks(curves, options),
         curves=curves,
-        environment=run_environment("gloo"),
+        environment=_where(links),
     )
 
 
 def num_points(options: SweepOptions, topology: Topology) -> int:
     """How many sizes a sweep of that cluster has in total, for progress bars.
 
-    Exact, unless Gloo's ranks stand in an order in which it has no call of its own for small exchanges: then fewer.
+    The most that it may be: fewer where a device has no call of its own for small exchanges, or lacks a wire format.
     """
-    device = device_type(None) if dist.is_initialized() else "cpu"
-    return sum(len(each.sizes) for each in _sweeps(options, topology, device))
+    return sum(len(each.sizes) for each in _sweeps(options, topology))
+
+
+def _links_of(ranks: AllRanks) -> DeviceLinks | None:
+    return device_links(ranks.device) if ranks.device_type == "cuda" else None
+
+
+def _prober(
+    topology: Topology,
+    timeout_s: float,
+    ranks: AllRanks,
+    links: DeviceLinks | None,
+    groups: Mapping[str, Sequence[int]] | None = None,
+) -> Prober:
+    if links is None:
+        return Prober(topology, timeout_s, ranks, groups)
+    return DeviceProber(topology, timeout_s, ranks, links, groups)
+
+
+def _where(links: DeviceLinks | None) -> dict[str, str]:
+    """The environment of a profile of these links."""
+    if links is None:
+        return run_environment("gloo")
+    return run_environment(links.backend) | {MEASURED_ON: links.name}
 
 
 class _Sweep(NamedTuple):
@@ -226,12 +248,23 @@ class _Sweep(NamedTuple):
     repeats: Repeats
 
 
-def _sweeps(options: SweepOptions, topology: Topology, device: str) -> list[_Sweep]:
-    """List all that is measured on a cluster; on ``cuda`` the grid's alone: plans over nodes run on the CPU only, so far."""
-    on_cpu = device == "cpu"
-    wanted = probes(topology, with_groups=on_cpu, is_brief=options.is_probe)
+def _sweeps(options: SweepOptions, topology: Topology) -> list[_Sweep]:
+    """List all that is measured on a cluster."""
+    wanted = probes(topology, is_brief=options.is_probe)
     found = [(_link_sweep if _shows_peak(probe, topology) else _group_sweep)(probe, options) for probe in wanted]
-    return [each for each in found if each.sizes and (on_cpu or not _is_one_call(each.probe))]
+    return [each for each in found if each.sizes]
+
+
+def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
+    """Leave out what is not there: a flat exchange may have no call of its own, a device no form of a wire format. Collective."""
+    coded = dict.fromkeys(each.probe.unit.wire for each in sweeps if isinstance(each.probe.leg, CodedLeg))
+    lacking = [wire for wire in coded if not prober.codes(wire)]  # in one order on all ranks
+    return [
+        each
+        for each in sweeps
+        if (not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1)))
+        and not (isinstance(each.probe.leg, CodedLeg) and each.probe.unit.wire in lacking)
+    ]
 
 
 def _link_sweep(probe: Probe, options: SweepOptions) -> _Sweep:
@@ -340,9 +373,9 @@ def node_hosts(topology: Topology, ranks: AllRanks) -> str:
     return " ".join(identities[members[0]].split("/")[0] for members in topology.nodes)
 
 
-def _has_pairs(topology: Topology, ranks: AllRanks) -> bool:
-    """Whether there are cards to compare: those of three nodes or more; on the CPU, where plans over nodes run."""
-    return topology.num_nodes > 2 and ranks.device_type == "cpu"
+def _has_pairs(topology: Topology, links: DeviceLinks | None) -> bool:
+    """Whether there are cards to compare: those of three nodes or more. A device's are not: the CPU's are measured by itself."""
+    return topology.num_nodes > 2 and links is None
 
 
 def _slow_links(prober: Prober) -> tuple[SlowLink, ...]:
@@ -357,10 +390,18 @@ def _slow_links(prober: Prober) -> tuple[SlowLink, ...]:
     return slow
 
 
+def _all_interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
+    """Pairs of resources; on a device also exchanges beside matrix products, which take the cores that move bytes."""
+    found = _interference(prober, curves, rounds)
+    if isinstance(prober, DeviceProber) and rounds:
+        found += beside_products(prober, curves, rounds, _INTERFERENCE_BYTES)
+    return found
+
+
 def _interference(prober: Prober, curves: list[Curve], rounds: int) -> list[Interference]:
     """Pairs of resources, together against alone, each kept busy for about the same time."""
     e, t, link = len(prober.grid.ep_ranks), len(prober.grid.tp_ranks), prober.grid.link
-    if t == 1 or not rounds or prober.device == "cuda":  # a device's steps are not seen by the host
+    if t == 1 or not rounds:
         return []
     unit = side_by_side(_INTERFERENCE_BYTES, e, t, link, {resource: 1 for pair in _PAIRS for resource in pair})
     by_key = {(curve.collective, curve.link): curve for curve in curves}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from commlayer.testing.fake import FakeVerbs, FakeWorld
     from commlayer.testing.faults import Fault, FaultyVerbs, InjectedFault, delay_at, fail_at, wrong_bytes_at
+    from commlayer.testing.megatron_on_cpu import stand_in_for_cuda
     from commlayer.testing.nodes import outcomes_on_nodes, run_on_nodes
     from commlayer.testing.process_group import ProcessGroupVerbs
     from commlayer.testing.simulated.judge import RaceJudge
@@ -56,6 +57,7 @@ __all__ = [
     "outcomes_on_nodes",
     "run_on_nodes",
     "simulated_device",
+    "stand_in_for_cuda",
     "testifying",
     "wrong_bytes_at",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -18,23 +18,33 @@ from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.forks import never_free_in_child
 from commlayer.failures.waits import Board, bounded
-from commlayer.profiles.errors import GroupError
+from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
+from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.inner_messages import InnerMessenger
-from commlayer.transport.nccl import Inner, Nccl, connect_now
+from commlayer.transport.nccl import Inner, Nccl, connect_now, is_usable
 from commlayer.transport.shared_memory.shared_messages import SharedMemoryGroup
 
-__all__ = ["connect", "device_type", "sharing_memory", "wants_shared_memory"]
+__all__ = ["connect", "device_type", "require_device_type", "sharing_memory", "wants_shared_memory"]
 
 
 def device_type(group: dist.ProcessGroup | None) -> str:
     """``cuda`` for a group whose backend is NCCL, else ``cpu``."""
     return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+
+
+def require_device_type(name: str) -> None:
+    """Raises UsageError for a type of device that nothing here moves tensors of."""
+    known = ["cpu", *(["cuda"] if is_usable() else []), *registered_accelerators()]
+    if name not in known:
+        raise UsageError(
+            f"device must be {' or '.join(known)} here, got {name!r}: torch has no such device, or no NCCL"
+        )
 
 
 def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_s: float) -> Transport:
@@ -45,10 +55,11 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
     is_ep_inside = grid.link is Resource.INTRA
     wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks, is_ep_inside), Op.ALL_GATHER: ("tp", grid.tp_ranks, True)}
     timeout = timedelta(seconds=timeout_s)
-    if device == "cuda":
-        return _on_cuda(
-            {op: (name, ranks) for op, (name, ranks, _) in wanted.items() if len(ranks) > 1}, board, timeout
-        )
+    if device != "cpu":
+        lines = {op: (name, ranks) for op, (name, ranks, _) in wanted.items() if len(ranks) > 1}
+        maker = registered_accelerators().get(device)
+        connected = _nccl_line if maker is None else partial(_registered_line, maker, device, board, store)
+        return _on_device(device, lines, board, timeout, connected)
     channels = {}
     for op, (name, ranks, is_inside) in wanted.items():
         if len(ranks) < 2:
@@ -58,18 +69,47 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
     return GlooTransport(channels, board)
 
 
-def _on_cuda(wanted: Mapping[Op, tuple[str, tuple[int, ...]]], board: FailureBoard, timeout: timedelta) -> Transport:
+def _on_device(
+    device_type: str,
+    wanted: Mapping[Op, tuple[str, tuple[int, ...]]],
+    board: FailureBoard,
+    timeout: timedelta,
+    connected: Callable[[str, tuple[int, ...], timedelta], tuple[Messenger, tuple[int, ...]]],
+) -> Transport:
+    """``connected`` makes a communicator of some ranks, and says which rank in it each of them is."""
     from commlayer.devices.accelerator import AcceleratorDevice
     from commlayer.transport.streams import StepMessenger, StreamTransport
 
     lines = {}
     for op, (name, ranks) in wanted.items():
         with board.connecting(ranks, name, "messages", timeout.total_seconds()):
-            group = _nccl_group(name, ranks, timeout)
-        places = tuple(dist.get_group_rank(group, rank) for rank in ranks)
-        lines[op] = StepMessenger(_nccl_messenger(group), places)
-    device = AcceleratorDevice(torch.device("cuda", torch.cuda.current_device()))
+            lines[op] = StepMessenger(*connected(name, ranks, timeout))
+    index: int = torch.get_device_module(device_type).current_device()
+    device = AcceleratorDevice(torch.device(device_type, index))
     return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
+
+
+def _nccl_line(name: str, ranks: tuple[int, ...], timeout: timedelta) -> tuple[Messenger, tuple[int, ...]]:
+    group = _nccl_group(name, ranks, timeout)
+    return _nccl_messenger(group), tuple(dist.get_group_rank(group, rank) for rank in ranks)
+
+
+def _registered_line(
+    maker: MakeInner,
+    device_type: str,
+    board: FailureBoard,
+    store: Store,
+    name: str,
+    ranks: tuple[int, ...],
+    timeout: timedelta,
+) -> tuple[Messenger, tuple[int, ...]]:
+    own = PrefixStore(f"{board.key}/{device_type}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
+
+    def make() -> Nccl:
+        return maker(own, ranks.index(board.rank), ranks, timeout, f"{name} of a Communicator")
+
+    inner = bounded(make, board, timeout.total_seconds(), f"connecting group {name}")
+    return InnerMessenger(inner), tuple(range(len(ranks)))
 
 
 def _gloo_channel(

@@ -11,20 +11,21 @@ unequal slices and all else are grouped messages, so that no bytes are padded an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 
 import torch
 
-from commlayer.devices.device_contract import Addressed, Device, Messenger, Received, StreamEvent
-from commlayer.profiles.errors import InternalError
+from commlayer.devices.device_contract import Device, Messenger, StreamEvent
+from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.moves import Message, Moves, Reduction, Region
+from commlayer.scheduler.moves import Message, Moves, Region
 from commlayer.scheduler.plan import Buffer, Op, Plan, Step
+from commlayer.transport.bound_steps import BoundScript, bind
 from commlayer.transport.contract import Buffers, Coder, Reducer, Whole
 from commlayer.transport.nccl import is_high_priority
+from commlayer.transport.stream_lanes import StreamLane
 
 __all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTransport", "is_high_priority_of"]
 
@@ -55,9 +56,20 @@ class StepMessenger:
 
 class StreamStep:
     """One step as it is launched. ``waits_for``: earlier steps of other streams; ``is_awaited``: one of another waits for it;
-    ``is_last``: of its stream."""
+    ``is_last``: of its stream; ``is_empty``: this rank has nothing to do in it."""
 
-    __slots__ = ("gathers", "is_awaited", "is_last", "line", "moves", "receives", "resource", "sends", "waits_for")
+    __slots__ = (
+        "gathers",
+        "is_awaited",
+        "is_empty",
+        "is_last",
+        "line",
+        "moves",
+        "receives",
+        "resource",
+        "sends",
+        "waits_for",
+    )
 
     def __init__(self, resource: Resource, moves: Moves, line: StepMessenger | None, *, may_gather: bool) -> None:
         self.resource, self.moves, self.line = resource, moves, line
@@ -68,28 +80,32 @@ class StreamStep:
         # Messages have no tags there: both ends name those of a pair in one order.
         self.sends = () if self.gathers else tuple(sorted(moves.sends, key=_tag))
         self.receives = () if self.gathers else tuple(sorted(moves.receives, key=_tag))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has nothing to do in it."""
-        moves = self.moves
-        return not any((moves.sends, moves.receives, moves.copies, moves.reductions, moves.encodes, moves.decodes))
+        done = moves.sends, moves.receives, moves.copies, moves.reductions, moves.encodes, moves.decodes
+        self.is_empty = not any(done)
 
 
 @dataclass(frozen=True)
 class StreamScript:
-    """A plan as it is launched. ``resources``: those whose streams it needs."""
+    """A plan as it is launched. ``touched``: the resources whose streams it needs, with the buffers that each uses; ``posted``:
+    the steps in which this rank has something to do, and the last."""
 
     plan: Plan
     steps: tuple[StreamStep, ...]
-    resources: tuple[Resource, ...]
+    touched: tuple[tuple[Resource, frozenset[Buffer]], ...]
+    posted: tuple[int, ...]
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        """The resources whose streams it needs."""
+        return tuple(resource for resource, _ in self.touched)
 
 
 class StreamTransport:
     """Runs plans of one lane on the streams of a device. ``line_of`` says which communicator carries a step.
 
     The streams are the transport's, so that the caller's never waits for a stage that it does not need. ``lines`` are all
-    communicators, to be closed with it.
+    communicators, to be closed with it. ``among``: its place among the lanes of the device, which may change between calls; None:
+    its calls hold nobody, and nobody holds them.
     """
 
     def __init__(
@@ -98,12 +114,39 @@ class StreamTransport:
         line_of: Callable[[Step], StepMessenger | None],
         lines: Sequence[StepMessenger],
         lane: str = "",
+        among: StreamLane | None = None,
     ) -> None:
         self.device, self.lane = device, lane
+        self.among = among
         self._line_of, self._lines = line_of, tuple(lines)
         self.streams = {each: device.stream(is_high=is_high_priority_of(each, lane)) for each in Resource}
         self.ended: dict[Resource, StreamEvent] = {}
         """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
+        self._is_in_graph = False
+        self._latest: weakref.ref[StreamCall] | None = None
+        self._staged: list[weakref.ref[torch.Tensor]] = []
+        self._of_graphs: list[torch.Tensor] = []  # staging memory that a graph may be replayed on
+
+    def calls_before(self) -> Mapping[Resource, StreamEvent]:
+        """:attr:`ended`, as far as a call may wait for it.
+
+        What is captured in a graph waits for nothing outside, which has run before, and nothing outside waits for a part of it.
+        """
+        if self.device.is_capturing is not self._is_in_graph:
+            self._is_in_graph = not self._is_in_graph
+            self.ended.clear()
+            self._of_graphs = [memory for each in self._staged if (memory := each()) is not None]
+        return self.ended
+
+    def began(self, call: StreamCall) -> None:
+        """Note the latest call."""
+        self._latest = weakref.ref(call)  # which holds the program's memory
+
+    def waited_for(self, call: StreamCall) -> None:
+        """The caller has waited for ``call``: in a graph, all that comes later in it comes after it, and so after all before the
+        latest call; another graph begins anew."""
+        if self._is_in_graph and self._latest is not None and call is self._latest():
+            self.ended.clear()
 
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> StreamScript:
         """Find out which steps of this rank wait for which, and what goes in which message.
@@ -125,7 +168,10 @@ class StreamTransport:
         used = {step.resource: step for step in compiled if not step.is_empty}
         for step in used.values():
             step.is_last = True
-        return StreamScript(plan, tuple(compiled), tuple(each for each in Resource if each in used))
+        touched = tuple((each, _buffers_on(each, compiled)) for each in Resource if each in used)
+        last = len(compiled) - 1
+        posted = tuple(index for index, step in enumerate(compiled) if index == last or not step.is_empty)
+        return StreamScript(plan, tuple(compiled), touched, posted)
 
     def _compiled(self, step: Step, moves: Moves) -> StreamStep:
         line = self._line_of(step) if moves.sends or moves.receives else None
@@ -143,12 +189,21 @@ class StreamTransport:
         mark: int = 0,
     ) -> StreamCall:
         del mark, timeout_s  # messages have no heads; no wait of the host is here that a timeout would bound
-        return StreamCall(self, script, buffers, reduce, coder)
+        return StreamCall(self, script, bind(script, buffers, reduce, coder))
 
     def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for a buffer of calls."""
+        """Memory for a buffer of calls. What is there when a graph is captured stays there: it may be replayed at any time.
+
+        Raises UsageError while a graph is captured, whose memory is another's afterwards.
+        """
         del device
-        return self.device.empty(num_bytes)
+        if self.device.is_capturing:
+            raise UsageError(
+                "a planned call needs staging memory: make it once, as large, before it is captured in a graph"
+            )
+        made = self.device.empty(num_bytes)
+        self._staged = [each for each in self._staged if each() is not None] + [weakref.ref(made)]
+        return made
 
     def whole(self, plan: Plan, timeout_s: float) -> Whole | None:
         del plan, timeout_s  # posting a step does not wait for it here: there is nothing to save
@@ -159,6 +214,7 @@ class StreamTransport:
         with contextlib.ExitStack() as stack:  # all of them, whatever fails
             for line in self._lines:
                 stack.callback(line.messenger.abort)
+        self._leave_lanes()
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -166,32 +222,37 @@ class StreamTransport:
                 stack.callback(line.messenger.close)
             self._lines = ()
             self.device.synchronize()
+        self._leave_lanes()
+
+    def _leave_lanes(self) -> None:
+        if self.among is not None:
+            self.among.leave()
 
 
 class StreamCall:
     """See :class:`~commlayer.transport.contract.Call`."""
 
-    def __init__(
-        self,
-        transport: StreamTransport,
-        script: StreamScript,
-        buffers: Buffers,
-        reduce: Reducer | None,
-        coder: Coder | None,
-    ) -> None:
-        self._transport, self._script, self._buffers = transport, script, buffers
-        self._reduce, self._coder = reduce, coder
+    def __init__(self, transport: StreamTransport, script: StreamScript, bound: BoundScript) -> None:
+        self._transport, self._script, self._steps = transport, script, bound.steps
         self._ended: dict[int, StreamEvent] = {}
         self._last: dict[Resource, StreamEvent] = {}
-        ready = transport.device.current.record()
-        for resource in script.resources:
+        self._lane = lane = transport.among
+        self._holds: Sequence[float] = () if lane is None else lane.holds(script.plan)
+        self._announced_until = -1
+        ready, before = transport.device.current.record(), transport.calls_before()
+        transport.began(self)
+        for resource, tensors in bound.kept:
             stream = transport.streams[resource]
             stream.wait(ready)
-            for other, event in transport.ended.items():
+            for other, event in before.items():
                 if other is not resource:
                     stream.wait(event)
-            for buffer in buffers.values():
-                stream.keep(buffer.tensor)
+            for tensor in tensors:
+                stream.keep(tensor)
+        if lane is not None and lane.is_awaited and bound.kept:
+            self._announced_until = len(script.steps) - 1
+            crosses = any(resource is Resource.INTER for resource, _ in bound.kept)
+            transport.streams[bound.kept[0][0]].launch(lane.begun(crosses=crosses))
 
     @property
     def steps(self) -> Sequence[Moves]:
@@ -201,23 +262,30 @@ class StreamCall:
         """Nothing: the script says for which steps of other streams a step waits."""
 
     def post(self, index: int) -> None:
-        step = self._script.steps[index]
-        if step.is_empty:
-            return
-        stream = self._transport.streams[step.resource]
-        for earlier in step.waits_for:
-            stream.wait(self._ended[earlier])
-        if step.sends or step.receives or step.gathers:
-            with self._transport.device.on(stream):
-                for work in self._communicate(step):
-                    work.wait()
-        local = self._local(step.moves)
-        if local:
-            stream.launch(partial(_run_all, local))
-        if step.is_awaited or step.is_last:
-            self._ended[index] = ended = stream.record()
-            if step.is_last:  # not when the call is waited for: the next one may begin before
-                self._transport.ended[step.resource] = self._last[step.resource] = ended
+        step, (communicate, local), lane = self._script.steps[index], self._steps[index], self._lane
+        if not step.is_empty:
+            stream = self._transport.streams[step.resource]
+            for earlier in step.waits_for:
+                stream.wait(self._ended[earlier])
+            if communicate is not None:
+                if lane is not None and self._holds and self._holds[index]:
+                    lane.hold(stream, self._holds[index], crosses=step.resource is Resource.INTER)
+                with self._transport.device.on(stream):
+                    for work in communicate():
+                        work.wait()
+            if local is not None:
+                stream.launch(local)
+            if step.is_awaited or step.is_last:
+                self._ended[index] = ended = stream.record()
+                if step.is_last:  # not when the call is waited for: the next one may begin before
+                    self._transport.ended[step.resource] = self._last[step.resource] = ended
+        if lane is not None and index == self._announced_until:
+            self.then(lane.ended())
+
+    def post_all(self) -> None:
+        """Start every step in which this rank has something to do."""
+        for index in self._script.posted:
+            self.post(index)
 
     @property
     def is_done(self) -> bool:
@@ -241,72 +309,36 @@ class StreamCall:
         current = self._transport.device.current
         for ended in self._last.values():
             current.wait(ended)
-
-    def _communicate(self, step: StreamStep) -> list[Received]:
-        assert step.line is not None  # compiled so
-        messenger = step.line.messenger
-        if step.gathers:
-            return [messenger.all_gather(self._part(whole), self._part(mine)) for mine, whole in step.gathers]
-        places = step.line.places
-        return [messenger.exchange(self._addressed(step.sends, places), self._addressed(step.receives, places))]
-
-    def _addressed(self, messages: Sequence[Message], places: Sequence[int]) -> list[Addressed]:
-        return [(places[message.peer], self._part(message.region)) for message in messages]
-
-    def _local(self, moves: Moves) -> list[Callable[[], object]]:
-        """The rank's work on its own memory, in the order in which moves say it."""
-        return list(
-            chain(
-                (partial(self._part(copy.target).copy_, self._part(copy.source), True) for copy in moves.copies),
-                (self._summing(reduction) for reduction in moves.reductions),
-                self._recoding(moves),
-            )
-        )
-
-    def _summing(self, reduction: Reduction) -> Callable[[], object]:
-        target, sources = reduction.target, reduction.sources
-        coded = [source.buffer in (Buffer.ENCODED, Buffer.ARRIVED) for source in sources]
-        if True in coded:
-            assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
-            return partial(self._coder.add, self._part(target), [self._part(source) for source in sources], coded)
-        assert self._reduce is not None  # whoever starts a plan with sums says how to sum
-        dtype = self._reduce.dtype
-        return partial(
-            self._reduce.reduce, self._part(target, dtype), [self._part(source, dtype) for source in sources]
-        )
-
-    def _recoding(self, moves: Moves) -> list[Callable[[], object]]:
-        if not (moves.encodes or moves.decodes):
-            return []
-        assert self._coder is not None  # as above
-        encodes = [
-            partial(self._coder.encode, self._part(each.source), self._part(each.target)) for each in moves.encodes
-        ]
-        decodes = [
-            partial(self._coder.decode, self._part(each.source), self._part(each.target)) for each in moves.decodes
-        ]
-        return [*encodes, *decodes]
-
-    def _part(self, region: Region, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self._buffers[region.buffer].part(region.start, region.stop, dtype)
+        self._transport.waited_for(self)
 
 
 def _tag(message: Message) -> int:
     return message.tag
 
 
-def _run_all(works: Sequence[Callable[[], object]]) -> None:
-    for work in works:
-        work()
+def _buffers_on(resource: Resource, steps: Sequence[StreamStep]) -> frozenset[Buffer]:
+    """The buffers that the stream of a resource uses; the output always, for a call's last part may run there."""
+    regions: list[Region] = []
+    for moves in (step.moves for step in steps if step.resource is resource):
+        regions += [message.region for message in (*moves.sends, *moves.receives)]
+        regions += [end for copy in moves.copies for end in (copy.source, copy.target)]
+        regions += [end for each in moves.reductions for end in (*each.sources, each.target)]
+        regions += [end for encode in moves.encodes for end in (encode.source, encode.target)]
+        regions += [end for decode in moves.decodes for end in (decode.source, decode.target)]
+    return frozenset([Buffer.OUTPUT, *(region.buffer for region in regions)])
 
 
 def _equal_slices(moves: Moves, size: int) -> tuple[tuple[Region, Region], ...]:
     """(my slice, the whole) for each contiguous run of equal slices in the order of ranks; empty where there are others.
 
-    All members find the same, for each sees all slices.
+    All members find the same, for each sees all slices, and sends its own to all others: on nodes of other sizes the rank of the
+    smallest exchanges with all, who exchange with it alone.
     """
     by_tag: dict[int, dict[int, Region]] = {}
-    mine: dict[int, Region] = {message.tag: message.region for message in moves.sends}
+    sent: dict[int, list[Region]] = {}
+    for message in moves.sends:
+        sent.setdefault(message.tag, []).append(message.region)
+    mine = {tag: regions[0] for tag, regions in sent.items() if regions == regions[:1] * (size - 1)}
     for message in moves.receives:
         by_tag.setdefault(message.tag, {})[message.peer] = message.region
     spans = []

@@ -28,7 +28,7 @@ from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, layer_backward, layer_forward
-from commlayer.scheduler.overlap import choose_slices, posted
+from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
 from commlayer.scheduler.rails import LEAST_GAIN
@@ -254,18 +254,25 @@ class LayerBuilder:
         """Dispatch, experts and combine; backward the other way round."""
         out = [*at.pop("dispatch", []), *at.pop("gather_experts", [])]
         home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
+        put_off = 0.0
         if is_forward:
             computed = [Compute(work.experts.forward, "experts"), Compute(work.expert_memory.forward, "memory")]
             first, last = Compute(work.permute.forward, "memory"), Compute(work.unpermute.forward, "memory")
         else:
-            computed = [Compute(work.experts.backward, "experts"), Compute(work.expert_memory.backward, "memory")]
+            put_off = work.experts.weight_gradient if self.software.puts_off_weights else 0.0
+            computed = [
+                Compute(work.experts.backward - put_off, "experts"),
+                Compute(work.expert_memory.backward, "memory"),
+            ]
             first, last = Compute(work.unpermute.backward, "memory"), Compute(work.permute.backward, "memory")
             out, home = home[::-1], out[::-1]
+        later = Compute(put_off, "experts")
         if levels is not None and out and home:
-            return [first, *_sync(out), *computed, *_sync(home), self._of_levels(levels, [*out, *home]), last]
+            memory = self._of_levels(levels, [*out, *home])
+            return [first, *_sync(out), *computed, *_home_beside(home, later), memory, last]
         if self._hides(setup, out, home):
-            return [first, *self._chunked(out[0], home[0], computed, is_forward), last]
-        return [first, *_sync(out), *computed, *_sync(home), last]
+            return [first, *self._chunked(out[0], home[0], computed, later, is_forward), last]
+        return [first, *_sync(out), *computed, *_home_beside(home, later), last]
 
     def _of_levels(self, levels: DispatchLevels, calls: Sequence[PlannedCall]) -> Compute:
         """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks' tokens, which the dispatcher
@@ -278,28 +285,41 @@ class LayerBuilder:
         is_one = len(out) == 1 and len(home) == 1
         return self.software.hides_dispatch and setup.dispatch == "all_to_all" and setup.etp == 1 and is_one
 
-    def _chunked(self, out: PlannedCall, home: PlannedCall, computed: list[Compute], is_forward: bool) -> list[Item]:
-        """The experts' work in chunks, beside their way to the experts and back, where that is worth it."""
-        traffic, whole = out.plan.traffic, sum(work.us for work in computed)
+    def _chunked(
+        self, out: PlannedCall, home: PlannedCall, computed: list[Compute], later: Compute, is_forward: bool
+    ) -> list[Item]:
+        """The experts' work in chunks, beside their way to the experts and back, where that is worth it; ``later``: what is
+        computed behind it."""
+        traffic, whole = out.plan.traffic, sum(work.us for work in (*computed, later))
         size = traffic.logical_bytes
 
         def exchange_us(part: float) -> float:
             return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
 
-        slices, _ = choose_slices(traffic, exchange_us, lambda part: whole / (1 if is_forward else 2) * part / size)
+        slices, _ = choose_slices(
+            traffic,
+            exchange_us,
+            lambda part: whole / (1 if is_forward else 2) * part / size,
+            puts_off=self.software.puts_off_weights,
+        )
         if len(slices) == 1:
-            return [*_sync([out]), *computed, *_sync([home])]
+            return [*_sync([out]), *computed, *_home_beside([home], later)]
         shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
         outs, homes = [self._share(out, share) for share in shares], [self._share(home, share) for share in shares]
         items: list[Item] = []
-        for kind, chunk in posted(len(shares), 1 if is_forward else len(shares)):
+        for kind, chunk in posted(len(shares), len(shares)):
             if kind == "dispatch":
                 items.append(Issue(outs[chunk]))
             elif kind == "experts":
-                items += [Wait(outs[chunk]), *(Compute(work.us * shares[chunk], work.name) for work in computed)]
+                works = [*computed, later] if chunk < len(shares) - LATER_CHUNKS else computed
+                items += [
+                    Wait(outs[chunk]),
+                    *(Compute(work.us * shares[chunk], work.name) for work in works if work.us),
+                ]
             else:
                 items.append(Issue(homes[chunk]))
-        return [*items, *map(Wait, homes)]
+        left = Compute(later.us * sum(shares[-LATER_CHUNKS:]), later.name)
+        return [*items, *([left] if left.us else []), *map(Wait, homes)]
 
     def _share(self, call: PlannedCall, share: float) -> PlannedCall:
         traffic = call.plan.traffic
@@ -330,6 +350,11 @@ def _around(exchange: StepCollective, nodes: tuple[int, ...]) -> Traffic:
 
 def _sync(calls: Iterable[PlannedCall]) -> list[Item]:
     return [item for call in calls for item in (Issue(call), Wait(call))]
+
+
+def _home_beside(home: list[PlannedCall], later: Compute) -> list[Item]:
+    """The way home, one call after another, and what is computed while the last of them is under way."""
+    return [*_sync(home[:-1]), *_beside_product(home[-1:], later)] if later.us else _sync(home)
 
 
 def _beside_product(calls: list[PlannedCall], work: Compute) -> list[Item]:

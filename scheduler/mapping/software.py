@@ -29,6 +29,7 @@ class Software:
         activation_bytes, parameter_bytes: of an element that travels; 2: BF16.
         gathers_again: a sequence that was gathered for a product is not kept, but gathered once more for the weight's gradient
             (Megatron-LM's linear layers).
+        puts_off_weights: the backward pass makes the gradients of experts' weights when those of tokens are on their way back.
         splits_ends: tp splits embedding and head, and (but with Ulysses: :func:`splits_ffn`) shared experts and dense FFNs; else
             each of its ranks has them whole, for its own rows.
         keeps_whole_kv: where tp does not divide the key-value heads, each of its ranks has the projections of all of them; else
@@ -55,6 +56,7 @@ class Software:
     activation_bytes: int = 2
     parameter_bytes: int = 2
     gathers_again: bool = True
+    puts_off_weights: bool = False
     splits_ends: bool = True
     keeps_whole_kv: bool = False
     sums_replicas_over_tp: bool = True

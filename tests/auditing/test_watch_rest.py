@@ -21,19 +21,19 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_two_groups_together_take_half_a_percent_of_a_core(looked: Any) -> None:
+def test_two_groups_together_take_their_share_of_a_core(looked: Any) -> None:
     looked._rest(100.0, 0.001)
     looked._rest(100.0, 0.001)
-    assert looked._next_s == pytest.approx(100.4)
+    assert looked._next_s == pytest.approx(100.0 + 2 * 0.001 / watch._SHARE)
 
 
 def test_what_is_done_once_does_not_count_and_nothing_makes_it_wait_for_long(looked: Any) -> None:
     looked._rest(100.0, 0.5)  # it has connected to the store
     looked._rest(100.0, 0.0001)
-    assert looked._next_s == pytest.approx(100.04)
+    assert looked._next_s == pytest.approx(100.0 + 2 * 0.0001 / watch._SHARE)
     looked._rest(101.0, 0.5)
     looked._rest(101.0, 0.5)
-    assert looked._next_s == pytest.approx(102.0)
+    assert looked._next_s == pytest.approx(101.0 + watch._LONGEST_TURN_S)
 
 
 def test_an_open_appointment_is_looked_after_as_ever(looked: Any) -> None:
@@ -41,4 +41,4 @@ def test_an_open_appointment_is_looked_after_as_ever(looked: Any) -> None:
     looked._next_s = 100.1
     looked._rest(100.0, 0.01)
     looked._rest(100.0, 0.01)
-    assert (looked._next_s, looked._rest_s) == (100.1, 1.0)
+    assert (looked._next_s, looked._rest_s) == (100.1, watch._LONGEST_TURN_S)

@@ -670,6 +670,15 @@ def test_answering_to_a_known_name(emulated_cluster: ClusterFactory, capfd: Any)
         assert cluster.run(job, backend) == [["commlayer"] * 5] * 2
         assert capfd.readouterr().err.count("COMMLAYER_AS=gloo") == 1  # rank 0 says so
 
+    def other() -> str:
+        answer_to("nccl")
+        dist.init_process_group("gloo")
+        return str(dist.get_backend())
+
+    assert cluster.run(other) == ["gloo"] * 2
+    said = capfd.readouterr().err
+    assert said.count("which is not planned: COMMLAYER_AS=gloo would have it planned") == 1
+
 
 PROGRAM = """
 import torch, torch.distributed as dist

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.backend.patches import answer_to
+from commlayer.measure import calibrate
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError
 from commlayer.profiles.profile import read_profile
 from commlayer.testing.plugin import ClusterFactory
@@ -144,6 +145,10 @@ def test_a_probe_is_found_by_a_job_whose_hosts_have_other_names_and_checked(
         os.environ.update(COMMLAYER_PROFILE="auto", COMMLAYER_CACHE=str(tmp_path / "new"))
         name = f"{pod}-{socket.gethostname()}"
         socket.gethostname = lambda: name
+        if (
+            pod == "second"
+        ):  # whether links take as long as they did on a machine that is busy otherwise is not the question
+            calibrate.drift = lambda *_: ""  # type: ignore[attr-defined]
         dist.init_process_group("commlayer")
         group: Any = dist.group.WORLD
         assert group._planned.choices.planner.profile.topology == "2x2"

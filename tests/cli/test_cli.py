@@ -199,6 +199,7 @@ def test_plan_table() -> None:
     assert "◀ chosen" in output
     assert "12 slower chunk counts not shown (--all)" in output
     assert "extrapolated: a step lies outside" in output
+    assert "on a device, in a CUDA graph: yes" in output
     assert output.rstrip().endswith("is predicted 7.6% slower; bottleneck intra")
     flat = next(line for line in output.splitlines() if line.startswith("flat"))
     assert flat.split() == ["flat", "1", "native", "6.910", "1.000", "inter"]
@@ -526,6 +527,8 @@ def test_emulate_timeout() -> None:
         (["--timeout", "0s", "--", "true"], "expected a time above zero"),
         (["--mode", "loopback", "--", "no-such-program"], "no program 'no-such-program'"),
         ([], "Missing argument"),
+        (["--grace", "5s", "--", "true"], "No such option '--grace'"),
+        (["--compute=4tflops", "-q", "true"], "No such option '-q'"),
     ],
 )
 def test_emulate_bad_input(arguments: list[str], words: str) -> None:

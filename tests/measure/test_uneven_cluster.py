@@ -15,7 +15,6 @@ import commlayer.backend.create
 import commlayer.measure.calibrate  # before the ranks fork, or each of them loads it
 from commlayer.emulation import EmulatedCluster
 from commlayer.measure.profiler import SweepOptions, measure_cluster
-from commlayer.profiles.errors import TopologyError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, read_profile
 from commlayer.profiles.sweep import Repeats
@@ -149,23 +148,3 @@ def test_uneven_nodes_have_no_grid() -> None:
     assert {("all_to_all", Resource.INTER, 2), ("all_gather", Resource.INTER, 2)} <= keys
     assert {("gather", Resource.INTRA, 5), ("scatter", Resource.INTRA, 5), ("leaders", Resource.INTER, 2)} <= keys
     assert {probe.unit.strategy for probe in found} <= {Strategy.FLAT, Strategy.DIRECT, Strategy.LEADERS}
-
-
-def refused_on_gpus() -> str:
-    class Gpus:
-        rank, size, device_type = 0, 4, "cuda"
-
-    with pytest.raises(TopologyError) as caught:
-        measure_cluster(
-            QUICK,
-            name="uneven",
-            kind="measured",
-            source="a test",
-            topology=Topology.parse("3+1"),
-            ranks=Gpus(),  # type: ignore[arg-type]
-        )
-    return str(caught.value)
-
-
-def test_uneven_nodes_of_gpus_are_refused_by_name() -> None:
-    assert "expected the same number of ranks on every node, got 3+1" in refused_on_gpus()

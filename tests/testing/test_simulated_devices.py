@@ -267,6 +267,26 @@ def test_there_is_a_program_for_each_rank() -> None:
         machine_of(2).run([])
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"size": 0}, "size \\(how many ranks\\): expected a whole number of at least 1, got 0"),
+        ({"size": 2.0}, "size .* got 2.0"),
+        ({"size": True}, "size .* got True"),
+        ({"seed": None}, "seed: expected a whole number, got None"),
+        ({"seed": "7"}, "seed: expected a whole number, got '7'"),
+        ({"slots": 0}, "slots .* of at least 1, got 0"),
+        ({"slots": 1.5}, "slots .* got 1.5"),
+        ({"eagerness": -0.1}, "eagerness: expected a number of at least 0, or None, got -0.1"),
+        ({"eagerness": float("nan")}, "eagerness: .* got nan"),
+        ({"eagerness": "1"}, "eagerness: .* got '1'"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(how: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        machine_of(**{"size": 1, **how})  # type: ignore[arg-type]
+
+
 # The judge of races
 
 

@@ -466,3 +466,18 @@ def test_a_wait_left_out_is_found(emulated_cluster: ClusterFactory, kind: str, b
         if not results
         else any(losses != pytest.approx(wanted, rel=1e-3) for wanted, found in results for losses in found)
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"memory_bytes": 0}, "memory_bytes: expected a whole number of at least 1, got 0"),
+        ({"memory_bytes": 1e9}, "memory_bytes: .* got 1000000000.0"),
+        ({"timeout_s": 0}, "timeout_s: expected a number of seconds above 0, got 0"),
+        ({"timeout_s": float("inf")}, "timeout_s: .* got inf"),
+        ({"timeout_s": "60"}, "timeout_s: .* got '60'"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused_before_it_is_made(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        simulated_device(**how)

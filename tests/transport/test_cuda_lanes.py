@@ -105,30 +105,51 @@ def test_doctor_says_what_is_not_active_without_cuda() -> None:
     assert "2 chunks" in found["CPU (Gloo)"][2]
     assert "5%" in found["CPU (Gloo)"][2]
     assert found["order"][2] == "ep and tp before pp before cp before dp"
-    for name in ("CUDA streams", "traffic class", "CTA limits", "launch order", "launch queues"):
+    for name in (
+        "CUDA streams",
+        "CUDA holds",
+        "traffic class",
+        "CTA limits",
+        "launch order",
+        "launch queues",
+        "launch mode",
+    ):
         assert found[name] == ("ok", name, "not active: no CUDA here", "")
 
 
-def test_doctor_says_what_is_active_with_cuda() -> None:
-    found = lines(NEW, NCCL_LAUNCH_ORDER_IMPLICIT="1")
+def test_doctor_says_what_is_active_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    found = lines(NEW)
     assert all(mark == "ok" for mark, *_ in found.values())
     assert found["CUDA streams"][2] == "high priority for ep, pp, tp"
     assert found["CTA limits"][2] == "16 for cp, dp"
+    assert "one chunk of each communicator" in found["CUDA holds"][2]
+    assert "room for two" in found["launch order"][3]
+    assert found["launch mode"][2] == "NCCL's default, PARALLEL"
     assert found["traffic class"][2] == "not active: none is set"
     given = {line[1]: line for line in lane_lines({}, NEW, FIELDS, traffic_classes={"ep": 3})}
     assert given["traffic class"][:3] == ("ok", "traffic class", "ep=3")
 
 
 def test_doctor_says_what_undoes_lanes_on_cuda() -> None:
-    found = lines(NEW, CUDA_DEVICE_MAX_CONNECTIONS="1", NCCL_MAX_CTAS="4", TORCH_NCCL_HIGH_PRIORITY="1")
-    for name in ("CUDA streams", "CTA limits", "launch order", "launch queues"):
+    found = lines(
+        NEW,
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        NCCL_MAX_CTAS="4",
+        TORCH_NCCL_HIGH_PRIORITY="1",
+        NCCL_LAUNCH_ORDER_IMPLICIT="1",
+        NCCL_LAUNCH_MODE="GROUP",
+    )
+    for name in ("CUDA streams", "CUDA holds", "CTA limits", "launch order", "launch queues", "launch mode"):
         assert found[name][0] == "warn", name
     over = {line[1]: line for line in lane_lines({"NCCL_IB_TC": "1"}, NEW, FIELDS, traffic_classes={"ep": 3})}
     assert over["traffic class"][2] == "overridden"
+    assert lines(NEW, NCCL_IB_SL="3")["traffic class"][2] == "one for all lanes: NCCL_IB_SL=3"
+    assert "NCCL_MAX_NCHANNELS=2" in lines(NEW, NCCL_MAX_NCHANNELS="2")["CTA limits"][3]
 
 
 def test_doctor_names_the_nccl_that_cannot() -> None:
-    found = lines(OLD)
+    found = lines(OLD, NCCL_LAUNCH_ORDER_IMPLICIT="1")
     assert "NCCL 2.23.4 cannot, 2.26 and later can" in found["traffic class"][2]
     assert "2.26 and later" in found["launch order"][2]
     assert found["launch order"][0] == "warn"
@@ -140,3 +161,4 @@ def test_doctor_says_that_lanes_are_off() -> None:
     assert found["lanes"][0] == "warn"
     assert "CPU (Gloo)" not in found
     assert found["CTA limits"][2] == found["CUDA streams"][2] == "not active: lanes are off"
+    assert found["CUDA holds"][2] == "not active: lanes are off"

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from commlayer.devices.device_contract import StreamEvent
+from commlayer.engine.reducers import reducer
+from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Gather, Strategy
 from commlayer.scheduler.strategies import build
@@ -21,10 +24,18 @@ from commlayer.testing.simulated.device_programs import (
     turns,
 )
 from commlayer.testing.simulated.judge import RaceJudge
-from commlayer.testing.simulated.machine import Deadlock
+from commlayer.testing.simulated.machine import (
+    Deadlock,
+    SimulatedDevice,
+    SimulatedMachine,
+    SimulatedProgram,
+    SimulatedStream,
+)
 from commlayer.testing.simulated.mutants import OrderingSite, ordering_lines, ordering_sites, without
-from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls
+from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls, transports_of
 from commlayer.transport import streams
+from commlayer.transport.contract import CallMemory
+from commlayer.transport.streams import StreamTransport
 
 SHAPES = ((2,), (3,), (2, 2), (3, 1), (2, 1, 3), (4, 4))
 JUDGED = ((3,), (2, 2), (2, 1))
@@ -69,11 +80,50 @@ def test_replicated_tokens_give_their_bits_in_any_order_of_streams() -> None:
         expect_no_race(calls)
 
 
+def test_a_rank_that_is_alone_on_its_node_takes_no_exchange_for_an_all_gather() -> None:
+    """It sends to all others and gets from all, equal slices even; those exchange with it alone."""
+    expect_bits(turns(call_of(build(traffic_of("all_reduce", (1, 2)), Strategy.HIERARCHICAL), 0)), range(SEEDS))
+
+
 def test_two_exchanges_at_a_time_are_room_enough_for_every_plan() -> None:
     """A plan has two communicators; all ranks launch in one order, so two kernels that wait for their peers suffice."""
     for number, plan in enumerate(plans_of("all_reduce", (2, 2))):
         for seed in range(SEEDS):
             assert not run_calls(turns(call_of(plan, number)), seed, slots=2).wrong
+
+
+# Graphs
+
+
+def test_what_is_captured_waits_for_no_call_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a later call wait for a part of a graph: both are errors of CUDA. Inside a graph calls wait for each other."""
+    call = call_of(build(traffic_of("all_reduce", (2, 2)), Strategy.PIPELINED, 3), 0)
+    machine = SimulatedMachine(call.size, 0)
+    waited: list[StreamEvent] = []
+    wait = SimulatedStream.wait
+
+    def noting(stream: SimulatedStream, event: StreamEvent) -> None:
+        waited.append(event)
+        wait(stream, event)
+
+    monkeypatch.setattr(SimulatedStream, "wait", noting)
+
+    def program(device: SimulatedDevice, transport: StreamTransport, rank: int) -> SimulatedProgram:
+        runner, mine, found = Runner(transport), call.moves[rank], []
+        prepared = runner.prepare(call.plan, mine.steps, mine.sizes)
+        for is_capturing in (False, False, True, True, False):
+            device.is_capturing = is_capturing
+            before = list(transport.ended.values())
+            waited.clear()
+            memory = CallMemory(device.empty(call.inputs[rank].numel()))
+            drive(call.plan, runner.start(prepared, memory, memory, 1.0, reducer(call.dtype, "sum")))
+            found.append(any(event is other for event in waited for other in before))
+        yield None
+        return found
+
+    pairs = zip(machine.devices, transports_of(machine, call), strict=True)
+    found = machine.run([program(device, transport, rank) for rank, (device, transport) in enumerate(pairs)])
+    assert found == [[False, True, False, True, False]] * call.size
 
 
 # Mutants

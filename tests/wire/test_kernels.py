@@ -15,6 +15,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from itertools import pairwise
@@ -202,6 +203,21 @@ def check_interleaving() -> None:
             interleave(staged, out, wrong)
 
 
+def check_holding() -> None:
+    """A hold ends at once, or when the numbers change, or after so many looks: else this runs into the limit of its process."""
+    from commlayer.devices.hold_kernel import hold_while_busy
+
+    busy, for_ever = torch.zeros(48, dtype=torch.uint8), 10**12
+    hold_while_busy[(1,)](busy, 48, 1, for_ever, width=64, has_clock=False)
+    busy[32] = 2
+    hold_while_busy[(1,)](busy, 32, 1, for_ever, width=32, has_clock=False)
+    hold_while_busy[(1,)](busy, 48, 3, for_ever, width=64, has_clock=False)
+    hold_while_busy[(1,)](busy, 48, 2, 5, width=64, has_clock=False)
+    threading.Timer(0.05, busy.zero_).start()
+    hold_while_busy[(1,)](busy, 48, 1, for_ever, width=64, has_clock=False)
+    assert not busy.any(), "it has lasted until then"
+
+
 # Compiled for a GPU that need not be there
 
 TYPES = {
@@ -218,6 +234,10 @@ TYPES = {
     "first_chunk": "i32",
     "num_blocks": "i32",
     "block_words": "i32",
+    "busy": "*u8",
+    "count": "i32",
+    "least": "i32",
+    "most": "i32",
 }
 
 
@@ -276,6 +296,15 @@ def compile_interleaving() -> None:
 
     for word in ("*u8", "*i64"):
         assembly(interleave_chunks, 80, {"staged": word, "out": word}, tile=1024)
+
+
+def compile_holding() -> None:
+    from commlayer.devices.hold_kernel import hold_while_busy
+
+    for width in (128, 512):
+        assembled = assembly(hold_while_busy, 90, {}, width=width, has_clock=True)
+        assert "ld.volatile" in assembled, "what others write meanwhile is read anew"
+        assert assembled.count("globaltimer") == 2
 
 
 def named(prefix: str) -> dict[str, Callable[[], None]]:

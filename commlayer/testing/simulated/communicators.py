@@ -86,6 +86,8 @@ class _Exchange(StreamTask):
             return False
         machine.occupied[rank] += 1
         self._has_begun = True
+        if machine.watcher is not None:
+            machine.watcher.began(stream, self._communicator.name, self.number)
         if self.left == 0:
             self._communicator.leave(rank)
             return True

@@ -131,12 +131,15 @@ def turns(call: DeviceCall) -> list[DeviceCall]:
 
 
 def exchanges() -> Iterator[list[DeviceCall]]:
-    """Exchange rows: in their own format between the ranks of a node and of a rail, in others between all."""
-    for shape in ((2, 2), (3,), (3, 3)):
-        for span in (Span.NODE, Span.RAIL) if len(shape) > 1 else ():
+    """Exchange rows: in two levels, in their own format between the ranks of a node and of a rail, in others between all."""
+    for shape in ((2, 2), (3,), (3, 3), (2, 1, 3)):
+        if len(shape) > 1:
+            plan = build(traffic_of("all_to_all_v", shape), Strategy.HIERARCHICAL)
+            yield [_exchange("split", plan, shape, turn) for turn in range(_TURNS)]
+        for span in (Span.NODE, Span.RAIL) if len(set(shape)) == 1 and len(shape) > 1 else ():
             plan = exchange_over(span, shape, 4096)
             yield [_exchange("over", plan, shape, turn) for turn in range(_TURNS)]
-        for wire in _WIRES[1:]:
+        for wire in _WIRES[1:] if len(set(shape)) == 1 else ():
             plan = build(traffic_of("all_to_all_v", shape, wire), Strategy.DIRECT, wire=wire)
             yield [_exchange("encoded exchange", plan, shape, turn) for turn in range(_TURNS)]
 

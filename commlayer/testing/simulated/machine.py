@@ -11,6 +11,7 @@ come again, and a deadlock is a timeout there.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from abc import ABC, abstractmethod
 from collections import deque
@@ -43,6 +44,8 @@ _LAZY_SHARES = (0.0, 0.2, 0.5)
 """How many of a machine's streams are lazy: they run when no other can, or rarely. A seed draws one of these."""
 _LAZY_TURNS = 0.02
 """How often a lazy stream runs while others can."""
+_IMPATIENCES = (0.0, 0.02, 1.0)
+"""How likely, at each turn, a hold is over that others still make last. A seed draws one of these."""
 
 
 class Deadlock(CommlayerError):
@@ -96,6 +99,7 @@ class _Launched(StreamTask):
             self.work()
         else:
             watcher.ran(stream, self.work)
+        stream.device.machine.look_at_held()
         return True
 
 
@@ -137,6 +141,29 @@ class _Awaited(StreamTask):
         return f"an event of {self.event.stream}"
 
 
+class _Hold(StreamTask):
+    """Ready when none of the numbers is so large any more, or when its time is over, which is the machine's to say."""
+
+    __slots__ = ("busy", "is_over", "least")
+
+    def __init__(self, busy: torch.Tensor, least: int) -> None:
+        self.busy, self.least = busy, least
+        self.is_over = False
+
+    def is_ready(self, stream: SimulatedStream) -> bool:
+        if self.is_over or not bool((self.busy >= self.least).any()):
+            return True
+        if stream not in stream.device.machine.held:
+            stream.device.machine.held.append(stream)
+        return False
+
+    def run(self, stream: SimulatedStream) -> bool:
+        return True
+
+    def waits_in_words(self) -> str:
+        return "a hold to end"
+
+
 class SimulatedStream:
     """A queue of tasks of one device."""
 
@@ -172,6 +199,10 @@ class SimulatedStream:
     def keep(self, tensor: torch.Tensor) -> None:
         self.device.memory.keep(tensor, self)
 
+    def hold(self, busy: torch.Tensor, least: int, most_us: float) -> None:
+        del most_us  # a machine has no time: how patient holds are says its seed
+        self.enqueue(_Hold(self.device.memory.unheld(busy), least))
+
     def enqueue(self, task: StreamTask) -> None:
         """Put a task behind the others, and let the machine run some of what is ready."""
         self.device.memory.take_back()
@@ -198,6 +229,9 @@ class Watcher:
     ) -> None:
         """``stream`` has read and written these tensors."""
 
+    def began(self, stream: SimulatedStream, communicator: str, number: int) -> None:
+        """``stream`` has begun an exchange of a communicator, with its number there."""
+
     def recorded(self, event: SimulatedEvent) -> None:
         """The event is done."""
 
@@ -206,7 +240,10 @@ class Watcher:
 
 
 class SimulatedDevice:
-    """The device of one rank. ``main`` is the stream that is current if nobody says another one."""
+    """The device of one rank. ``main`` is the stream that is current if nobody says another one. ``is_capturing``: see
+    :class:`~commlayer.devices.device_contract.Device`; what is launched runs all the same."""
+
+    is_capturing = False
 
     def __init__(self, machine: SimulatedMachine, rank: int) -> None:
         self.machine, self.rank = machine, rank
@@ -247,12 +284,28 @@ class SimulatedDevice:
         self.machine.run_until(lambda: not any(stream.tasks for stream in mine))
 
 
+def _require_whole(name: str, value: object, *, least: int | None = None) -> None:
+    """Raise UsageError unless ``value`` is a whole number, of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        raise UsageError(
+            f"{name}: expected a whole number{'' if least is None else f' of at least {least}'}, got {value!r}"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class SimulatedMachine:
     """``size`` devices, one for each rank. ``seed`` decides the order of all that nothing else orders.
 
     ``eagerness``: how many ready tasks run, on average, when a program launches one; None: the seed says it. ``slots``: how many
     exchanges a device can have begun at the same time, as kernels that wait for their peers occupy a GPU; None: any number.
-    ``watcher`` sees what runs.
+    ``impatience``: how likely, at each turn, a hold ends by itself while others could go on; None: the seed says it. Where
+    nothing else can run a hold ends always. ``watcher`` sees what runs.
+
+    Raises UsageError for a size or a number of slots below 1, a seed that is no whole number, and an eagerness that is no
+    number of at least 0: None for a seed would draw another order each time.
     """
 
     def __init__(
@@ -262,14 +315,27 @@ class SimulatedMachine:
         *,
         eagerness: float | None = None,
         slots: int | None = None,
+        impatience: float | None = None,
         watcher: Watcher | None = None,
     ) -> None:
+        _require_whole("size (how many ranks)", size, least=1)
+        _require_whole("seed", seed)
+        if slots is not None:
+            _require_whole("slots (how many exchanges at once, or None)", slots, least=1)
+        if eagerness is not None and not (_is_number(eagerness) and 0 <= eagerness < math.inf):
+            raise UsageError(f"eagerness: expected a number of at least 0, or None, got {eagerness!r}")
         self.draw = random.Random(seed)
+        self._of_holds = random.Random(-1 - seed)  # of its own: machines without holds keep the orders that they had
+        self._impatience = self._of_holds.choice(_IMPATIENCES) if impatience is None else impatience
         self.eagerness = self.draw.choice(_EAGERNESS) if eagerness is None else eagerness
         self.slots, self.watcher = slots, watcher
         self.streams: list[SimulatedStream] = []
         self.movable: list[Callable[[], None]] = []
         """Messages whose two ends have both begun: each may go at any moment."""
+        self.held: list[SimulatedStream] = []
+        """Streams whose first task is a hold that others make last."""
+        self.overdue = 0
+        """How many holds have ended by themselves."""
         self.occupied = [0] * size
         self.communicators: list[Any] = []
         self.lazy_share = self.draw.choice(_LAZY_SHARES)
@@ -299,6 +365,13 @@ class SimulatedMachine:
             stream.place = len(stream.peers)
             stream.peers.append(stream)
 
+    def look_at_held(self) -> None:
+        """Memory has changed: see which holds are over."""
+        if self.held:
+            held, self.held = self.held, []
+            for stream in held:
+                self.look_at(stream)
+
     def ended(self, stream: SimulatedStream) -> None:
         """The stream's first task, which took more than one turn, has ended."""
         stream.tasks.popleft()
@@ -310,7 +383,7 @@ class SimulatedMachine:
         if self.eagerness <= 0.0 or self._is_running:
             return
         go_on = self.eagerness / (1.0 + self.eagerness)  # a geometric distribution with that mean
-        while self.draw.random() < go_on and self.step():
+        while self.draw.random() < go_on and self.step(hosts_go_on=True):
             pass
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
@@ -319,10 +392,14 @@ class SimulatedMachine:
             if not self.step():
                 raise Deadlock(self.explain("the host waits"))
 
-    def step(self) -> bool:
-        """Run one task, or move one message, that is ready; False: there is none."""
+    def step(self, *, hosts_go_on: bool = False) -> bool:
+        """Run one task, or move one message, that is ready; False: there is none. ``hosts_go_on``: nor does a hold end for it."""
         eager, lazy = self.pools
         count = len(eager) + len(self.movable)
+        is_stuck = not (count or lazy or hosts_go_on)
+        if self.held and (is_stuck or self._of_holds.random() < self._impatience):
+            self._end_hold()
+            return True
         random = self.draw.random
         if lazy and (count == 0 or random() < _LAZY_TURNS):
             self._take(lazy[int(random() * len(lazy))])
@@ -335,6 +412,14 @@ class SimulatedMachine:
             else:
                 self._move(chosen - len(eager))
         return True
+
+    def _end_hold(self) -> None:
+        stream = self.held.pop(self._of_holds.randrange(len(self.held)))
+        hold = stream.tasks[0]
+        assert isinstance(hold, _Hold)  # only these are held
+        hold.is_over = True
+        self.overdue += 1
+        self.look_at(stream)
 
     def _move(self, index: int) -> None:
         self.movable[index], self.movable[-1] = self.movable[-1], self.movable[index]

@@ -21,7 +21,7 @@ from commlayer.transport.contract import Call, CallMemory
 from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 
-__all__ = ["DeviceCall", "Outcome", "run_calls", "transports_of"]
+__all__ = ["DeviceCall", "Outcome", "run_calls", "start_on_device", "transports_of"]
 
 _LIMIT_S = 60.0
 
@@ -201,7 +201,7 @@ def _program(
             output = x if call.is_in_place else device.empty(call.output_bytes[rank])
             if call.is_in_place:
                 caller.keep(x)
-            under_way.append((turn, _started(runner, call, rank, x, output), output))
+            under_way.append((turn, start_on_device(runner, call, rank, x, output), output))
         del x, output
         yield None
         if turn % 3 != 1 or turn == len(calls) - 1:  # else the next one begins before this one is waited for
@@ -213,7 +213,8 @@ def _program(
     return results
 
 
-def _started(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor, output: torch.Tensor) -> Call:
+def start_on_device(runner: Runner, call: DeviceCall, rank: int, x: torch.Tensor, output: torch.Tensor) -> Call:
+    """Launch a call of this rank of the group from ``x`` to ``output``, 1-D uint8 of its device."""
     mine = call.moves[rank]
     prepared = runner.prepare(call.plan, mine.steps, mine.sizes)
     source = CallMemory(x)

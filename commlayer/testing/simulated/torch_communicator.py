@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from commlayer.failures.waits import keep
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError, TensorError, UsageError
 from commlayer.testing.simulated.torch_simulator import TorchEvent, TorchSimulator, TorchStream
 from commlayer.transport.gloo_groups import gloo_in_order
@@ -143,7 +145,7 @@ class TorchCommunicator:
         self._stream = simulator.new_stream(f"the communicator of group {name}")
         self._told = simulator.new_stream(f"the futures of group {name}")
         self._number = 0
-        self._is_over = False
+        self._is_over = self._is_torn = False
         self._block: list[tuple[str, Any, Any, Callable[[], Work]]] | None = None
         self._under_way: deque[EnqueuedWork] = deque()  # nobody need hold a handle: its tensors are held here
 
@@ -159,8 +161,11 @@ class TorchCommunicator:
             self._end()
 
     def abort(self) -> None:
-        """Let go of connections at once."""
-        self._end()
+        """Let go of connections at once. What is under way ends as it is, and the stream goes on to what comes behind it."""
+        if not self._is_over:
+            self._is_over = self._is_torn = True
+            for gloo in (self._gloo, self._messages):  # freeing them would wait for what is under way
+                keep(gloo)
 
     def _end(self) -> None:
         self._is_over = True
@@ -186,13 +191,18 @@ class TorchCommunicator:
     def _watched(self, label: str, works: Iterator[Work]) -> Iterator[Callable[[], bool]]:
         """Yields until Gloo's calls have ended. Raises ClusterError for what one of them raised."""
         try:
-            for work in works:
+            for work in works if not self._is_torn else ():
                 if work is not None:
-                    yield work.is_completed
+                    yield partial(self._has_ended, work)
+                    if self._is_torn:
+                        return
                     work.wait()
         except RuntimeError as error:
             kind = CollectiveTimeoutError if "imed out" in str(error) else PeerError
             raise kind(f"{label}: {error}") from error
+
+    def _has_ended(self, work: Work) -> bool:
+        return self._is_torn or work.is_completed()
 
     def _bytes(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         """The CPU tensor with the same memory, 1-D uint8."""

@@ -11,6 +11,7 @@ one. Autograd runs in a thread of its own, whose current stream is the default s
 from __future__ import annotations
 
 import atexit
+import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from commlayer.profiles.errors import UsageError
 from commlayer.testing.simulated.torch_communicator import make_communicator
 from commlayer.testing.simulated.torch_operators import DEVICE_NAME
+from commlayer.testing.simulated.torch_rows import SimulatedRows
 from commlayer.testing.simulated.torch_simulator import (
     TorchEvent,
     TorchSimulator,
@@ -33,6 +35,7 @@ from commlayer.testing.simulated.torch_simulator import (
 )
 from commlayer.testing.simulated.torch_streams import StreamDelays
 from commlayer.transport.accelerators import register_accelerator
+from commlayer.wire.codecs.encoded_rows import register_row_path
 
 __all__ = ["simulated_device"]
 
@@ -45,10 +48,13 @@ def simulated_device(
     Before ``init_process_group``, whose groups then have an inner backend for it. ``delays``: how its streams are delayed, by
     which seed; ``memory_bytes``: what it has; ``timeout_s``: how long the host waits for a device on which nothing moves.
 
-    Raises UsageError where torch's place for such a device is another's, and for delays that are no :class:`StreamDelays`.
+    Raises UsageError where torch's place for such a device is another's, and for delays that are no :class:`StreamDelays`,
+    no whole number of bytes, or no time; and where a backward pass has run before, here or in the process that this one was
+    forked from, because torch's autograd then knows no such device.
     """
     if delays is not None and not isinstance(delays, StreamDelays):
         raise UsageError(f"expected StreamDelays(seed=…), got {delays!r}")
+    _check(memory_bytes, timeout_s)
     made = find_simulator()
     if made is not None:
         made.reseed(delays or StreamDelays())
@@ -65,12 +71,37 @@ def simulated_device(
     torch.accelerator.synchronize = lambda device=None: require_simulator().synchronize()
     torch.accelerator.current_stream = lambda device=None: require_simulator().current
     atexit.register(made.runner.stop)
-    return torch.device(DEVICE_NAME, 0)
+    device = torch.device(DEVICE_NAME, 0)
+    _require_autograd(device)
+    return device
+
+
+def _require_autograd(device: torch.device) -> None:
+    """Raise UsageError where autograd knows no such device: it counts devices at a process's first backward pass."""
+    x = torch.zeros(1, device=device, requires_grad=True)
+    try:
+        (x * 1).sum().backward()
+    except RuntimeError as error:
+        if "device_ready_queues" not in str(error):
+            raise
+        raise UsageError(
+            "a backward pass has run in this process, or in the one that it was forked from, before simulated_device(): torch's "
+            "autograd does not come to know devices later; call simulated_device() first"
+        ) from error
+
+
+def _check(memory_bytes: object, timeout_s: object) -> None:
+    if not isinstance(memory_bytes, int) or isinstance(memory_bytes, bool) or memory_bytes < 1:
+        raise UsageError(f"memory_bytes: expected a whole number of at least 1, got {memory_bytes!r}")
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < math.inf:  # type: ignore[operator]  # a number by now
+        raise UsageError(f"timeout_s: expected a number of seconds above 0, got {timeout_s!r}")
 
 
 def _let_groups_use(simulator: TorchSimulator) -> None:
     """Have groups of the backend commlayer take tensors of the device."""
     register_accelerator(DEVICE_NAME, make_communicator(simulator))
+    register_row_path(DEVICE_NAME, SimulatedRows)
     devices: dict[str, list[str]] = dist.Backend.backend_capability
     if DEVICE_NAME not in devices.setdefault("commlayer", []):
         devices["commlayer"].append(DEVICE_NAME)

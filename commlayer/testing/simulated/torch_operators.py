@@ -29,6 +29,7 @@ _CPU = torch._C.DispatchKey.CPU
 _AT_ONCE = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _OF_CPU_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index")
 _WRAPPED = (torch.float64, torch.int64, torch.bool, torch.complex128)
+_MOST_SHAPES = 1024
 _DLPACK_CPU, _DLPACK_EXTENSION = 1, 12
 _DEVICE_TYPE_AT = 8
 """Where, in a DLTensor, the type of its device lies: behind the pointer to the data."""
@@ -83,6 +84,7 @@ class _Operator:
         has_only_tensors = all(str(r.type) in ("Tensor", "List[Tensor]") for r in returns)
         self.is_at_once = not has_only_tensors or bool(_AT_ONCE & set(op.tags))
         self.is_mixed = bool(self.written) and bool(returns) and not self.is_in_place
+        self.shapes: dict[Any, Any] = {}
 
 
 class Operators:
@@ -199,15 +201,17 @@ class Operators:
             known = self._known[op] = _Operator(op)
         if known.is_view:
             return op._op_dk(_CPU, *args, **kwargs)
+        if known.name == "aten::remainder":  # of ``x % 8`` torch hands over the 8, and takes it back as a tensor only
+            args = tuple(torch.tensor(each) if isinstance(each, int) else each for each in args)
         leaves, spec = tree_flatten((args, kwargs))
         self._require_same_device(known, leaves)
         self._memory.collect()
-        if known.is_at_once or known.is_mixed:
+        if known.is_mixed or (known.is_at_once and not _is_sized(known, leaves)):
             return self._at_once(known, op, leaves, spec)
         if known.is_in_place and not known.resizes:
             return self._in_place(known, op, leaves, spec, args, kwargs)
         try:
-            shapes = self._shapes(op, leaves, spec)
+            shapes = self._known_shapes(known, op, leaves, spec, _signature(args, kwargs))
         except NotImplementedError:
             known.is_at_once = True
             return self._at_once(known, op, leaves, spec)
@@ -229,6 +233,17 @@ class Operators:
         if isinstance(leaf, torch.device) and leaf.type == DEVICE_NAME:
             return torch.device("cpu")
         return leaf
+
+    def _known_shapes(self, known: _Operator, op: Any, leaves: list[Any], spec: Any, signature: Any) -> Any:
+        """The shapes of the results, which the meta device is asked for once for arguments of the same shapes."""
+        if signature is None:
+            return self._shapes(op, leaves, spec)
+        found = known.shapes.get(signature)
+        if found is None:
+            found = self._shapes(op, leaves, spec)
+            if len(known.shapes) < _MOST_SHAPES:
+                known.shapes[signature] = found
+        return found
 
     @staticmethod
     def _shapes(op: Any, leaves: list[Any], spec: Any) -> Any:
@@ -293,6 +308,27 @@ class Operators:
                     f"{known.label}: expected all tensors on the device {DEVICE_NAME}, got one on {leaf.device}, "
                     f"shape {list(leaf.shape)}: move it there"
                 )
+
+
+def _is_sized(known: _Operator, leaves: list[Any]) -> bool:
+    """Whether this call of an operator whose results may have any size says theirs: a lookup by numbers, not by a mask."""
+    if known.name != "aten::index":
+        return False
+    _, *indices = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return all(index.dtype in (torch.int64, torch.int32) for index in indices)
+
+
+def _signature(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The arguments on which shapes of results depend; None where these are not only tensors of the device and numbers."""
+    found: list[Any] = [tuple(kwargs), torch.get_default_dtype()]
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor) and each.device.type == DEVICE_NAME:
+            found.append((each.shape, each.stride(), each.dtype))
+        elif each is None or isinstance(each, (bool, int, float, torch.dtype)):
+            found.append((type(each), each))
+        else:
+            return None
+    return tuple(found)
 
 
 def _meta(leaf: Any) -> Any:

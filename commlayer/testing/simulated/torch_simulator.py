@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from time import monotonic
 from typing import Any
 
 import torch
@@ -63,8 +64,9 @@ class TorchEvent:
     def __init__(
         self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False, **other: Any
     ) -> None:
-        del device, enable_timing, blocking, other
+        del device, blocking, other
         self._simulator = require_simulator()
+        self._is_timed = enable_timing
         self._mark = QueueMark(is_done=True)
 
     def record(self, stream: TorchStream | None = None) -> TorchEvent:
@@ -83,6 +85,14 @@ class TorchEvent:
     def synchronize(self) -> None:
         """Make the host wait for it."""
         self._simulator.runner.until(self._mark, "to wait for an event")
+
+    def elapsed_time(self, end: TorchEvent) -> float:
+        """The time from here to ``end``, ms. Raises UsageError where one of them was not reached, or was made without
+        ``enable_timing``."""
+        for event in (self, end):
+            if not event._is_timed or not event._mark.reached_s:
+                raise UsageError("expected two events made with enable_timing=True that were recorded and reached")
+        return (end._mark.reached_s - self._mark.reached_s) * 1e3
 
 
 class TorchStream(torch.Stream):
@@ -104,6 +114,16 @@ class TorchStream(torch.Stream):
     def launch(self, label: str, work: Callable[[], object]) -> None:
         """Run ``work`` behind what it was given before; ``label``: for messages."""
         self.simulator.runner.launch(self.queue, label, work)
+
+    def hold(self, busy: torch.Tensor, least: int, most_us: float) -> None:
+        """See :meth:`commlayer.devices.device_contract.Stream.hold`."""
+        numbers = self.simulator.memory.alias(busy).numpy()
+
+        def steps() -> Iterator[Callable[[], bool]]:
+            due_s = monotonic() + most_us / 1e6
+            yield lambda: monotonic() >= due_s or not bool((numbers >= least).any())
+
+        self.simulator.runner.launch_steps(self.queue, "a hold", steps)
 
     def wait_event(self, event: Any) -> None:
         """Make it wait for ``event``. The host does not."""

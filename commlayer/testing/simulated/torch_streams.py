@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, perf_counter
 
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, UsageError
 
@@ -39,12 +39,12 @@ class StreamDelays:
 
 
 class QueueMark:
-    """A point in a stream's work: ``is_done`` once all that was launched before it has run."""
+    """A point in a stream's work: ``is_done`` once all that was launched before it has run, at ``reached_s``."""
 
-    __slots__ = ("is_done",)
+    __slots__ = ("is_done", "reached_s")
 
     def __init__(self, *, is_done: bool = False) -> None:
-        self.is_done = is_done
+        self.is_done, self.reached_s = is_done, 0.0
 
 
 @dataclass
@@ -214,6 +214,7 @@ class QueueRunner:
                         queue.pieces.popleft()
                         queue.is_looked_at = False
                         if piece.mark is not None:
+                            piece.mark.reached_s = perf_counter()
                             piece.mark.is_done = True
                         self._num_run += 1
                         self._changed.notify_all()

@@ -17,7 +17,7 @@ from commlayer.wire.codecs.arguments import (
     non_finite_error,
 )
 from commlayer.wire.codecs.cpu_rows import HostRows
-from commlayer.wire.codecs.encoded_rows import EncodedRows, RowPath
+from commlayer.wire.codecs.encoded_rows import DeviceRowPath, EncodedRows, RowPath, row_path_of
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS
 
 if TYPE_CHECKING:
@@ -66,14 +66,14 @@ class Codec:
             return
         encoded = EncodedRows(out, self.wire, self.dtype, index)
         rows, passes = rows.contiguous(), self.non_finite == "pass" or not self._is_scaled
-        if not rows.is_cuda:
+        if rows.is_cpu:
             HostRows.encode(rows, encoded, passes=passes)
             return
         if not passes:
             sent = rows if index is None else rows[index]
             if not bool(sent.isfinite().all()):
                 raise non_finite_error(sent, self.wire)
-        _kernels().encode(rows, encoded)
+        _device_path(rows).encode(rows, encoded)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, index: torch.Tensor | None = None) -> None:
         """Write the rows of a message to ``out`` [r, W] (``dtype``, contiguous); with ``index`` row i goes to out[index[i]].
@@ -126,7 +126,7 @@ class Codec:
         decoded = torch.empty_like(rows)
         self.encode(rows, encoded)
         self.decode(encoded, decoded)
-        step = max(1, rows.numel()) if rows.is_cuda else TILE_ELEMENTS
+        step = TILE_ELEMENTS if rows.is_cpu else max(1, rows.numel())
         of_error, of_rows = 0.0, 0.0
         for before, after in zip(rows.view(-1).split(step), decoded.view(-1).split(step), strict=True):
             is_finite = before.isfinite()
@@ -155,5 +155,9 @@ def _kernels() -> type[RowKernels]:
     return row_kernels()
 
 
+def _device_path(rows: torch.Tensor) -> type[DeviceRowPath]:
+    return row_path_of(rows.device.type) or _kernels()
+
+
 def _path(rows: torch.Tensor) -> type[RowPath]:
-    return _kernels() if rows.is_cuda else HostRows
+    return HostRows if rows.is_cpu else _device_path(rows)

@@ -8,7 +8,7 @@ import torch
 
 from commlayer.scheduler.wire import Wire
 
-__all__ = ["EncodedRows", "RowPath"]
+__all__ = ["DeviceRowPath", "EncodedRows", "RowPath", "register_row_path", "row_path_of"]
 
 
 class EncodedRows(NamedTuple):
@@ -43,3 +43,24 @@ class RowPath(Protocol):
     @staticmethod
     def add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
         """Add the rows of a message, weighted, to the rows of ``into`` [n, W] at the places; in the message's order."""
+
+
+class DeviceRowPath(RowPath, Protocol):
+    """The same on a device, where nothing that it launches can raise: NaN and infinity are passed on."""
+
+    @staticmethod
+    def encode(rows: torch.Tensor, encoded: EncodedRows) -> None:
+        """Write the message of ``rows`` [r, W], or of those at the places."""
+
+
+_registered: dict[str, type[DeviceRowPath]] = {}
+
+
+def register_row_path(device_type: str, path: type[DeviceRowPath]) -> None:
+    """Have codecs encode and decode tensors of ``device_type``, which has no kernels of its own, by ``path``."""
+    _registered[device_type] = path
+
+
+def row_path_of(device_type: str) -> type[DeviceRowPath] | None:
+    """The path that was registered for a type of device."""
+    return _registered.get(device_type)

@@ -1,0 +1,127 @@
+"""The profile by which a group plans for tensors on a device, where none was named: measured by its ranks before the first call
+that could be planned, or kept by an earlier job.
+
+Ranks measure together, and decide together whether they have: where one of them could not, whatever it was, none plans. They
+meet for that in the job's store, in which the last one to come writes the verdict, so that no two ranks can read different ones.
+A rank that is gone, or does not come, is another matter: then the call fails, as it would have.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from commlayer.backend.world import World
+from commlayer.failures.board import FailureBoard, own_client, why_left
+from commlayer.failures.endings import bury
+from commlayer.failures.waits import Watched, keep
+from commlayer.measure.all_ranks import AllRanks
+from commlayer.profiles.errors import CollectiveTimeoutError, PeerError
+from commlayer.profiles.printable import printable, shortened
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.decision import Planner
+
+__all__ = ["DeviceSurvey", "settle", "veto"]
+
+_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
+_WELL = "well"
+
+
+@dataclass(frozen=True)
+class DeviceSurvey:
+    """The measurement of one group's links on a device, by all of its ranks. ``board``: of the group; ``store``: its own.
+
+    ``global_ranks``: the group's, of which this is the one at ``rank``.
+    """
+
+    name: str
+    rank: int
+    global_ranks: Sequence[int]
+    store: Store
+    timeout_s: float
+    board: FailureBoard
+    job: World
+
+    def planner(self, device: torch.device, connect: Callable[[], Any]) -> Planner | None:
+        """The planner by the links' profile, which is equal on all ranks; None on all where one of them could not measure.
+
+        ``connect()`` makes a Gloo group of the ranks, for this alone. Collective. Raises PeerError and CollectiveTimeoutError
+        where a rank is gone, or does not come.
+        """
+        groups = [connect()]
+        own = PrefixStore(f"links/{device.type}/", own_client(self.store))
+        board = FailureBoard(
+            self.board.detector, f"{self.board.key}/links of {device.type}", self.board.rank, self.global_ranks
+        )
+        profile = None
+        try:
+            profile = self._measured(device, Watched(groups[0], board), own)
+        except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it, and none may plan alone
+            is_woken, why = board.is_broken, why_left(error)
+            veto(own, (board.culprit() if is_woken else "") or f"rank {self.board.rank} {why}")
+            if not is_woken:
+                board.leave(why)
+        verdict = settle(own, len(self.global_ranks), self.board, self.timeout_s, self._who(device))
+        board.close()
+        if board.has_abandoned:
+            keep(groups.pop())
+        else:
+            bury(groups)
+        if not verdict:
+            return None if profile is None else Planner(profile)
+        if self.rank == 0:
+            print(
+                f"commlayer: {printable(shortened(verdict, 600))}: the links of group {self.name} on {device.type} are not "
+                "known, and its calls on that device are the inner backend's own, on all of its ranks",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+
+    def _measured(self, device: torch.device, gloo: Any, store: Store) -> Profile | None:
+        from commlayer.measure.calibrate import calibrated  # numpy and scipy: not for those who plan nothing
+        from commlayer.measure.device_prober import device_links
+
+        members, places = tuple(self.global_ranks), self.job.nodes_of(self.global_ranks)
+        node_of = {member: index for index, node in enumerate(places) for member in node}
+        topology = Topology.from_identities([f"node {node_of[place]}" for place in range(len(members))])
+        ranks = AllRanks(self.rank, len(members), store, gloo, "cpu", members, self.board.detector, self.timeout_s)
+        shape = self.job.topology.shape
+        with torch.inference_mode(False), torch.no_grad():  # whatever mode the program's call was made in
+            return calibrated(self.job.settings, topology, ranks, self.timeout_s, device_links(device), shape)
+
+    def _who(self, device: torch.device) -> str:
+        return f"rank {self.board.rank}, group {self.name}, to agree on the links of {device.type}"
+
+
+def veto(store: Store, why: str) -> None:
+    """Have :func:`settle` return ``why`` on all ranks, unless another rank has been quicker. Before this rank calls that."""
+    store.compare_set("why", "", why)
+
+
+def settle(store: Store, num_ranks: int, board: FailureBoard, timeout_s: float, who: str) -> str:
+    """Return the first :func:`veto`, equal on all ranks; empty where there was none. Collective, once for a ``store``.
+
+    Raises PeerError where a rank of ``board`` is gone, CollectiveTimeoutError where one does not come within ``timeout_s``.
+    """
+    if store.add("come", 1) == num_ranks:  # whoever has a veto has said it
+        store.set("verdict", store.get("why").decode(errors="replace") if store.check(["why"]) else _WELL)
+    until, look_s = time.monotonic() + timeout_s, _LOOK_S
+    while not store.check(["verdict"]):
+        if board.is_broken:
+            raise PeerError(f"{who}: {board.culprit()}")
+        if time.monotonic() > until:
+            raise CollectiveTimeoutError(
+                f"{who}: a rank did not come within {timeout_s:g} s: look at the logs of the others"
+            )
+        time.sleep(look_s)
+        look_s = min(2 * look_s, _LONGEST_LOOK_S)  # all ranks ask one store
+    verdict = store.get("verdict").decode(errors="replace")
+    return "" if verdict == _WELL else verdict

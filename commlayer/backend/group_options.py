@@ -1,0 +1,154 @@
+"""Options of one group, as torch hands them on: ``pg_options`` of ``init_process_group`` and ``new_group``.
+
+What the settings say for all groups of a job, these say for one. Ranks that were given different ones hear of it when the group
+is made: their words travel with the addresses of its second mesh, so that groups without options ask nobody anything more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from torch._C._distributed_c10d import Backend
+
+from commlayer.engine.group_plans import parse_plan
+from commlayer.profiles.errors import SettingsError, UsageError
+from commlayer.scheduler.lanes import LANES
+from commlayer.scheduler.wire import Wire, WireFormat, parse_wire
+from commlayer.settings import Settings
+
+__all__ = ["GroupOptions", "options_of"]
+
+_TorchOptions: Any = Backend.Options
+_RAREST = 1_000_000_000
+_REPLAN = ("on", "audit", "off")
+_REDUCTION = ("native", "ordered")
+
+
+class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
+    """Options of one group of backend ``commlayer``, instead of environment variables for all of them.
+
+        dist.new_group(ranks, pg_options=GroupOptions(lane="dp", wire="bf16"))
+        init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "ep"), backend_override={"ep": GroupOptions(lane="ep")})
+
+    All ranks of the group give the same. What is left None is as the job's settings say.
+
+    Args:
+        lane: the class of traffic, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp``; ``""``: none, whatever the group is called. As
+            ``group.use_lane`` says it: calls that others go before are cut finely.
+        wire: in which format the sums of FP32 tensors (all_reduce and reduce_scatter, SUM and AVG) may cross the links: ``bf16``
+            where the profile finds it faster, ``bf16!`` always, ``native`` never. What is gathered or exchanged goes as it is.
+        plan: one plan for every call to which it applies, such as ``hierarchical``, ``pipelined:4`` or ``flat``; ``auto``: by the
+            job's profile, whatever ``COMMLAYER_PLAN`` says (which, alone, has a job measure none).
+        reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
+        audit: False: nobody keeps what this group's calls were promised to take and took, and it is not planned anew.
+        replan: ``on``, ``audit`` or ``off``, as ``COMMLAYER_REPLAN``.
+        shadow: of how many planned calls one runs flat too, and is compared; 0: none.
+        nccl: NCCL's own options, for tensors on CUDA.
+
+    Raises UsageError for a value that is none of these.
+    """
+
+    def __init__(
+        self,
+        *,
+        lane: str | None = None,
+        wire: str | None = None,
+        plan: str | None = None,
+        reduction: str | None = None,
+        audit: bool | None = None,
+        replan: str | None = None,
+        shadow: int | None = None,
+        nccl: Any = None,
+    ) -> None:
+        super().__init__("commlayer")
+        _require_one_of("lane", lane, ("", *LANES))
+        _require_one_of("reduction", reduction, _REDUCTION)
+        _require_one_of("replan", replan, _REPLAN)
+        if audit not in (None, True, False):
+            _refuse("audit", "True or False", audit)
+        if shadow is not None and (type(shadow) is not int or not 0 <= shadow <= _RAREST):
+            _refuse("shadow", f"a whole number from 0 to {_RAREST}", shadow)
+        if nccl is not None and (not isinstance(nccl, _TorchOptions) or isinstance(nccl, GroupOptions)):
+            _refuse("nccl", "ProcessGroupNCCL.Options", nccl)
+        self.sum_wires = _sum_wires(wire)
+        _check_plan(plan)
+        self.lane, self.wire, self.plan, self.reduction = lane, wire, plan, reduction
+        self.audit, self.replan, self.shadow, self.nccl = audit, replan, shadow, nccl
+
+    def __copy__(self) -> GroupOptions:
+        return self  # nobody changes it: one object may be given for several groups
+
+    def __deepcopy__(self, memo: object) -> GroupOptions:
+        return self
+
+    def __repr__(self) -> str:
+        return f"GroupOptions({', '.join(f'{name}={value}' for name, value in self.words().items())})"
+
+    def words(self) -> dict[str, str]:
+        """Return what was given, in words, by name: all ranks of a group must say the same."""
+        names = ("lane", "wire", "plan", "reduction", "audit", "replan", "shadow")
+        given = {name: getattr(self, name) for name in names}
+        return {name: repr(value) for name, value in given.items() if value is not None}
+
+    def over(self, settings: Settings) -> Settings:
+        """Return the job's settings, with what these options say for their group."""
+        given = {name: getattr(self, name) for name in ("reduction", "replan")}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.plan is not None:
+            changes["plan"] = None if self.plan == "auto" else self.plan
+        if self.shadow is not None:
+            changes["shadow"] = self.shadow or None
+        return replace(settings, **changes) if changes else settings
+
+
+def options_of(given: Any) -> GroupOptions:
+    """Read what a program gave as ``pg_options``: ours; NCCL's, which are for its tensors; Gloo's, of which torch uses none
+    either; or nothing. Raises UsageError for anything else."""
+    if isinstance(given, GroupOptions):
+        return given
+    if given is None:
+        return GroupOptions()
+    if not isinstance(given, _TorchOptions):
+        raise UsageError(
+            f"pg_options of a group of backend commlayer must be a commlayer.GroupOptions, such as GroupOptions(lane='ep'), or "
+            f"torch's options of NCCL; got {given!r}"
+        )
+    made = GroupOptions()
+    made.nccl = None if given.backend == "gloo" else given
+    return made
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        _refuse(name, "one of " + ", ".join(repr(each) for each in allowed), value)
+
+
+def _refuse(name: str, expected: str, got: object) -> NoReturn:
+    raise UsageError(f"GroupOptions.{name}: expected {expected}, or None for what the settings say; got {got!r}")
+
+
+def _check_plan(plan: object) -> None:
+    if plan is None or plan == "auto":
+        return
+    if not isinstance(plan, str):
+        _refuse("plan", "the name of a plan, such as 'pipelined:4'", plan)
+    try:
+        parse_plan(plan, "GroupOptions.plan")
+    except SettingsError as error:
+        raise UsageError(f"{error}; or auto, for what the profile says") from None
+
+
+def _sum_wires(wire: object) -> tuple[Wire, ...]:
+    """The formats that sums may take; none where they go as they are."""
+    if wire is None:
+        return ()
+    if not isinstance(wire, str):
+        _refuse("wire", "bf16, bf16! or native", wire)
+    formats = parse_wire(wire)
+    if any(each.is_scaled for each in formats):
+        raise UsageError(
+            f"GroupOptions.wire: FP8 needs scales for rows, which a group's own sums have not; got {wire!r}: use bf16 here, and "
+            "say wire= where rows are known: plan_ddp, plan_fsdp, TokenDispatcher, CompressedGroup (docs/compression.md)"
+        )
+    return () if formats == (WireFormat.NATIVE,) else tuple(Wire(each) for each in formats)

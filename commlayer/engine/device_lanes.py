@@ -1,0 +1,30 @@
+"""The lanes of this process's devices, which is one rank's: see :mod:`commlayer.transport.stream_lanes`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+from commlayer.devices.accelerator import AcceleratorDevice
+from commlayer.devices.hold_support import why_no_holds
+from commlayer.transport.stream_lanes import DeviceLanes
+
+__all__ = ["lanes_of_device"]
+
+_of_devices: dict[torch.device, DeviceLanes | None] = {}
+
+os.register_at_fork(after_in_child=_of_devices.clear)  # a child has other devices than its parent
+
+
+def lanes_of_device(device: AcceleratorDevice) -> DeviceLanes | None:
+    """The lanes of a device, made when they are first asked for, which waits for it; None where its streams cannot be held: that
+    warns once."""
+    where = device.device
+    if where not in _of_devices:
+        why = why_no_holds(where.type, os.environ)
+        if why:
+            warnings.warn(f"commlayer: lower lanes are not held on {where}: {why}", stacklevel=2)
+        _of_devices[where] = None if why else DeviceLanes(device)
+    return _of_devices[where]

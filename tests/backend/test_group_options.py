@@ -1,0 +1,173 @@
+"""Options of one group (pg_options): what is taken, what is refused, what they do, and that ranks must give the same."""
+
+from __future__ import annotations
+
+import copy
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from commlayer.backend.group_options import GroupOptions, options_of
+from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.settings import Settings
+from commlayer.statistics import stats
+from commlayer.testing.plugin import ClusterFactory
+
+COUNT = 40_000
+
+
+# What is taken
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "lane": ({"lane": "sidewalk"}, r"lane: expected one of .*'ep'.*got 'sidewalk'"),
+    "plan": ({"plan": "fastest"}, r"GroupOptions.plan must be one of flat, .*got 'fastest'; or auto"),
+    "chunks": ({"plan": "pipelined:none"}, r"GroupOptions.plan must be one of"),
+    "no text": ({"plan": 4}, r"plan: expected the name of a plan, .*got 4"),
+    "fp8": ({"wire": "fp8_e4m3"}, r"FP8 needs scales for rows.*TokenDispatcher"),
+    "format": ({"wire": "int3"}, r"a wire format must be one of native, bf16"),
+    "wire": ({"wire": 16}, r"wire: expected bf16, bf16! or native, .*got 16"),
+    "reduction": ({"reduction": "random"}, r"reduction: expected one of 'native', 'ordered'"),
+    "audit": ({"audit": "yes"}, r"audit: expected True or False, .*got 'yes'"),
+    "replan": ({"replan": "maybe"}, r"replan: expected one of 'on', 'audit', 'off'"),
+    "shadow": ({"shadow": -1}, r"shadow: expected a whole number from 0"),
+    "nccl": ({"nccl": GroupOptions()}, r"nccl: expected ProcessGroupNCCL.Options"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_is_none_is_refused(name: str) -> None:
+    given, words = REFUSED[name]
+    with pytest.raises(UsageError, match=words):
+        GroupOptions(**given)
+
+
+def test_what_torch_hands_on_is_read() -> None:
+    ours = GroupOptions(lane="ep")
+    assert options_of(ours) is ours
+    assert options_of(None).words() == {}
+    assert options_of(dist.ProcessGroupGloo._Options()).nccl is None  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"must be a commlayer\.GroupOptions.*got \{'lane': 'ep'\}"):
+        options_of({"lane": "ep"})
+
+
+def test_options_stand_above_settings() -> None:
+    job = Settings(plan="flat", shadow=8, replan="off")
+    assert GroupOptions().over(job) is job
+    changed = GroupOptions(plan="auto", shadow=0, reduction="ordered", replan="on").over(job)
+    assert (changed.plan, changed.shadow, changed.reduction, changed.replan) == (None, None, "ordered", "on")
+    assert GroupOptions(plan="pipelined:4").over(job).plan == "pipelined:4"
+
+
+def test_options_are_one_object_and_say_what_they_are() -> None:
+    options = GroupOptions(lane="dp", wire="bf16!")
+    assert copy.deepcopy(options) is options
+    assert repr(options) == "GroupOptions(lane='dp', wire='bf16!')"
+
+
+# What they do
+
+
+def moved(description: str) -> set[tuple[str, str]]:
+    """Which collectives of the groups of this description went by which plans."""
+    groups = [group for group in stats()["groups"] if group["description"] == description]
+    return {(call["collective"], call["plan"]) for group in groups for call in group["calls"]}
+
+
+def start() -> int:
+    torch.set_num_threads(1)
+    os.environ["COMMLAYER_PROFILE"] = "none"
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=15))
+    return dist.get_rank()
+
+
+@pytest.mark.cluster
+def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        rank = start()
+        world: Any = dist.group.WORLD
+        coarse: Any = dist.new_group(
+            pg_options=GroupOptions(lane="dp", wire="bf16!", plan="hierarchical"), group_desc="coarse"
+        )
+        plain: Any = dist.new_group(group_desc="plain")
+        assert (coarse.lane, plain.lane, world.lane) == ("dp", "", "")
+        assert coarse.lane_is_told
+        assert repr(coarse.options) == "GroupOptions(lane='dp', wire='bf16!', plan='hierarchical')"
+        exact = torch.arange(4096.0) % 256 + rank  # BF16 has these numbers, and their sums after rounding
+        wanted, mean = torch.arange(4096.0) % 256 * 4 + 6, torch.arange(4096.0) % 256 + 1.5
+        for group in (coarse, plain):
+            total = exact.clone()
+            dist.all_reduce(total, group=group)
+            assert (total - wanted).abs().max() <= (0 if group is plain else 1024 * 2**-7)
+            total = exact.clone()
+            dist.all_reduce(total, dist.ReduceOp.AVG, group=group, async_op=True).wait()
+            assert (total - mean).abs().max() <= (0 if group is plain else 1024 * 2**-7)
+            part = torch.empty(1024)
+            dist.reduce_scatter_tensor(part, exact, group=group)
+            assert (part - wanted[rank * 1024 :][:1024]).abs().max() <= (0 if group is plain else 1024 * 2**-7)
+            dist.all_reduce(torch.ones(64, dtype=torch.int64), group=group)  # has no format
+            whole = torch.empty(4096)
+            dist.all_gather_into_tensor(whole, exact[:1024] + 2**-10, group=group)
+            assert torch.equal(whole[:1024], exact[:1024] - rank + 2**-10), "what is gathered goes as it is"
+        assert moved("plain") == {(name, "flat") for name in ("all_reduce", "reduce_scatter", "all_gather")}
+        assert moved("coarse") == {
+            ("all_reduce", "hierarchical/bf16"),
+            ("reduce_scatter", "hierarchical/bf16"),
+            ("all_reduce", "hierarchical"),
+            ("all_gather", "hierarchical"),
+        }
+
+    emulated_cluster(2, 2).run(job, timeout_s=40)
+
+
+@pytest.mark.cluster
+def test_a_dim_of_a_mesh_has_its_own(emulated_cluster: ClusterFactory) -> None:
+    """Options that a trainer's mesh gives on: one object for all groups of a dim; and a part that a group is split into."""
+
+    def job() -> None:
+        start()
+        dp, ep = GroupOptions(lane="dp", reduction="ordered"), GroupOptions(lane="ep")
+        override = {"dp": dp, "ep": ("commlayer", ep)}
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"), backend_override=override)  # type: ignore[arg-type]
+        groups: dict[str, Any] = {name: mesh.get_group(name) for name in ("dp", "ep")}
+        assert {name: (group.lane, group.options) for name, group in groups.items()} == {
+            "dp": ("dp", dp),
+            "ep": ("ep", ep),
+        }
+        for group in groups.values():
+            dist.all_reduce(torch.ones(COUNT), group=group)
+        assert (moved("mesh_dp"), moved("mesh_ep")) == ({("all_reduce", "flat_direct")}, {("all_reduce", "flat")})
+        world: Any = dist.group.WORLD
+        part = world.split_group([0, 1, 2, 3], opts=GroupOptions(lane="cp"))
+        assert part.lane == "cp"
+
+    emulated_cluster(2, 2).run(job, timeout_s=40)
+
+
+@pytest.mark.cluster
+def test_ranks_must_give_the_same(emulated_cluster: ClusterFactory) -> None:
+    def job() -> str:
+        rank = start()
+        options = GroupOptions(lane="ep", plan="flat" if rank == 2 else None)
+        with pytest.raises(DisagreementError) as refused:
+            dist.new_group(pg_options=options)
+        return str(refused.value)
+
+    for words in emulated_cluster(2, 2).run(job, timeout_s=40):
+        assert "ranks disagree on pg_options of the group" in words
+        assert "(plan): rank 0 has nothing, rank 2 has 'flat'" in words
+
+
+@pytest.mark.cluster
+def test_what_are_no_options_is_refused_by_name(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        start()
+        with pytest.raises(UsageError, match=r"must be a commlayer\.GroupOptions"):
+            dist.new_group(pg_options={"lane": "ep"})
+
+    emulated_cluster(1, 2).run(job, timeout_s=40)

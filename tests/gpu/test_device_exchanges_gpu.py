@@ -1,0 +1,105 @@
+"""Exchanges with splits, wire formats and a captured call by plans for CUDA tensors, several ranks on one GPU (`make test-gpu`).
+
+**Not yet run on a GPU**: written on a machine without one, where the same runs on the simulated device, but for the graph
+(tests/backend/test_device_exchanges.py). Ranks share a device as in test_gpu.py, so bytes and order count, not times.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from commlayer.compressed import CompressedGroup
+from commlayer.scheduler.wire import WireFormat, WirePolicy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not dist.is_nccl_available(),
+        reason=f"needs a CUDA device and NCCL: torch {torch.__version__} sees "
+        f"{torch.cuda.device_count()} devices, and {'has' if dist.is_nccl_available() else 'lacks'} NCCL",
+    ),
+]
+
+LIMIT_S = 100.0
+NCCL = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MAX_CTAS": "2",  # the kernels of all ranks and communicators must fit on the device together
+}
+SIZE = 4
+
+
+def exchanges(rank: int) -> None:
+    for turn in range(3):
+        received = [(3 * k + 5 * rank + turn) % 4 for k in range(SIZE)]
+        sent = [(3 * rank + 5 * k + turn) % 4 for k in range(SIZE)]
+        x = torch.randn(sum(sent), 16, generator=torch.Generator().manual_seed(rank))
+        wanted = x.new_empty(sum(received), 16)
+        dist.all_to_all_single(wanted, x, received, sent)
+        got = torch.empty_like(wanted, device="cuda")
+        dist.all_to_all_single(got, x.cuda(), received, sent)
+        assert torch.equal(got.cpu(), wanted), turn
+
+
+def wires(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    for wire in (WireFormat.BF16, WireFormat.FP8_E4M3):
+        group = CompressedGroup(dist.group.WORLD, WirePolicy((wire,)), "lane dp")
+        x = torch.randn(12, 128, generator=torch.Generator().manual_seed(rank))
+        on_device = x.cuda()
+        group.all_reduce(x).wait()
+        group.all_reduce(on_device).wait()
+        assert torch.equal(on_device.cpu(), x), wire
+
+
+def graphs(rank: int) -> None:
+    """Two graphs of a planned call, each replayed with other values."""
+    x = torch.ones(4096, device="cuda")
+    dist.all_reduce(x)  # makes communicators and memory
+    made = []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(x)
+        made.append(graph)
+    for turn in range(3):
+        for graph in made:
+            x.fill_(float(rank + turn))
+            graph.replay()
+            assert x.eq(sum(range(SIZE)) + SIZE * turn).all().item(), turn
+    dist.all_reduce(x.fill_(1.0))  # behind them, by itself
+    assert x.eq(SIZE).all().item()
+
+
+def rank_main(rank: int, job: Callable[[int], None], store: str) -> None:
+    os.environ.update(
+        NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}", COMMLAYER_TOPOLOGY="2x2", COMMLAYER_PLAN="hierarchical"
+    )
+    torch.cuda.set_device(0)
+    limit = timedelta(seconds=LIMIT_S / 2)
+    dist.init_process_group("commlayer", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=limit)
+    job(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("job", [exchanges, wires, graphs])
+def test_on_one_gpu(job: Callable[[int], None], tmp_path: Path) -> None:
+    context = spawn(rank_main, (job, str(tmp_path / "store")), nprocs=SIZE, join=False)
+    until = time.monotonic() + LIMIT_S
+    try:
+        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
+            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
+    finally:
+        for process in context.processes:
+            process.kill()
