@@ -77,7 +77,9 @@ SHORT_S, LONG_S = 3.0, 30.0
 _INTER = "400mbit"
 _SLOW_S = (0.02, 3.0)
 _PATIENCE_S, _TURN_S = 1.0, 0.02
-"""The patience of the watch, but shorter: ranks that are slow or stopped for a while come both earlier and later than that."""
+"""The patience of the watch, but shorter: ranks that are slow or stopped for a while come both earlier and later than that. No
+turn of the watch is longer than that either, because appointments here are as near as two calls: a watch that rests for its cost
+on a busy machine would be late for every one of them."""
 _HANG_S = 40.0
 _MOST_CALLS, _CALLS_AFTER, _VOTE_EVERY = 1500, 24, 6
 _SIZES = (4 << 10, 256 << 10)
@@ -273,7 +275,7 @@ class WatchedStore:
 
 def install(struck: Struck) -> None:
     """In a rank: appointments one after another, links that are other each time, and points at which faults strike."""
-    watching._TURN_S = _TURN_S
+    watching._TURN_S = watching._LONGEST_TURN_S = _TURN_S
     replace(watching.GroupWatch, "_lead", lambda _: lambda watch, now_s: appoint(watch, random.Random(now_s)))
     _watch_store(struck)
     _watch_edge(struck)

@@ -48,9 +48,15 @@ def test_a_fault_at_a_switch(emulated_cluster: ClusterFactory, profiles: str, fi
     import switch_faults
 
     trial = first_like(shape=(2, 2), appointment=2, **fields)
-    found = switch_faults.run(trial, emulated_cluster(2, 2, inter="400mbit"), profiles)
-    assert found.is_good, found
-    assert found.is_struck
+    cluster = emulated_cluster(2, 2, inter="400mbit")
+    for _ in range(
+        3
+    ):  # a switch that nobody keeps, because ranks are late, has no such point: then another job has to come to it
+        found = switch_faults.run(trial, cluster, profiles)
+        assert found.is_good, found
+        if found.is_struck:
+            return
+    pytest.fail(f"no job came to the point of the fault: {found}")
 
 
 def test_trials_come_to_every_stage_with_every_fault() -> None:
