@@ -1,42 +1,24 @@
 """Exchanges with splits, wire formats and a captured call by plans for CUDA tensors, several ranks on one GPU (`make test-gpu`).
 
 **Not yet run on a GPU**: written on a machine without one, where the same runs on the simulated device, but for the graph
-(tests/backend/test_device_exchanges.py). Ranks share a device as in test_gpu.py, so bytes and order count, not times.
+(tests/backend/test_device_exchanges.py). Ranks share a device (on_one_gpu.py), so bytes and order count, not times.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from on_one_gpu import needs_nccl, run_ranks
 
 from commlayer.compressed import CompressedGroup
 from commlayer.scheduler.wire import WireFormat, WirePolicy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason=f"needs a CUDA device and NCCL: torch {torch.__version__} sees "
-        f"{torch.cuda.device_count()} devices, and {'has' if dist.is_nccl_available() else 'lacks'} NCCL",
-    ),
-]
+pytestmark = needs_nccl
 
-LIMIT_S = 100.0
-NCCL = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_MAX_CTAS": "2",  # the kernels of all ranks and communicators must fit on the device together
-}
 SIZE = 4
 
 
@@ -82,24 +64,6 @@ def graphs(rank: int) -> None:
     assert x.eq(SIZE).all().item()
 
 
-def rank_main(rank: int, job: Callable[[int], None], store: str) -> None:
-    os.environ.update(
-        NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}", COMMLAYER_TOPOLOGY="2x2", COMMLAYER_PLAN="hierarchical"
-    )
-    torch.cuda.set_device(0)
-    limit = timedelta(seconds=LIMIT_S / 2)
-    dist.init_process_group("commlayer", init_method=f"file://{store}", rank=rank, world_size=SIZE, timeout=limit)
-    job(rank)
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("job", [exchanges, wires, graphs])
 def test_on_one_gpu(job: Callable[[int], None], tmp_path: Path) -> None:
-    context = spawn(rank_main, (job, str(tmp_path / "store")), nprocs=SIZE, join=False)
-    until = time.monotonic() + LIMIT_S
-    try:
-        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
-            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
-    finally:
-        for process in context.processes:
-            process.kill()
+    run_ranks(job, SIZE, tmp_path, topology="2x2", plan="hierarchical")

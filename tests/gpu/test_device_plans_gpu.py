@@ -1,41 +1,23 @@
 """Plans of the backend for CUDA tensors, over NCCL, several ranks on one GPU (`make test-gpu`).
 
 **Not yet run on a GPU**: written on a machine without one, where the same verbs run on the simulated device
-(tests/backend/test_device_plans.py). Ranks share a device as in test_gpu.py, so bytes and order count, not times.
+(tests/backend/test_device_plans.py). Ranks share a device (on_one_gpu.py), so bytes and order count, not times.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from on_one_gpu import needs_nccl, run_ranks
 
 import commlayer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason=f"needs a CUDA device and NCCL: torch {torch.__version__} sees "
-        f"{torch.cuda.device_count()} devices, and {'has' if dist.is_nccl_available() else 'lacks'} NCCL",
-    ),
-]
+pytestmark = needs_nccl
 
-LIMIT_S = 100.0
-NCCL = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_MAX_CTAS": "2",  # the kernels of all ranks and communicators must fit on the device together
-}
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG)
 
 
@@ -45,11 +27,7 @@ def filled(count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
     return torch.randint(-3, 4, (count,), generator=draw).to(dtype)
 
 
-def rank_main(rank: int, size: int, shape: str, plan: str, store: str) -> None:
-    os.environ.update(NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}", COMMLAYER_TOPOLOGY=shape, COMMLAYER_PLAN=plan)
-    torch.cuda.set_device(0)
-    limit = timedelta(seconds=LIMIT_S / 2)
-    dist.init_process_group("commlayer", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+def every_verb(rank: int, size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for count in (1, 37, 4096):
             everyones = [filled(count, dtype, each) for each in range(size)]
@@ -76,39 +54,20 @@ def rank_main(rank: int, size: int, shape: str, plan: str, store: str) -> None:
         call["collective"] for group in commlayer.stats()["groups"] for call in group["calls"] if call["plan"] != "flat"
     }
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= planned, planned
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("plan", ["flat_direct", "hierarchical", "pipelined:3", "leaders"])
 def test_plans_on_one_gpu(plan: str, tmp_path: Path) -> None:
-    context = spawn(rank_main, (4, "2x2", plan, str(tmp_path / "store")), nprocs=4, join=False)
-    until = time.monotonic() + LIMIT_S
-    try:
-        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
-            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
-    finally:
-        for process in context.processes:
-            process.kill()
+    run_ranks(every_verb, 4, tmp_path, 4, topology="2x2", plan=plan)
 
 
 @pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter", "all_to_all"])
 def test_verbs_of_one_tensor_without_plans(verb: str, tmp_path: Path) -> None:
     """NCCL's backend by itself has not their names."""
-    context = spawn(unplanned, (verb, str(tmp_path / "store")), nprocs=2, join=False)
-    until = time.monotonic() + LIMIT_S
-    try:
-        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
-            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
-    finally:
-        for process in context.processes:
-            process.kill()
+    run_ranks(unplanned, 2, tmp_path, verb, profile="none")
 
 
-def unplanned(rank: int, verb: str, store: str) -> None:
-    os.environ.update(NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}", COMMLAYER_PROFILE="none")
-    torch.cuda.set_device(0)
-    limit = timedelta(seconds=LIMIT_S / 2)
-    dist.init_process_group("commlayer", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+def unplanned(rank: int, verb: str) -> None:
     x = torch.tensor([10.0 * rank, 10.0 * rank + 1], device="cuda")
     out = torch.zeros(4 if verb == "all_gather" else 1 if verb == "reduce_scatter" else 2, device="cuda")
     runs: dict[str, Callable[..., object]] = {
@@ -123,4 +82,3 @@ def unplanned(rank: int, verb: str, store: str) -> None:
         "all_to_all": [float(rank), 10.0 + rank],
     }[verb]
     assert out.tolist() == wanted
-    dist.destroy_process_group()

@@ -1,24 +1,17 @@
 """The executor on CUDA streams, with real NCCL: several ranks share one GPU (`make test-gpu`).
 
 **Not yet run on a GPU**: written on a machine without one, where only the jobs below were tried, over Gloo.
-
-NCCL refuses two ranks on one device, unless they seem to be on different hosts: each gets its own ``NCCL_HOSTID``, and
-NCCL talks over sockets on the loopback. That shows that bytes and order are right. Its times mean nothing: the ranks
-take turns on the device.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from on_one_gpu import needs_nccl, run_ranks
 
 from commlayer.communicator import Communicator
 from commlayer.measure.benchmark import world_groups
@@ -26,59 +19,18 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler import Gather, Plan, Strategy, Traffic, build
 from commlayer.testing.synthetic import synthetic_profile
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason=f"needs a CUDA device and NCCL: torch {torch.__version__} sees "
-        f"{torch.cuda.device_count()} devices, and {'has' if dist.is_nccl_available() else 'lacks'} NCCL",
-    ),
-]
+pytestmark = needs_nccl
 
 Job = Callable[[Communicator, dist.ProcessGroup, torch.device], None]
 
-LIMIT_S = 100.0
-NCCL = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_MAX_CTAS": "2",  # the kernels of all ranks must fit on the device together
-}
 
-
-def rank_main(rank: int, job: Job, shape: str, store: str, device: torch.device) -> None:
+def by_communicator(rank: int, job: Job, shape: str, device: str) -> None:
+    """Run ``job`` on a rank, with a communicator of the shape; ``device``: also "cpu", where the jobs below were tried."""
     topology = Topology.parse(shape)
-    for name in [name for name in os.environ if name.startswith("COMMLAYER_")]:
-        del os.environ[name]
-    os.environ.update(NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}", COMMLAYER_TOPOLOGY=shape)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=topology.world_size,
-        timeout=timedelta(seconds=LIMIT_S / 2),
-    )
     ep_group, tp_group = world_groups(topology)
     profile = synthetic_profile(nodes=topology.num_nodes, ranks_per_node=topology.ranks_per_node)
     with Communicator(ep_group, tp_group, profile=profile) as communicator:
-        job(communicator, ep_group, device)
-    dist.destroy_process_group()
-
-
-def run_ranks(job: Job, shape: str, store: Path, device: str = "cuda:0") -> None:
-    """Run ``job`` on every rank of ``shape``; raises the first rank's error, and ends all ranks in any case."""
-    size = Topology.parse(shape).world_size
-    context = spawn(rank_main, (job, shape, str(store), torch.device(device)), nprocs=size, join=False)
-    until = time.monotonic() + LIMIT_S
-    try:
-        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
-            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
-    finally:
-        for process in context.processes:
-            process.kill()
+        job(communicator, ep_group, torch.device(device))
 
 
 def tokens(communicator: Communicator, device: torch.device, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -177,4 +129,5 @@ def streams(communicator: Communicator, group: dist.ProcessGroup, device: torch.
 @pytest.mark.parametrize("shape", ["2x1", "2x2"])
 @pytest.mark.parametrize("job", [every_strategy, backward, asynchronous, streams])
 def test_on_one_gpu(job: Job, shape: str, tmp_path: Path) -> None:
-    run_ranks(job, shape, tmp_path / "store")
+    size = Topology.parse(shape).world_size
+    run_ranks(by_communicator, size, tmp_path, job, shape, "cuda:0", backend="nccl", topology=shape)

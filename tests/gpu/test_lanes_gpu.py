@@ -1,20 +1,17 @@
 """Lanes on CUDA: streams, priorities and NCCL's options of real groups (`make test-gpu`).
 
-**Not yet run on a GPU**: written on a machine without one. Ranks share a device as in test_gpu.py, so bytes and order count, not
+**Not yet run on a GPU**: written on a machine without one. Ranks share a device (on_one_gpu.py), so bytes and order count, not
 times.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from on_one_gpu import LIMIT_S, needs_nccl, run_ranks
 
 from commlayer.cli.lane_checks import at_hand, lane_lines
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
@@ -23,24 +20,9 @@ from commlayer.scheduler.lanes import LANES
 from commlayer.transport.nccl import apply_lane, config_fields, is_high_priority
 from commlayer.transport.streams import StreamTransport, is_high_priority_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not dist.is_nccl_available(),
-        reason=f"needs a CUDA device and NCCL: torch {torch.__version__} sees "
-        f"{torch.cuda.device_count()} devices, and {'has' if dist.is_nccl_available() else 'lacks'} NCCL",
-    ),
-]
+pytestmark = needs_nccl
 
-LIMIT_S = 60.0
 ROUNDS = 8
-NCCL = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-}
 
 
 def transport_of(lane: str) -> StreamTransport:
@@ -86,12 +68,8 @@ def test_doctor_knows_this_nccl() -> None:
     assert not any("no CUDA" in value for _, _, value, _ in lane_lines({}, version, fields))
 
 
-def two_lanes(rank: int, store: str) -> None:
+def two_lanes(rank: int) -> None:
     """Gradients and exchanges of experts are under way together, on groups of different lanes: all sums are right."""
-    os.environ.update(NCCL, NCCL_HOSTID=f"commlayer-rank-{rank}")
-    torch.cuda.set_device(0)
-    limit = timedelta(seconds=LIMIT_S)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     groups = {}
     for lane in ("dp", "ep"):
         options = dist.ProcessGroupNCCL.Options()
@@ -108,18 +86,10 @@ def two_lanes(rank: int, store: str) -> None:
         work.wait()
         assert torch.equal(gradient, torch.full_like(gradient, 1.0 + 2 * turn))
     torch.cuda.synchronize()
-    dist.destroy_process_group()
 
 
 def test_two_lanes_at_once(tmp_path: Path) -> None:
-    context = spawn(two_lanes, (str(tmp_path / "store"),), nprocs=2, join=False)
-    until = time.monotonic() + LIMIT_S
-    try:
-        while not context.join(timeout=max(until - time.monotonic(), 0.1)):
-            assert time.monotonic() < until, f"the ranks did not end within {LIMIT_S:g} s"
-    finally:
-        for process in context.processes:
-            process.kill()
+    run_ranks(two_lanes, 2, tmp_path, backend="nccl", nccl={"NCCL_LAUNCH_ORDER_IMPLICIT": "1"})
 
 
 def test_a_hold_ends_when_nothing_is_busy_or_its_time_is_over() -> None:

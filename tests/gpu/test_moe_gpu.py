@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_one_gpu import needs_cuda
 
 from commlayer.integrations.moe.experts import GroupedExperts, grouped_linear, has_grouped_mm
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.remat import Rematerialise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(),
-        reason=f"needs a CUDA device: torch {torch.__version__} sees {torch.cuda.device_count()} devices",
-    ),
-]
+pytestmark = needs_cuda
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
