@@ -1,13 +1,18 @@
-"""The parts that jobs of many ranks in these tests share: dtypes, a timeout that nobody waits for, and how a rank stays away."""
+"""The parts that jobs of many ranks in these tests share: dtypes, a timeout that nobody waits for, how a rank stays away, which
+calls were made, and what a stream that is held must do."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-__all__ = ["DTYPES", "HALF_AN_HOUR", "be_absent", "tell", "wait_until"]
+from commlayer.devices.accelerator import AcceleratorDevice
+
+__all__ = ["DTYPES", "HALF_AN_HOUR", "be_absent", "check_holds", "counted", "tell", "wait_until"]
 
 DTYPES = [
     torch.float32,
@@ -47,3 +52,36 @@ def wait_until(what: str, count: int = 1) -> None:
 def be_absent(count: int) -> None:
     """Stay alive and call nothing until ``count`` other ranks have told that they are ``done``."""
     wait_until("done", count)
+
+
+@contextmanager
+def counted(owner: object, name: str) -> Iterator[list[str]]:
+    """Calls of ``owner.name`` inside."""
+    found: list[str] = []
+    original: Callable[..., object] = getattr(owner, name)
+
+    def count(*args: object, **named: object) -> object:
+        found.append(name)
+        return original(*args, **named)
+
+    setattr(owner, name, count)
+    try:
+        yield found
+    finally:
+        setattr(owner, name, original)
+
+
+def check_holds(device: AcceleratorDevice, long_us: float) -> None:
+    """Check that a held stream goes on when nothing is busy any more, or after its time; ``long_us`` is longer than any test."""
+    side, busy = device.stream(is_high=False), torch.ones(48, dtype=torch.uint8, device=device.device)
+    device.synchronize()
+    side.hold(busy, 1, long_us)
+    end = side.record()
+    assert not end.is_done()
+    busy.zero_()
+    end.synchronize()
+    busy.fill_(1)
+    device.synchronize()
+    side.hold(busy, 1, 1000.0)
+    side.hold(busy, 2, long_us)
+    device.synchronize()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import counted
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.nn.functional import all_to_all_single as differentiable
@@ -33,23 +33,6 @@ LAGGING = StreamDelays(chance=0.9)
 """Nearly everything runs only when the host waits."""
 CPU = torch.device("cpu")
 W = 16
-
-
-@contextmanager
-def counted(owner: object, name: str) -> Iterator[list[str]]:
-    """Calls of ``owner.name`` inside."""
-    found: list[str] = []
-    original: Callable[..., object] = getattr(owner, name)
-
-    def count(*args: object, **named: object) -> object:
-        found.append(name)
-        return original(*args, **named)
-
-    setattr(owner, name, count)
-    try:
-        yield found
-    finally:
-        setattr(owner, name, original)
 
 
 def planned(collective: str = "all_to_all") -> Counter[str]:

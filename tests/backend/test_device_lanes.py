@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import check_holds
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -229,19 +230,7 @@ def test_edges_are_where_a_higher_lane_has_calls(
 
 def held() -> None:
     """A stream goes on when nothing is busy any more, or after its time."""
-    device = AcceleratorDevice(simulated_device(StreamDelays(chance=0.0)))
-    side, busy = device.stream(is_high=False), torch.ones(16, dtype=torch.uint8, device=device.device)
-    device.synchronize()
-    side.hold(busy, 1, 1e9)
-    end = side.record()
-    assert not end.is_done()
-    busy.zero_()
-    end.synchronize()
-    busy.fill_(1)
-    device.synchronize()
-    side.hold(busy, 1, 1000.0)
-    side.hold(busy, 2, 1e9)
-    device.synchronize()
+    check_holds(AcceleratorDevice(simulated_device(StreamDelays(chance=0.0))), 1e9)
 
 
 def test_a_held_stream_goes_on(emulated_cluster: ClusterFactory) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_one_gpu import LIMIT_S, needs_nccl, run_ranks
+from ranks import check_holds
 
 from commlayer.cli.lane_checks import at_hand, lane_lines
 from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorStream
@@ -94,16 +95,4 @@ def test_two_lanes_at_once(tmp_path: Path) -> None:
 
 def test_a_hold_ends_when_nothing_is_busy_or_its_time_is_over() -> None:
     pytest.importorskip("triton")
-    device = AcceleratorDevice(torch.device("cuda", 0))
-    side, busy = device.stream(is_high=False), torch.ones(48, dtype=torch.uint8, device=device.device)
-    device.synchronize()
-    side.hold(busy, 1, LIMIT_S * 1e6)
-    end = side.record()
-    assert not end.is_done()
-    busy.zero_()
-    end.synchronize()
-    busy.fill_(1)
-    device.synchronize()
-    side.hold(busy, 1, 1000.0)
-    side.hold(busy, 2, LIMIT_S * 1e6)
-    device.synchronize()
+    check_holds(AcceleratorDevice(torch.device("cuda", 0)), LIMIT_S * 1e6)

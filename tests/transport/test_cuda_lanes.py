@@ -105,15 +105,8 @@ def test_doctor_says_what_is_not_active_without_cuda() -> None:
     assert "2 chunks" in found["CPU (Gloo)"][2]
     assert "5%" in found["CPU (Gloo)"][2]
     assert found["order"][2] == "ep and tp before pp before cp before dp"
-    for name in (
-        "CUDA streams",
-        "CUDA holds",
-        "traffic class",
-        "CTA limits",
-        "launch order",
-        "launch queues",
-        "launch mode",
-    ):
+    names = "CUDA streams, CUDA holds, traffic class, CTA limits, launch order, launch queues, launch mode"
+    for name in names.split(", "):
         assert found[name] == ("ok", name, "not active: no CUDA here", "")
 
 

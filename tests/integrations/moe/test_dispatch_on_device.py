@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import counted
 from torch import nn
 
 import commlayer
@@ -28,23 +27,6 @@ HIDDEN, EXPERTS, TOP_K = 16, 8, 2
 ROUTER = RouterConfig(num_experts=EXPERTS, top_k=TOP_K)
 CPU = torch.device("cpu")
 LAGGING = StreamDelays(chance=0.9)
-
-
-@contextmanager
-def counted(owner: object, name: str) -> Iterator[list[str]]:
-    """Calls of ``owner.name`` inside."""
-    found: list[str] = []
-    original: Callable[..., object] = getattr(owner, name)
-
-    def count(*args: object, **named: object) -> object:
-        found.append(name)
-        return original(*args, **named)
-
-    setattr(owner, name, count)
-    try:
-        yield found
-    finally:
-        setattr(owner, name, original)
 
 
 def planned_exchanges() -> int:
