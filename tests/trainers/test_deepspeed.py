@@ -44,6 +44,7 @@ def test_the_backends_name_passes_through(emulated_cluster: ClusterFactory) -> N
         assert {("all_to_all", "hierarchical"), ("all_reduce", "hierarchical")} <= planned(each)
 
 
+@pytest.mark.trainers
 def test_replicated_tokens_go_by_a_communicator(
     emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ LAYERS = 1
 def deepspeed(module: str = "deepspeed") -> Any:
     """DeepSpeed, or a module of its. Through importorskip because mypy would otherwise read all of it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found = pytest.importorskip(module, reason="NOT TESTED: deepspeed is not installed (make trainers installs it)")
+    found = pytest.importorskip(module, reason="NOT TESTED: deepspeed is not installed (extra 'deepspeed')")
     # Its shared-memory all_reduce for inference would be compiled at the start of every job, where a compiler is found.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
