@@ -55,10 +55,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Trained:
-    """The losses of a rank, and what ran."""
+    """The losses of a rank, what ran, and the lanes of the groups that its MoE layers' tokens travel in; None: of Gloo's."""
 
     losses: list[float]
     stats: Stats
+    lanes: set[str | None]
 
 
 class Ranks:
@@ -201,7 +202,9 @@ def train(run: Run) -> Trained:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return Trained(losses, stats())
+    sharded = deepspeed("deepspeed.moe.sharded_moe").MOELayer
+    lanes = {getattr(layer.ep_group, "lane", None) for layer in engine.modules() if isinstance(layer, sharded)}
+    return Trained(losses, stats(), lanes)
 
 
 def _swap_blocks(model: nn.Module) -> None:
