@@ -59,11 +59,8 @@ test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where 
 gpu: $(READY)  ## all that one GPU can show, in some minutes: tests, sanitizer, kernels, host cost; a dated result
 	$(RUN) benchmarks/gpu.py $(ARGS)
 
-trainers: $(READY)  ## the trainers' tests, with DeepSpeed and torchtitan, which this installs
-ifneq ($(SETUP),no)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev,deepspeed,torchtitan]'
-endif
-	$(RUN) -m pytest tests/trainers -rs $(ARGS)
+trainers: $(READY)  ## all tests of trainers, also those that `make test` leaves out; one that skips is a failure
+	$(RUN) -m pytest tests/trainers --every-variant $(ARGS)
 
 conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, compared with Gloo; some minutes
 	$(RUN) tests/conformance/driver.py $(ARGS)

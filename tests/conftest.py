@@ -1,9 +1,13 @@
-"""Settings of the whole suite: property tests have no deadline, because the machines that run them are shared."""
+"""Settings of the whole suite: property tests have no deadline, because the machines that run them are shared; which tests run by
+default, and in which order; with --every-variant all of them run, and none may skip."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from typing import Any
+
+import pytest
 
 # A job of the backend that finds no profile measures one and keeps it in the user's cache: only tests of that do so.
 os.environ.setdefault("COMMLAYER_PROFILE", "none")
@@ -21,13 +25,42 @@ else:
     settings.load_profile("commlayer")
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Put tests of the simulated device before all others of each worker, and those of diagnoses before these.
+_SWITCH = "--every-variant"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(_SWITCH, action="store_true", help="also tests marked trainers, and whatever skips fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    return _failed_where_skipped((yield), item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    return _failed_where_skipped((yield), collector.config)
+
+
+def _failed_where_skipped(report: Any, config: pytest.Config) -> Any:
+    if report.skipped and config.getoption(_SWITCH):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        report.outcome, report.longrepr = "failed", f"{_SWITCH}: nothing may be skipped here: {why}"
+    return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Leave out variants, unless they are asked for; put tests of the simulated device before all others of each worker, and
+    those of diagnoses before these.
 
     torch's autograd counts devices at a process's first backward pass, and ranks are forked from the process that runs the tests:
     once one of them has made such a pass there, no rank can train on that device any more. Workers take contiguous shares.
     Diagnoses look at the threads of this process, of which faulthandler shows a hundred: simulated devices leave theirs behind.
     """
+    if not config.getoption(_SWITCH):
+        left_out = [item for item in items if item.get_closest_marker("trainers")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     first = [item for item in items if "diagnosis" in item.path.parts]
     first += [item for item in items if hasattr(getattr(item, "module", None), "simulated_device")]

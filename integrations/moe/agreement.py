@@ -53,6 +53,7 @@ hang in the rows.
 """
 _AGREED = slice(HEAD.index("choices"), HEAD.index("needs a gradient"))
 _SIBLING_BITS = 20
+_PRIME = (1 << 61) - 1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -155,11 +156,13 @@ def agree_on_experts(grid: ExpertGrid) -> None:
 
 
 def number_of(parts: Sequence[int]) -> int:
-    """Return one number that stands for what all ranks must have alike."""
+    """Return one number that stands for what all ranks must have alike, of 61 bits: ranks tell it each other as an int64."""
     number = 1
     for part in parts:
         number = number * (FINEST + 1) + part
-    return number
+    return (
+        number % _PRIME
+    )  # eight chunks and a wire format would need 66 bits; different ones still differ, but for chance
 
 
 def number_of_wire(wire: DispatchWire) -> int:

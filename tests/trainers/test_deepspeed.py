@@ -40,10 +40,13 @@ def test_the_backends_name_passes_through(emulated_cluster: ClusterFactory) -> N
     got = run_all(emulated_cluster(2, 2), run)
     expected = run_all(emulated_cluster(2, 2), replace(run, backend="gloo"))
     compare_losses(losses(got), losses(expected), tolerance=1e-6)
-    for each in got:
+    for each, without in zip(got, expected, strict=True):
+        assert each.lanes == {"ep"}
+        assert without.lanes == {None}
         assert {("all_to_all", "hierarchical"), ("all_reduce", "hierarchical")} <= planned(each)
 
 
+@pytest.mark.trainers
 def test_replicated_tokens_go_by_a_communicator(
     emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:

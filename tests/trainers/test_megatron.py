@@ -29,6 +29,7 @@ FLAT = (
     Case("tensor parallel, experts too", layout=(2, 2, 2), options=EVEN, tolerance=1e-6),
     Case("tensor parallel, experts not", layout=(2, 4, 1)),
     Case("recomputed", options={"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    Case("flex, by deep_ep", deep_ep=True, steps=20),
     Case(
         "shared experts beside",
         options={"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},
@@ -39,6 +40,7 @@ TWO_NODES = (
     Case("in two levels", layout=(1, 8, 1), kind="two_level", tolerance=1e-6, steps=20),
     Case("gathered", kind="all_gather", tolerance=1e-6),
     Case("auto, with gradients of experts", kind="auto", tolerance=1e-6, options=DROPPING),
+    Case("flex, by deep_ep in two levels", (1, 8, 1), kind="two_level", tolerance=1e-6, steps=20, deep_ep=True),
     Case("in BF16", layout=(1, 8, 1), wire="bf16!", tolerance=1e-2),
 )
 
@@ -65,10 +67,13 @@ def check(found: Found, cases: tuple[Case, ...]) -> None:
         if case.wire:
             assert any(ours.losses != stock.losses for stock, ours in ranks), "nothing went in another format"
         for stock, ours in ranks:
-            assert ours.dispatchers == {"MegatronDispatcher"} != stock.dispatchers
+            made, used = (
+                ("MoEFlexTokenDispatcher", "deep_ep") if case.deep_ep else ("MegatronDispatcher", "Megatron-Core")
+            )
+            assert ours.dispatchers == {made} != stock.dispatchers
             assert ours.warnings <= stock.warnings
             dispatches = ours.stats["dispatches"]
-            assert {ran["dispatcher"] for ran in dispatches} == {"Megatron-Core"}
+            assert {ran["dispatcher"] for ran in dispatches} == {used}
             assert all(ran["kind"].startswith(case.kind) or case.kind == "auto" for ran in dispatches)
             passes = 2 if "recompute_modules" in case.options else 1
             assert sum(ran["calls"] for ran in dispatches) == case.layers * case.steps * passes
@@ -76,11 +81,13 @@ def check(found: Found, cases: tuple[Case, ...]) -> None:
 
 def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterFactory) -> None:
     """Moves and sums of two are exact, so all of training is, forward and backward, at every step."""
-    wrong = replace(FLAT[0], name="wrong", steps=3, wrong=True)
-    found = run(emulated_cluster(2, 2), (*FLAT, wrong), COMMLAYER_PLAN="flat")
+    wrong = [replace(case, name=f"wrong {case.name}", steps=3, wrong=True) for case in FLAT if case.steps == 20]
+    found = run(emulated_cluster(2, 2), (*FLAT, *wrong), COMMLAYER_PLAN="flat")
     check(found, FLAT)
-    with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):  # a wrong map of rows is noticed
-        check(found, (replace(wrong, tolerance=1e-3),))
+    assert len(wrong) == 2
+    for case in wrong:
+        with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):  # a wrong map of rows is noticed
+            check(found, (replace(case, tolerance=1e-3),))
 
 
 def test_two_nodes_of_four(emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ LAYERS = 1
 def deepspeed(module: str = "deepspeed") -> Any:
     """DeepSpeed, or a module of its. Through importorskip because mypy would otherwise read all of it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    found = pytest.importorskip(module, reason="NOT TESTED: deepspeed is not installed (make trainers installs it)")
+    found = pytest.importorskip(module, reason="NOT TESTED: deepspeed is not installed (extra 'deepspeed')")
     # Its shared-memory all_reduce for inference would be compiled at the start of every job, where a compiler is found.
     vars(importlib.import_module("deepspeed.ops"))["__compatible_ops__"] = {}
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -55,10 +55,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Trained:
-    """The losses of a rank, and what ran."""
+    """The losses of a rank, what ran, and the lanes of the groups that its MoE layers' tokens travel in; None: of Gloo's."""
 
     losses: list[float]
     stats: Stats
+    lanes: set[str | None]
 
 
 class Ranks:
@@ -201,7 +202,9 @@ def train(run: Run) -> Trained:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return Trained(losses, stats())
+    sharded = deepspeed("deepspeed.moe.sharded_moe").MOELayer
+    lanes = {getattr(layer.ep_group, "lane", None) for layer in engine.modules() if isinstance(layer, sharded)}
+    return Trained(losses, stats(), lanes)
 
 
 def _swap_blocks(model: nn.Module) -> None:

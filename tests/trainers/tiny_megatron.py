@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import combinations
 from typing import Any
 from unittest import mock
@@ -23,6 +25,7 @@ from wrong_rows import sorted_wrongly
 
 import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.integrations import plan_megatron_moe
+from commlayer.integrations.deep_ep import install_deep_ep
 from commlayer.statistics import Stats, reset_stats, stats
 from commlayer.testing import stand_in_for_cuda
 
@@ -59,6 +62,7 @@ class Case:
 
     ``kind``, ``wire``: of the planned dispatcher. ``tolerance``: relative, of losses. ``by_spec``: whether the dispatcher
     comes by the layer's spec, or into the model when that is made. ``overlap``: of DDP's gradients with the backward pass.
+    ``deep_ep``: Megatron's flex dispatcher, to which our module of that name is given, not ours.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Case:
     steps: int = 2
     layers: int = 1
     wrong: bool = False
+    deep_ep: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,11 @@ class Norm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def config_of(case: Case) -> Any:
+def config_of(case: Case, *, flex: bool = False) -> Any:
     tp, ep, etp = case.layout
     options = {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01} | case.options
+    if flex:
+        options["moe_token_dispatcher_type"] = "flex"
     return core("transformer").TransformerConfig(
         num_layers=case.layers,
         hidden_size=HIDDEN,
@@ -123,7 +130,8 @@ def build(case: Case, *, planned: bool) -> Any:
     """The model, with distinct experts and equal weights in every build."""
     core("tensor_parallel.random").model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(0)
-    config = config_of(case)
+    flex = planned and case.deep_ep
+    config = config_of(case, flex=flex)
     spec = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=NUM_EXPERTS)
     plan = partial(plan_megatron_moe, kind=case.kind, wire=case.wire)
     model = core("models.gpt").GPTModel(
@@ -133,7 +141,7 @@ def build(case: Case, *, planned: bool) -> Any:
         SEQUENCE,
         share_embeddings_and_output_weights=False,
     )
-    if planned and not case.by_spec:
+    if planned and not case.by_spec and not flex:
         assert plan(model) is model
     for layer in model.decoder.layers:
         weights = [expert.linear_fc1.weight for expert in layer.mlp.experts.local_experts]
@@ -193,6 +201,16 @@ def warnings_kept() -> Iterator[set[str]]:
     kept.update(str(each.message) for each in given)
 
 
+def give_deep_ep(kind: str) -> None:
+    """Put our ``deep_ep`` where this rank's Megatron looks for it, which its parent has imported without."""
+    name = "megatron.core.transformer.moe.fused_a2a"
+    sys.modules.pop(name, None)
+    install_deep_ep(kind=kind)
+    fused, dispatchers = import_module(name), core("transformer.moe.token_dispatcher")
+    for each in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(dispatchers, each, getattr(fused, each))
+
+
 KEPT: list[object] = []
 """Models left behind: freed in a rank, the last to hold a Gloo group may hang in its destructor (see tiny_moe.py)."""
 
@@ -200,6 +218,8 @@ KEPT: list[object] = []
 def run_case(case: Case, *, planned: bool) -> Trained:
     """Train from the same weights on the same tokens as ever."""
     reset_stats()
+    if case.deep_ep:
+        give_deep_ep(case.kind)
     core(
         "transformer.moe.moe_utils"
     )._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # it is as long as the first model has layers

@@ -24,13 +24,13 @@ from wrong_rows import sorted_wrongly
 import commlayer.backend.create  # once, before ranks are forked
 from commlayer.statistics import Stats, stats
 
-STEPS, BATCH, SEQUENCE, VOCABULARY, NUM_EXPERTS, TOP_K = 20, 2, 12, 64, 8, 2
+BATCH, SEQUENCE, VOCABULARY, NUM_EXPERTS, TOP_K = 2, 12, 64, 8, 2
 
 
 def load() -> None:
     """Import torchtitan, on the CPU; skip, and say so, where it is not installed."""
     if find_spec("torchtitan") is None:
-        pytest.skip("NOT TESTED: torchtitan is not installed (extra 'torchtitan', make trainers)")
+        pytest.skip("NOT TESTED: torchtitan is not installed (extra 'torchtitan')")
     with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):  # of which it takes a copy
         import_module("torchtitan.tools.utils")
     for name in ("torchtitan.trainer", "torchtitan.models.qwen3", "commlayer.integrations.torchtitan"):
@@ -50,6 +50,7 @@ class Run:
     ep: int = 4
     checkpointed: bool = False
     wrong: bool = False
+    steps: int = 20
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def train(run: Run) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     losses = []
-    for _ in range(STEPS):
+    for _ in range(run.steps):
         tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
         with context(), in_fp32(), sorted_wrongly() if run.wrong else contextlib.nullcontext():
             logits = model(tokens[:, :-1])

@@ -17,7 +17,7 @@ __all__ = ["sorted_wrongly"]
 
 @contextlib.contextmanager
 def sorted_wrongly() -> Iterator[None]:
-    """Inside, the first and the last row of every map of two levels, and of every order by expert, change places."""
+    """Inside, the first and the last row of every map, and of every order by expert, change places."""
 
     def wrong_map(*args: Any, **options: Any) -> RowMap:
         made = row_maps.make_row_map(*args, **options)
@@ -31,7 +31,10 @@ def sorted_wrongly() -> Iterator[None]:
             _swap(found.inverse)
         return found
 
-    with mock.patch.object(levels, "make_row_map", wrong_map), mock.patch.object(handle, "regroup", wrong_order):
+    with contextlib.ExitStack() as patches:
+        for module in (levels, handle):
+            patches.enter_context(mock.patch.object(module, "make_row_map", wrong_map))
+        patches.enter_context(mock.patch.object(handle, "regroup", wrong_order))
         yield
 
 

@@ -28,6 +28,7 @@ from commlayer.integrations import (
     mark_experts,
 )
 from commlayer.integrations.gradients import gradient_axes
+from commlayer.integrations.moe.agreement import number_of
 from commlayer.profiles.errors import CommlayerError, DisagreementError, TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
 
@@ -354,6 +355,15 @@ def test_experts_stay_marked() -> None:
     loaded = copy.deepcopy(layer)
     loaded.load_state_dict(copy.deepcopy(layer).state_dict(), assign=True)
     assert all(getattr(parameter, "is_expert", False) for parameter in loaded.parameters())
+
+
+def test_the_number_of_a_setup_is_an_int64_however_much_is_asked_for() -> None:
+    """A wire format, eight chunks and every flag: each part still makes a difference."""
+    parts = [(1 << 18) - 1, 3, 1, *[1] * 8, 1, 1, 1, 1, 1]
+    found = {number_of([*parts[:place], parts[place] - 1, *parts[place + 1 :]]) for place in range(len(parts))}
+    found.add(number_of(parts))
+    assert len(found) == len(parts) + 1
+    assert torch.tensor(sorted(found)).dtype == torch.int64
 
 
 def test_what_is_added_to_experts_belongs_to_them() -> None:
