@@ -19,6 +19,7 @@ from commlayer.compressed import CompressedGroup
 from commlayer.integrations.flat_buffers import all_reduce_flat
 from commlayer.integrations.groups import check_same_ranks, planned_gradient_group
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
+from commlayer.profiles.errors import UsageError
 
 __all__ = ["all_reduce_hook", "plan_ddp"]
 
@@ -42,10 +43,14 @@ def plan_ddp(
 
     Raises:
         GroupError: ``group`` does not have the ranks of the model's group; or it is not of backend commlayer, with a format.
-        UsageError: no such format.
+        UsageError: no such format; or ``model`` is not wrapped in DistributedDataParallel.
         DisagreementError: ranks were given different ones.
         RuntimeError: torch's own; the model already has a hook.
     """
+    if not isinstance(model, DistributedDataParallel):
+        raise UsageError(
+            f"plan_ddp: expected a model wrapped in DistributedDataParallel, got {type(model).__name__}: wrap it first"
+        )
     own = model.process_group
     if group is None:
         group = planned_gradient_group(own)

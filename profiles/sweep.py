@@ -247,7 +247,8 @@ def sizes_between(min_bytes: int, max_bytes: int, factor: float = 2.0) -> tuple[
     """
     if not 1 <= min_bytes <= max_bytes or not 1 < factor < math.inf:
         raise UsageError(
-            f"expected 1 <= min_bytes <= max_bytes and factor > 1, got {min_bytes}, {max_bytes} and {factor}"
+            "expected a smallest size of 1 byte or more, a largest one that is no smaller, and a factor above 1, got "
+            f"{min_bytes} bytes, {max_bytes} bytes and {factor:g}"
         )
     sizes, exact = [min_bytes], float(min_bytes)
     while (exact := exact * factor) <= max_bytes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option
-from commlayer.cli.place import Place, check_place, emulation, place_options, read_place, run_job
+from commlayer.cli.place import Place, check_has_links, check_place, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import InternalError
 
@@ -57,6 +57,7 @@ def bench_command(
       torchrun --nnodes 2 --nproc-per-node 8 --no-python commlayer bench --profile cluster.json
     """
     place = read_place(options)
+    check_has_links(place)
     from commlayer.profiles.catalog import load_profile
 
     planned_with = load_profile(profile_name) if profile_name else None

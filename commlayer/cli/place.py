@@ -15,12 +15,13 @@ import click
 
 from commlayer.cli.option_types import DURATION_US, in_order
 from commlayer.cli.tables import said_warnings
-from commlayer.profiles.errors import ProfileMismatchError, UsageError
+from commlayer.profiles.errors import ProfileMismatchError, TopologyError, UsageError
 from commlayer.profiles.topology import Topology
 
 __all__ = [
     "Emulation",
     "Place",
+    "check_has_links",
     "check_place",
     "emulation",
     "is_first",
@@ -107,6 +108,15 @@ def _can_shape(inter: str, intra: str | None, delay_us: float) -> bool:
 
     with said_warnings():
         return decide_mode("auto", link_spec(inter, intra, delay_us)) == "netns"
+
+
+def check_has_links(place: Place) -> None:
+    """Refuse an emulated cluster of one rank before it is built. Raises TopologyError: there are no links to measure."""
+    if place.emulate is not None and place.emulate.world_size < 2:
+        raise TopologyError(
+            f"--emulate {place.emulate.shape}: expected two ranks or more, got one, which has no links to measure; "
+            "say --emulate 2x4, for example"
+        )
 
 
 def is_first() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.option_types import BYTES, OUTPUT_FILE, PICTURE, in_order, json_option
-from commlayer.cli.place import Place, emulation, place_options, read_place, run_job
+from commlayer.cli.place import Place, check_has_links, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
@@ -81,6 +81,7 @@ def profile(
         raise UsageError(
             "--device cuda: the ranks of an emulated cluster have no GPU each: say --device simulated, or cpu"
         )
+    check_has_links(place)
     found = measure_here(place, _sweep(**options), name)
     if found is None:
         return
@@ -104,8 +105,9 @@ def profile(
 
 def _sweep(min_bytes: int, max_bytes: int, factor: float, iters: int, warmup: int, check: int) -> SweepOptions:
     from commlayer.measure.profiler import SweepOptions
-    from commlayer.profiles.sweep import Repeats
+    from commlayer.profiles.sweep import Repeats, sizes_between
 
+    sizes_between(min_bytes, max_bytes, factor)  # raises here, in the user's words, and not on the ranks
     few = min(6, iters)
     repeats = Repeats(warmup=warmup, min_repeats=few, max_repeats=iters, budget_us=1e6)
     options = SweepOptions(min_bytes, max_bytes, factor, repeats, check=bool(check))

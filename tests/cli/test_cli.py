@@ -68,6 +68,23 @@ def test_misspelt_command_gets_a_hint() -> None:
     assert "Expected one of demo" in call("xyz", status=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("profile", "--emulate", "2x2", "-b", "1MiB", "-e", "1KiB"), "1048576 bytes, 1024 bytes"),
+        (("profile", "--emulate", "2x2", "-f", "0.5"), "a factor above 1, got 4096 bytes"),
+        (("profile", "--emulate", "1x1"), "expected two ranks or more, got one"),
+        (("bench", "--emulate", "1x1"), "expected two ranks or more, got one"),
+    ],
+)
+def test_sizes_and_clusters_that_cannot_be_measured_are_refused_before_any_rank_starts(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    result = call(*arguments, status=2)
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
 def test_errors_are_one_line_and_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("plan", "--profile", "nosuch", "--bytes", "1MB", status=2)
     assert result.stderr.startswith("error: expected the name of a shipped profile")

@@ -242,6 +242,11 @@ def test_a_module_on_several_meshes_keeps_their_groups(emulated_cluster: Cluster
     assert not nothing
 
 
+def test_a_model_that_is_not_wrapped_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"wrapped in DistributedDataParallel, got Linear"):
+        plan_ddp(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_a_model_that_is_not_sharded_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no module of this Sequential .* call torch\.distributed\.fsdp\.fully_shard"):
         plan_fsdp(small_model())

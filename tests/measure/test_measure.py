@@ -191,7 +191,7 @@ def test_sizes_follow_nccl_tests() -> None:
     assert sizes_between(7, 7, 4) == (7,)
     assert sizes_between(1, 4, 1.25) == (1, 2, 3, 4)
     for wrong in [(0, 8, 2.0), (8, 4, 2.0), (1, 8, 1.0), (1, 8, math.nan)]:
-        with pytest.raises(UsageError, match="expected 1 <= min_bytes"):
+        with pytest.raises(UsageError, match="a largest one that is no smaller"):
             sizes_between(*wrong)
 
 
