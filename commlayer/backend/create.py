@@ -183,8 +183,9 @@ class _Connector:
         size = len(self.global_ranks)
         require(needed_descriptors(size), f"rank {self.global_ranks[self.rank]}, the group {self.name} of {size} ranks")
 
+        told = None if beside is None else self._over(beside, f"to connect for {tag}", note)
+
         def make() -> Any:
-            told = None if beside is None else self._over(beside, f"to connect for {tag}", note)
             store = PrefixStore(f"{tag}/", told or self.store)
             gloo: Any = gloo_in_order(store, self.rank, size, self.timeout)
             never_free_in_child(gloo)
@@ -194,7 +195,12 @@ class _Connector:
             return gloo
 
         with self.connecting(f"for {tag}"):
-            return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
+            try:
+                return bounded(make, self.board, self.timeout.total_seconds(), f"connecting for {tag}")
+            except RuntimeError:  # of a wait that was ended: what another rank found is a consequence for this one
+                if told is not None:
+                    told.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
+                raise
 
     def _over(self, gloo: Any, purpose: str, note: Mapping[str, str] | None) -> GatheredStore:
         peers = Peers(Watched(gloo, self.board), tuple(self.global_ranks), self.rank, torch.device("cpu"))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, Work
 
-from commlayer.backend.device_verbs import DeviceVerbs, LaunchedWork
+from commlayer.backend.arithmetic import AVG, SUM
+from commlayer.backend.device_verbs import DeviceVerbs, LaunchedWork, is_dense
 from commlayer.backend.members import Members
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.device_splits import Counts, DeviceSplits
@@ -21,6 +22,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.profiles.errors import DisagreementError, TensorError
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
+from commlayer.scheduler.wire import Wire
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 from commlayer.wire.codecs import Codec
@@ -32,13 +34,20 @@ TellCounts = Callable[[Sequence[int]], list[list[int]]]
 
 
 class DeviceExchangeVerbs(DeviceVerbs):
-    """:class:`DeviceVerbs` with these. ``tell`` exchanges counts."""
+    """:class:`DeviceVerbs` with these. ``tell`` exchanges counts. ``sum_wires``: the formats in which the group's own FP32 sums
+    may go (its ``GroupOptions``); none: as they are."""
 
     def __init__(
-        self, inner: Nccl, plans: DevicePlans, counters: GroupCounters, members: Members, tell: TellCounts
+        self,
+        inner: Nccl,
+        plans: DevicePlans,
+        counters: GroupCounters,
+        members: Members,
+        tell: TellCounts,
+        sum_wires: tuple[Wire, ...] = (),
     ) -> None:
         super().__init__(inner, plans, counters)
-        self._members, self._tell = members, tell
+        self._members, self._tell, self._sum_wires = members, tell, sum_wires
         self._splits = DeviceSplits(plans)
 
     @property
@@ -149,6 +158,39 @@ class DeviceExchangeVerbs(DeviceVerbs):
         return counts
 
     # Wire formats
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
+        """See :meth:`DeviceVerbs.allreduce`; in a wire format where the group's options have one for the sum."""
+        x = tensors[0]
+        if not self._sum_wires or len(tensors) > 1:
+            return super().allreduce(tensors, opts)
+        work = self._encoded_sum("all_reduce", x, x, opts.reduceOp.op)
+        return super().allreduce(tensors, opts) if work is None else work
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
+        """See :meth:`DeviceVerbs.reduce_scatter_single`; likewise."""
+        if not self._sum_wires or input.nbytes != self._size * output.nbytes:
+            return super().reduce_scatter_single(output, input, opts)
+        self._require_alike("reduce_scatter", output, input)
+        work = self._encoded_sum("reduce_scatter", input, output, opts.reduceOp.op)
+        return super().reduce_scatter_single(output, input, opts) if work is None else work
+
+    def _encoded_sum(self, collective: str, source: torch.Tensor, target: torch.Tensor, op: Any) -> Work | None:
+        """Launch one of the group's own sums in a format, where that is chosen; None where it is not. NaN and infinity pass."""
+        may_encode = source.dtype is torch.float32 and op in (SUM, AVG) and source.numel() > 0
+        if self._is_coalescing or not may_encode or not is_dense(source) or not is_dense(target):
+            return None
+        self.find_out(source.device)
+        plan = self.choices.plan(
+            collective, source.nbytes, is_float=True, wires=self._sum_wires, element_bytes=source.element_size()
+        )
+        if plan is None or plan.wire.is_native:
+            return None
+        blocks = None if collective == "all_reduce" else (target.nbytes,) * self._size
+        call, sent = self._splits.encoded(plan, source, target, blocks, Codec(plan.wire, source.dtype, "pass"))
+        if op == AVG:
+            self._divide(call, target)
+        return self._counted(plan, collective, plan.traffic.logical_bytes, (call, sent), [target])
 
     def start_encoded(
         self, plan: Plan, source: torch.Tensor, target: torch.Tensor, blocks: Sequence[int] | None, codec: Codec

@@ -24,7 +24,7 @@ from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 from commlayer.transport.streams import StreamCall
 
-__all__ = ["DeviceVerbs", "LaunchedWork"]
+__all__ = ["DeviceVerbs", "LaunchedWork", "is_dense"]
 
 _STRIDED = torch.strided
 _SUMMED = FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
@@ -144,7 +144,7 @@ class DeviceVerbs:
     def _plan(
         self, collective: str, output: torch.Tensor, input: torch.Tensor, num_bytes: int, op: Any = None
     ) -> Plan | None:
-        if self._is_coalescing or not _is_dense(output) or not _is_dense(input):
+        if self._is_coalescing or not is_dense(output) or not is_dense(input):
             return None
         if op is not None and not _is_summed(op, input.dtype):
             return None
@@ -163,14 +163,18 @@ class DeviceVerbs:
         name = "sum" if op is None else PLAN_NAMES[op]
         call, sent = self._plans.launch(plan, source, target, op=name, root=root)
         if op == AVG:
-            # A tensor that was made in inference mode is written in it only.
-            with torch._C._InferenceMode(True) if target.is_inference() else nullcontext():
-                call.then(partial(target.detach().div_, self._size))
+            self._divide(call, target)
         self._counters.planned[plan.traffic.collective, plan.name].add(plan.traffic.logical_bytes, 0, *sent)
         return LaunchedWork(self._plans, call, outputs)
 
+    def _divide(self, call: StreamCall, target: torch.Tensor) -> None:
+        """Make a sum a mean, behind the call."""
+        # A tensor that was made in inference mode is written in it only.
+        with torch._C._InferenceMode(True) if target.is_inference() else nullcontext():
+            call.then(partial(target.detach().div_, self._size))
 
-def _is_dense(x: torch.Tensor) -> bool:
+
+def is_dense(x: torch.Tensor) -> bool:
     """Whether the elements of ``x`` fill one piece of memory, in whatever order.
 
     NCCL takes such tensors in place, and so do plans: no rank goes flat alone because its tensor has another memory format.

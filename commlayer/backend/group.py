@@ -159,7 +159,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             return everyones_numbers(group, mine, "to exchange the counts of an all_to_all")
 
         plans = DevicePlans(groups.planned.nodes, self._members.rank, choices, connected, lane, timeout_s, survey)
-        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters, self._members, tell)
+        wires = self.options.sum_wires if self._members.size > 1 else ()
+        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters, self._members, tell, wires)
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members

@@ -38,6 +38,7 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             ``group.use_lane`` says it: calls that others go before are cut finely.
         wire: in which format the sums of FP32 tensors (all_reduce and reduce_scatter, SUM and AVG) may cross the links: ``bf16``
             where the profile finds it faster, ``bf16!`` always, ``native`` never. What is gathered or exchanged goes as it is.
+            On a device too, by the device's own profile.
         plan: one plan for every call to which it applies, such as ``hierarchical``, ``pipelined:4`` or ``flat``; ``auto``: by the
             job's profile, whatever ``COMMLAYER_PLAN`` says (which, alone, has a job measure none).
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
@@ -72,9 +73,9 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         if nccl is not None and (not isinstance(nccl, _TorchOptions) or isinstance(nccl, GroupOptions)):
             _refuse("nccl", "ProcessGroupNCCL.Options", nccl)
         self.sum_wires = _sum_wires(wire)
-        _check_plan(plan)
-        self.lane, self.wire, self.plan, self.reduction = lane, wire, plan, reduction
-        self.audit, self.replan, self.shadow, self.nccl = audit, replan, shadow, nccl
+        self.lane, self.wire, self.plan, self.reduction = lane, _wire_words(wire), _plan_words(plan), reduction
+        self.audit = None if audit is None else bool(audit)  # 1 is True, and one rank may say the one, one the other
+        self.replan, self.shadow, self.nccl = replan, shadow, nccl
 
     def __copy__(self) -> GroupOptions:
         return self  # nobody changes it: one object may be given for several groups
@@ -86,7 +87,7 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         return f"GroupOptions({', '.join(f'{name}={value}' for name, value in self.words().items())})"
 
     def words(self) -> dict[str, str]:
-        """Return what was given, in words, by name: all ranks of a group must say the same."""
+        """Return what was given, by name, in the same words however it was written: all ranks of a group must say the same."""
         names = ("lane", "wire", "plan", "reduction", "audit", "replan", "shadow")
         given = {name: getattr(self, name) for name in names}
         return {name: repr(value) for name, value in given.items() if value is not None}
@@ -128,15 +129,29 @@ def _refuse(name: str, expected: str, got: object) -> NoReturn:
     raise UsageError(f"GroupOptions.{name}: expected {expected}, or None for what the settings say; got {got!r}")
 
 
-def _check_plan(plan: object) -> None:
-    if plan is None or plan == "auto":
-        return
+def _plan_words(plan: object) -> str | None:
+    """The plan as it is told to the other ranks: ``Auto`` and ``pipelined×4`` are ``auto`` and ``pipelined:4``."""
+    if plan is None:
+        return None
     if not isinstance(plan, str):
         _refuse("plan", "the name of a plan, such as 'pipelined:4'", plan)
+    if plan.strip().lower() == "auto":
+        return "auto"
     try:
-        parse_plan(plan, "GroupOptions.plan")
+        strategy, chunks = parse_plan(plan.strip().lower(), "GroupOptions.plan")
     except SettingsError as error:
         raise UsageError(f"{error}; or auto, for what the profile says") from None
+    return strategy.value if chunks == 1 else f"{strategy.value}:{chunks}"
+
+
+def _wire_words(wire: str | None) -> str | None:
+    """The same of a format that :func:`_sum_wires` has read: ``BF16`` and ``native+bf16`` are ``bf16``."""
+    if wire is None:
+        return None
+    formats = parse_wire(wire.lower())
+    if formats == (WireFormat.NATIVE,):
+        return str(WireFormat.NATIVE)
+    return str(WireFormat.BF16) + ("" if WireFormat.NATIVE in formats else "!")
 
 
 def _sum_wires(wire: object) -> tuple[Wire, ...]:
@@ -145,7 +160,7 @@ def _sum_wires(wire: object) -> tuple[Wire, ...]:
         return ()
     if not isinstance(wire, str):
         _refuse("wire", "bf16, bf16! or native", wire)
-    formats = parse_wire(wire)
+    formats = parse_wire(wire.lower())
     if any(each.is_scaled for each in formats):
         raise UsageError(
             f"GroupOptions.wire: FP8 needs scales for rows, which a group's own sums have not; got {wire!r}: use bf16 here, and "

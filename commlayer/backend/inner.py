@@ -16,6 +16,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
+from commlayer.scheduler.wire import Wire
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
@@ -48,10 +49,16 @@ class OnDevice:
     __slots__ = ("inner", "plans", "verbs")
 
     def __init__(
-        self, inner: Nccl, plans: DevicePlans, counters: GroupCounters, members: Members, tell: TellCounts
+        self,
+        inner: Nccl,
+        plans: DevicePlans,
+        counters: GroupCounters,
+        members: Members,
+        tell: TellCounts,
+        sum_wires: tuple[Wire, ...],
     ) -> None:
         self.inner, self.plans = inner, plans
-        self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell)
+        self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell, sum_wires)
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""

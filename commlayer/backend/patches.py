@@ -126,10 +126,10 @@ def answer_to(alias: str) -> None:
             if wanted != backend:
                 how = f"made a group of the backend commlayer, which get_backend() reports; {alias} works inside it"
             else:
-                other = next((name for name in ("gloo", "nccl") if name in str(backend)), None)
+                other = next((name for name in ("gloo", "nccl") if name in str(backend).lower()), None)
                 how = "made a group of that backend, which is not planned"
                 how += "" if other is None else f": COMMLAYER_AS={other} would have it planned"
-            if backend != "commlayer" and dist.get_rank() == 0:
+            if str(backend).lower() != "commlayer" and dist.get_rank() == 0:
                 print(
                     f'commlayer: COMMLAYER_AS={alias}: init_process_group("{backend}") {how}',
                     file=sys.stderr,

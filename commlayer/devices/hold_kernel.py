@@ -15,9 +15,13 @@ __all__ = ["hold_here", "hold_while_busy"]
 _NS = 1000.0
 
 
-@triton.jit
-def hold_while_busy(busy, count, least, most, width: tl.constexpr, has_clock: tl.constexpr):
-    """Look at ``busy`` until none of its ``count`` numbers is ``least`` or more, for ``most`` nanoseconds, or so many looks."""
+@triton.jit(do_not_specialize=["count", "least", "most"])
+def hold_while_busy(busy, count, least, most: tl.int64, width: tl.constexpr, has_clock: tl.constexpr):
+    """Look at ``busy`` until none of its ``count`` numbers is ``least`` or more, for ``most`` nanoseconds, or so many looks.
+
+    Compiled once for a ``width``: numbers are not told apart by their values (1, multiples of 16), nor by how large they are. So
+    what was launched once is launched later without a compiler, which would hold the host up inside a step.
+    """
     places = tl.arange(0, width)
     began = tl.full((), 0, tl.int64)
     passed = tl.full((), 0, tl.int64)

@@ -16,8 +16,10 @@ def why_no_holds(device_type: str, environment: Mapping[str, str]) -> str:
     A hold must stop nothing but its own stream. Where kernels of all streams begin in the order in which the host launched them,
     what is launched behind a hold would wait for it too, even the calls for whose sake it holds.
     """
-    if device_type != "cuda":
+    if device_type == "simulated":
         return ""
+    if device_type != "cuda":
+        return f"streams are held on CUDA and on the simulated device, and nothing is known that would hold one on {device_type}"
     if environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "").strip().lower() not in _NO:
         return "NCCL_LAUNCH_ORDER_IMPLICIT has kernels begin in the order of the program, so none goes before: unset it"
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1":

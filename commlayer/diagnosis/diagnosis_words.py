@@ -155,6 +155,8 @@ def log_words(log: RankLog) -> str:
     """One rank's own log: where it is, what it waits for, and its last calls."""
     lines = [f"rank {log.rank} (process {log.pid} on {printable(log.host)}):"]
     lines += [f"  thread {printable(thread.name)} is at {thread.site}" for thread in log.threads]
+    if log.hidden:
+        lines.append(f"  {len(log.hidden)} more threads not shown")
     for wait in log.waits:
         lines.append(f"  waits at {wait.site} for {wait.kind} #{wait.number} of group {log.groups[wait.group]}")
     for group in log.groups:

@@ -85,7 +85,7 @@ class View:
         self.collectives: dict[tuple[str, int], CallLog] = {}
         self.messages: dict[tuple[str, str, int, int, int], CallLog] = {}
         self.issuers: dict[str, set[int]] = {}
-        alive = {thread.ident for thread in log.threads} or {call.thread for call in log.calls}
+        alive = {*(thread.ident for thread in log.threads), *log.hidden} or {call.thread for call in log.calls}
         for call in log.calls:
             key = log.groups[call.group].key
             if call.thread in alive:

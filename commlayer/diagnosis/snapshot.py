@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -49,6 +50,7 @@ def rank_log(
     index = {track: place for place, track in enumerate(tracks)}
     done = [_ended(track) for track in tracks]
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+    threads = _threads(names)
     return RankLog(
         job=job,
         rank=rank,
@@ -73,7 +75,8 @@ def rank_log(
             for ident, (track, kind, number, peer, tag, code, offset, since_ns) in waiting.items()
             if track in index and not names.get(ident, "").startswith(OUR_THREADS)
         ),
-        threads=tuple(_threads(names)),
+        threads=tuple(threads),
+        hidden=_hidden(names, threads),
         gone=dict(gone),
     )
 
@@ -176,7 +179,7 @@ def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
 
 
 def _stacks() -> dict[int, list[Site]]:
-    """The places of all threads, innermost first, by thread; of at most 100 threads, and 100 places of each.
+    """The places of all threads, innermost first, by thread; of the 100 youngest threads and the main one, 100 places of each.
 
     Written by ``faulthandler`` and read again: it reads the interpreter's stacks as they lie there, while no thread runs. Walking
     the frame objects of running threads (``sys._current_frames``) would be handier, but it has ended a rank of a job with a
@@ -184,11 +187,49 @@ def _stacks() -> dict[int, list[Site]]:
     """
     with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        lines = file.read().decode("ascii", "replace").splitlines()
-    stacks: dict[int, list[Site]] = {}
+        stacks = _read_stacks(file, {})
+    main = threading.main_thread().ident
+    if main is not None and main not in stacks:
+        with _memory_file() as file:
+            _dump_oldest(file)
+            _read_stacks(file, stacks, main)
+    return stacks
+
+
+def _dump_oldest(file: IO[bytes]) -> None:
+    """Have the interpreter write the places of its oldest thread, the main one.
+
+    faulthandler comes to it last, so not at all where there are more than a hundred. This calls what faulthandler itself calls
+    for each thread, with the interpreter's lock held. Nothing is written where an interpreter does not export it.
+    """
+    api = ctypes.pythonapi
+    dump: Any = getattr(api, "_Py_DumpTraceback", None)
+    if dump is None:
+        return
+    calls = api.PyInterpreterState_Get, api.PyInterpreterState_ThreadHead, api.PyThreadState_Next
+    for call in calls:
+        call.restype = ctypes.c_void_p
+    interpreter, first, following = calls
+    state = first(ctypes.c_void_p(interpreter()))
+    while older := following(ctypes.c_void_p(state)):
+        state = older
+    dump.restype = None
+    dump(ctypes.c_int(file.fileno()), ctypes.c_void_p(state))
+
+
+def _hidden(names: Mapping[int, str], shown: Sequence[ThreadLog]) -> tuple[int, ...]:
+    """The threads of the program that are not among those."""
+    known = {thread.ident for thread in shown}
+    return tuple(ident for ident, name in names.items() if ident not in known and not name.startswith(OUR_THREADS))
+
+
+def _read_stacks(file: IO[bytes], stacks: dict[int, list[Site]], thread_of_all: int = 0) -> dict[int, list[Site]]:
+    """Add to ``stacks`` what was written. ``thread_of_all``: whose places those are before which no thread stands."""
+    file.seek(0)
     stack: list[Site] = []
-    for line in lines:
+    if thread_of_all:
+        stack = stacks.setdefault(thread_of_all, stack)
+    for line in file.read().decode("ascii", "replace").splitlines():
         if thread := _THREAD.match(line):
             stack = stacks.setdefault(int(thread[1], 16), [])
         elif place := _PLACE.match(line):

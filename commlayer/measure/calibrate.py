@@ -192,8 +192,7 @@ def _drifted(profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: f
     """Say how far a profile is off; empty where it holds. Collective."""
     if links is None:
         return drift(profile, ranks)
-    prober = DeviceProber(topology, timeout_s, ranks, links)
-    with prober:
+    with DeviceProber(topology, timeout_s, ranks, links) as prober:
         return drift(profile, prober)
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed has them too, but not for type checkers
 
-from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorEvent
+from commlayer.devices.accelerator import AcceleratorDevice, AcceleratorEvent, AcceleratorStream
 from commlayer.engine.runner import GridRunner, drive
 from commlayer.failures.board import why_left
 from commlayer.failures.waits import bounded
@@ -109,12 +109,23 @@ class DeviceProber(Prober):
         self._members = {"world": range(ranks.size)} | dict(self._members)  # where its ranks meet
         self.links, self.device = links, links.device.type
         self._accelerator = AcceleratorDevice(links.device)
-        self._stream = self._accelerator.stream(is_high=False)
-        self._beside = self._accelerator.stream(is_high=False)  # what computes while others exchange
+        self._stream: AcceleratorStream
+        self._beside: AcceleratorStream  # what computes while others exchange
         self._inners: dict[str, Nccl] = {}
         self._timed_groups: dict[str, DeviceGroup] = {}
         self._factors: list[torch.Tensor] = []
-        self._accelerator.synchronize()  # what the program has launched is not to run beside what is timed
+
+    def __enter__(self) -> DeviceProber:
+        """Take the device. Where that fails here the other ranks hear of it, as of all that fails later."""
+        try:
+            self._stream = self._accelerator.stream(is_high=False)
+            self._beside = self._accelerator.stream(is_high=False)
+            # What the program has launched is not to run beside what is timed.
+            self._bounded(self._accelerator.synchronize, "before measuring")
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -259,9 +270,13 @@ class DeviceProber(Prober):
 
     def _await(self, event: AcceleratorEvent) -> None:
         """Have the host wait for ``event``, for as long as all ranks are there. Raises PeerError, CollectiveTimeoutError."""
-        what = f"rank {self.rank}, group of {self.size} ranks, measuring the links of {self.links.name}"
+        self._bounded(event.synchronize, "measuring")
+
+    def _bounded(self, wait: Callable[[], object], doing: str) -> None:
+        """Have the host wait for the device so. ``doing``: for messages."""
+        what = f"rank {self.rank}, group of {self.size} ranks, {doing} the links of {self.links.name}"
         try:
-            bounded(event.synchronize, self.board, self._timeout_s, what)
+            bounded(wait, self.board, self._timeout_s, what)
         except TimeoutError as error:
             raise CollectiveTimeoutError(f"{what}: nothing came within {self._timeout_s:g} s") from error
         except RuntimeError as error:
@@ -339,7 +354,7 @@ class DeviceProber(Prober):
     def close(self) -> None:
         """Let go of connections. Collective."""
         try:
-            self._accelerator.synchronize()
+            self._bounded(self._accelerator.synchronize, "at the end of measuring")
             for inner in self._inners.values():
                 inner.backend.shutdown()
             self._inners, self._timed_groups = {}, {}

@@ -46,7 +46,8 @@ _MAX_KEPT = 1024
 
 
 class DeviceLanes:
-    """Which lanes have calls under way on a device, noted in its own memory. Its making waits for the device.
+    """Which lanes have calls under way on a device, noted in its own memory. Its making waits for the device, and holds a stream
+    once as each lane will, for no time: the first hold of a kind may have to be compiled.
 
     Notes lie by level, so that those of all levels above one are one piece of memory.
     """
@@ -54,6 +55,8 @@ class DeviceLanes:
     def __init__(self, device: Device) -> None:
         self.notes = device.empty(_NUM_LEVELS * _NUM_PLACES * _NOTE_BYTES)
         device.current.launch(partial(self.notes.fill_, _FREE))
+        for level in range(1, _NUM_LEVELS):
+            device.current.hold(self.above(level), _INSIDE, 0.0)
         device.synchronize()  # once, where communicators are connected, which waits too
         self._groups = [[0] * _NUM_PLACES for _ in range(_NUM_LEVELS)]
 
@@ -121,7 +124,13 @@ class StreamLane:
         return partial(self._note.fill_, _FREE)
 
     def leave(self) -> None:
-        """Have no more calls: those that were launched have notes of their ends. Harmless when repeated."""
+        """Have no more calls: those that were launched have notes of their ends, unless they were broken off
+        (:meth:`give_back`). Harmless when repeated."""
         if self._place is not None:
             self._lanes.leave(self._level, self._place)
             self._place = None
+
+    def give_back(self, stream: Stream) -> None:
+        """Free the note of a call that was broken off, whose own end may never be launched. ``stream``: on which it was
+        announced, so that this comes behind."""
+        stream.launch(self.ended())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commlayer.devices.device_contract import Device, Messenger, StreamEvent
+from commlayer.devices.device_contract import Device, Messenger, Stream, StreamEvent
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.moves import Message, Moves, Region
@@ -124,6 +124,7 @@ class StreamTransport:
         """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
         self._is_in_graph = False
         self._latest: weakref.ref[StreamCall] | None = None
+        self._announced_on: Stream | None = None  # of the latest call that was
         self._staged: list[weakref.ref[torch.Tensor]] = []
         self._of_graphs: list[torch.Tensor] = []  # staging memory that a graph may be replayed on
 
@@ -141,6 +142,10 @@ class StreamTransport:
     def began(self, call: StreamCall) -> None:
         """Note the latest call."""
         self._latest = weakref.ref(call)  # which holds the program's memory
+
+    def announced(self, stream: Stream) -> None:
+        """Note the stream on which the latest call tells lower lanes that it begins."""
+        self._announced_on = stream
 
     def waited_for(self, call: StreamCall) -> None:
         """The caller has waited for ``call``: in a graph, all that comes later in it comes after it, and so after all before the
@@ -212,9 +217,9 @@ class StreamTransport:
     def abort(self, why: str | None = None) -> None:
         del why  # a torn communicator tells its peers that, and nothing else
         with contextlib.ExitStack() as stack:  # all of them, whatever fails
+            stack.callback(self._leave_lanes, is_broken=True)  # the last
             for line in self._lines:
                 stack.callback(line.messenger.abort)
-        self._leave_lanes()
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -224,9 +229,16 @@ class StreamTransport:
             self.device.synchronize()
         self._leave_lanes()
 
-    def _leave_lanes(self) -> None:
-        if self.among is not None:
-            self.among.leave()
+    def _leave_lanes(self, *, is_broken: bool = False) -> None:
+        if self.among is None:
+            return
+        self.among.leave()
+        if is_broken and self._announced_on is not None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # of a device on which nothing can be launched any more: it holds nobody
+                self.among.give_back(self._announced_on)
+            self._announced_on = None
 
 
 class StreamCall:
@@ -252,7 +264,9 @@ class StreamCall:
         if lane is not None and lane.is_awaited and bound.kept:
             self._announced_until = len(script.steps) - 1
             crosses = any(resource is Resource.INTER for resource, _ in bound.kept)
-            transport.streams[bound.kept[0][0]].launch(lane.begun(crosses=crosses))
+            stream = transport.streams[bound.kept[0][0]]
+            stream.launch(lane.begun(crosses=crosses))
+            transport.announced(stream)
 
     @property
     def steps(self) -> Sequence[Moves]:

@@ -670,14 +670,17 @@ def test_answering_to_a_known_name(emulated_cluster: ClusterFactory, capfd: Any)
         assert cluster.run(job, backend) == [["commlayer"] * 5] * 2
         assert capfd.readouterr().err.count("COMMLAYER_AS=gloo") == 1  # rank 0 says so
 
-    def other() -> str:
+    def other(name: str) -> str:
         answer_to("nccl")
-        dist.init_process_group("gloo")
+        dist.init_process_group(name)
         return str(dist.get_backend())
 
-    assert cluster.run(other) == ["gloo"] * 2
-    said = capfd.readouterr().err
-    assert said.count("which is not planned: COMMLAYER_AS=gloo would have it planned") == 1
+    for name in ("gloo", "GLOO"):
+        assert cluster.run(other, name) == ["gloo"] * 2
+        said = capfd.readouterr().err
+        assert said.count("which is not planned: COMMLAYER_AS=gloo would have it planned") == 1
+    assert cluster.run(other, "COMMLAYER") == ["commlayer"] * 2
+    assert "COMMLAYER_AS" not in capfd.readouterr().err, "it is what it asked for"
 
 
 PROGRAM = """

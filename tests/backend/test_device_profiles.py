@@ -5,11 +5,13 @@ Jobs share a cache, so that what one has measured the next one checks only.
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ import commlayer
 from commlayer.backend.device_profiles import settle, veto
 from commlayer.cli.cache_checks import cache_lines
 from commlayer.cli.main import main
+from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.router import RouterConfig
@@ -135,9 +138,7 @@ def test_a_group_measures_its_links_and_decides_by_them(
 
 def spoilt(who: int) -> tuple[list[float], dict[str, int]]:
     """Two sums of a job in which rank ``who`` fails in the middle of the measurement."""
-    torch.set_num_threads(1)
     device = simulated_device(NO_DELAYS)
-    dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
     times: Any = DeviceProber._span
     calls = 0
 
@@ -149,6 +150,13 @@ def spoilt(who: int) -> tuple[list[float], dict[str, int]]:
         return times(self, task)
 
     DeviceProber._span = failing  # type: ignore[method-assign]
+    return sums_of(device)
+
+
+def sums_of(device: torch.device) -> tuple[list[float], dict[str, int]]:
+    """Two sums of a job that measures what it plans by."""
+    torch.set_num_threads(1)
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=60))
     sums = []
     for _ in range(2):
         x = torch.ones(LARGE, device=device)
@@ -170,10 +178,33 @@ def test_where_a_rank_cannot_measure_all_leave_it_to_the_inner_backend(
     assert "rank 1 left with RuntimeError: no memory left for it" in said
 
 
+def unready(who: int) -> tuple[list[float], dict[str, int]]:
+    """The same where its device cannot be waited for before anything is measured."""
+    if int(os.environ["RANK"]) == who:
+        AcceleratorDevice.synchronize = refused  # type: ignore[method-assign]
+    return sums_of(simulated_device(NO_DELAYS))
+
+
+def refused(self: AcceleratorDevice) -> NoReturn:
+    raise RuntimeError("no device left for it")
+
+
+@pytest.mark.usefixtures("by_itself")
+def test_where_a_rank_cannot_begin_to_measure_the_others_hear_of_it(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are told: nobody waits for the timeout of a minute, and none takes it for a rank that is late."""
+    monkeypatch.setenv("COMMLAYER_CACHE", str(tmp_path))
+    for sums, planned in emulated_cluster(1, 2).run(unready, 1, timeout_s=40):
+        assert sums == [2.0, 2.0]
+        assert not planned
+    assert "rank 1 left with RuntimeError: no device left for it" in capfd.readouterr().err
+
+
 class Whole:
     """The board of a group of which nobody is missing."""
 
-    is_broken = False
+    is_broken = has_leaver = False
 
 
 class Torn(Whole):
@@ -213,6 +244,17 @@ def test_a_rank_that_does_not_come_to_the_verdict_is_no_verdict() -> None:
         settle(HashStore(), 2, Whole(), 0.01, "rank 0")  # type: ignore[arg-type]
     with pytest.raises(PeerError, match="rank 0: rank 2 died"):
         settle(HashStore(), 2, Torn(), 20.0, "rank 0")  # type: ignore[arg-type]
+
+
+def test_who_waits_for_a_device_says_where_and_for_how_long() -> None:
+    over = threading.Event()
+    prober: Any = SimpleNamespace(rank=1, size=2, links=SimpleNamespace(name="mine"), board=Whole(), _timeout_s=0.01)
+    words = r"rank 1, group of 2 ranks, before measuring the links of mine: nothing came within 0\.01 s"
+    try:
+        with pytest.raises(CollectiveTimeoutError, match=words):
+            DeviceProber._bounded(prober, over.wait, "before measuring")
+    finally:
+        over.set()
 
 
 # The whole sweep

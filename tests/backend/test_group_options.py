@@ -16,6 +16,7 @@ from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.settings import Settings
 from commlayer.statistics import stats
+from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
 
 COUNT = 40_000
@@ -68,6 +69,29 @@ def test_options_are_one_object_and_say_what_they_are() -> None:
     options = GroupOptions(lane="dp", wire="bf16!")
     assert copy.deepcopy(options) is options
     assert repr(options) == "GroupOptions(lane='dp', wire='bf16!')"
+
+
+SAME_WORDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"plan": "Auto"}, {"plan": "auto"}),
+    ({"plan": "pipelined×4"}, {"plan": " Pipelined:4"}),
+    ({"plan": "flat:1"}, {"plan": "flat"}),
+    ({"wire": "BF16"}, {"wire": "bf16"}),
+    ({"wire": "native+bf16"}, {"wire": "bf16+native"}),
+    ({"audit": 1}, {"audit": True}),
+    ({"lane": "ep", "shadow": 3}, {"shadow": 3, "lane": "ep"}),
+)
+
+
+@pytest.mark.parametrize(("one", "other"), SAME_WORDS)
+def test_what_means_the_same_is_told_in_the_same_words(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert GroupOptions(**one).words() == GroupOptions(**other).words() != {}
+
+
+def test_what_differs_is_told_in_other_words() -> None:
+    options = [GroupOptions(plan=each) for each in ("auto", "flat", "pipelined:2", "pipelined:4")]
+    options += [GroupOptions(wire=each) for each in ("bf16", "bf16!", "native")]
+    options += [GroupOptions(audit=each) for each in (True, False)]
+    assert len({str(each.words()) for each in options}) == len(options)
 
 
 # What they do
@@ -126,6 +150,38 @@ def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> No
 
 
 @pytest.mark.cluster
+def test_a_groups_sums_take_its_format_on_a_device_too(emulated_cluster: ClusterFactory) -> None:
+    """The CPU's bits, by the same plan; what is gathered is not rounded. Ranks may write the format as they like."""
+
+    def job() -> None:
+        device, rank = simulated_device(StreamDelays(chance=0.0)), int(os.environ["RANK"])
+        torch.set_num_threads(1)
+        os.environ["COMMLAYER_PROFILE"] = "none"
+        dist.init_process_group("commlayer", pg_options=GroupOptions(wire="BF16!" if rank else "bf16!"))
+        given = torch.randn(512, generator=torch.Generator().manual_seed(rank))
+        found = []
+        for where in (torch.device("cpu"), device):
+            x = given.to(where)
+            total, part, whole = x.clone(), x.new_empty(256), x.new_empty(1024)
+            dist.all_reduce(total)
+            dist.reduce_scatter_tensor(part, x, dist.ReduceOp.AVG)
+            dist.all_gather_into_tensor(whole, x)
+            found.append([each.cpu() for each in (total, part, whole)])
+        assert all(map(torch.equal, *found))
+        total, part, whole = found[1]
+        exact = whole[:512] + whole[512:]
+        assert not torch.equal(total, exact), "rounded"
+        assert torch.allclose(total, exact, atol=0.1)
+        assert torch.allclose(part, exact.chunk(2)[rank] / 2, atol=0.1)
+        assert torch.equal(whole.chunk(2)[rank], given), "not rounded"
+        calls = [call for group in stats()["groups"] for call in group["calls"] if call["plan"] == "flat_direct/bf16"]
+        assert {(call["collective"], call["calls"]) for call in calls} == {("all_reduce", 2), ("reduce_scatter", 2)}
+        dist.destroy_process_group()
+
+    emulated_cluster(1, 2).run(job)
+
+
+@pytest.mark.cluster
 def test_a_dim_of_a_mesh_has_its_own(emulated_cluster: ClusterFactory) -> None:
     """Options that a trainer's mesh gives on: one object for all groups of a dim; and a part that a group is split into."""
 
@@ -145,6 +201,7 @@ def test_a_dim_of_a_mesh_has_its_own(emulated_cluster: ClusterFactory) -> None:
         world: Any = dist.group.WORLD
         part = world.split_group([0, 1, 2, 3], opts=GroupOptions(lane="cp"))
         assert part.lane == "cp"
+        dist.all_reduce(torch.ones(1), group=part)  # no rank ends while another connects
 
     emulated_cluster(2, 2).run(job, timeout_s=40)
 

@@ -22,6 +22,7 @@ from simulated import Groups, Job, Op, legal_program, run
 from commlayer.cli.main import main
 from commlayer.diagnosis import ring
 from commlayer.diagnosis.call_logs import RankLog, Site
+from commlayer.diagnosis.diagnosis_words import log_words
 from commlayer.diagnosis.findings import diagnose
 from commlayer.diagnosis.flight_recorder import write_flight_recorder
 from commlayer.diagnosis.graph import View
@@ -322,6 +323,32 @@ def test_a_wait_is_seen_until_it_ends_well(track: Track) -> None:
     after = rank_log("job", 5, [5, 7], "signal", {})
     assert (after.waits, after.calls[0].state) == ((), "done")
     assert track.note_message("recv", "torch.float32", 16, ANY, 0) == ("recv", 1, ANY, 0)
+
+
+def test_the_main_thread_is_shown_beside_a_hundred_younger_ones_and_others_are_counted() -> None:
+    over = threading.Event()
+    beside = [threading.Thread(target=over.wait, name=f"loader {number}") for number in range(130)]
+    for thread in beside:
+        thread.start()
+    found: list[RankLog] = []
+    asks = threading.Thread(
+        target=lambda: found.append(rank_log("job", 5, [5, 7], "timeout", {})), name="commlayer asks"
+    )
+    try:
+        asks.start()
+        asks.join()
+    finally:
+        over.set()
+        for thread in beside:
+            thread.join()
+    (log,) = found
+    (main,) = (thread for thread in log.threads if thread.ident == threading.main_thread().ident)
+    assert main.site.line > 0
+    shown = {thread.ident for thread in log.threads}
+    assert 30 <= len(log.hidden) < 130
+    assert shown.isdisjoint(log.hidden)
+    assert {thread.ident for thread in beside} <= shown | set(log.hidden)
+    assert f"  {len(log.hidden)} more threads not shown" in log_words(log)
 
 
 def test_the_programs_thread_that_asks_is_seen_to_wait_beside_other_threads(track: Track) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,7 +17,9 @@ from commlayer.devices.accelerator import AcceleratorDevice
 from commlayer.devices.hold_support import why_no_holds
 from commlayer.engine import device_lanes
 from commlayer.engine.lane_edges import HELD_OF_TIMEOUT, longest_holds_us
-from commlayer.scheduler.lanes import LanePolicy
+from commlayer.engine.runner import Runner
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.lanes import LANES, LanePolicy
 from commlayer.scheduler.plan import Strategy
 from commlayer.scheduler.strategies import build
 from commlayer.testing.simulated.device_programs import call_of, traffic_of
@@ -30,11 +32,12 @@ from commlayer.testing.simulated.lane_calls import (
     drawn_program,
     run_on_lanes,
 )
-from commlayer.testing.simulated.machine import Deadlock, SimulatedMachine
+from commlayer.testing.simulated.machine import Deadlock, SimulatedMachine, SimulatedProgram, SimulatedStream
 from commlayer.testing.simulated.mutants import ordering_lines
-from commlayer.testing.simulated.plan_calls import DeviceCall
+from commlayer.testing.simulated.plan_calls import DeviceCall, start_on_device
 from commlayer.transport import stream_lanes, streams
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
+from commlayer.transport.streams import StepMessenger, StreamTransport
 
 SHAPE = (2, 2)
 RANKS = range(4)
@@ -232,6 +235,7 @@ def test_holds_keep_a_share_of_the_link_and_of_the_timeout() -> None:
 def test_why_streams_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert why_no_holds("simulated", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}) == ""
+    assert "on CUDA and on the simulated device" in why_no_holds("xpu", {})
     assert why_no_holds("cuda", {"NCCL_LAUNCH_ORDER_IMPLICIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == ""
     assert "in the order of the program" in why_no_holds("cuda", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"})
     assert "one queue" in why_no_holds("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
@@ -248,6 +252,49 @@ def test_a_device_that_cannot_hold_streams_says_so_once(monkeypatch: pytest.Monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert device_lanes.lanes_of_device(device) is None
+
+
+def test_the_first_hold_of_each_kind_is_when_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have to be compiled, which is not to happen inside a step."""
+    held = set[tuple[int, float]]()
+    monkeypatch.setattr(SimulatedStream, "hold", lambda self, busy, least, most_us: held.add((len(busy), most_us)))
+    lanes = DeviceLanes(SimulatedMachine(1).devices[0])
+    assert held == {(len(lanes.above(level)), 0.0) for level in sorted(set(LANES.values()) - {0})}
+
+
+def test_a_call_that_is_broken_off_gives_its_note_back() -> None:
+    """It was announced, and failed before its end was launched."""
+
+    class Torn:
+        def exchange(self, sends: object, receives: object) -> NoReturn:
+            raise RuntimeError("a peer is gone")
+
+        def abort(self) -> None:
+            raise RuntimeError("and it cannot be aborted either")
+
+    machine = SimulatedMachine(1)
+    device = machine.devices[0]
+    lanes = DeviceLanes(device)
+    lower, mine = StreamLane(lanes, 3, lambda plan: ()), StreamLane(lanes, 0, lambda plan: ())
+    line = StepMessenger(Torn(), (0, 1))  # type: ignore[arg-type]
+    transport = StreamTransport(device, lambda step: line, [line], "ep", mine)
+    call = call_of(build(traffic_of("all_reduce", (2,)), Strategy.DIRECT), 1)
+
+    def program() -> SimulatedProgram:
+        x = device.empty(call.inputs[0].numel())
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            start_on_device(Runner(transport), call, 0, x, x)
+        yield device.current.record()
+        transport.streams[Resource.INTRA].launch(lambda: busy.append(bool(lanes.above(1).any())))
+        with pytest.raises(RuntimeError, match="cannot be aborted"):
+            transport.abort()
+        return []
+
+    busy: list[bool] = []
+    machine.run([program()])
+    assert busy == [True], "it had been announced"
+    assert not lanes.notes.any()
+    lower.leave()
 
 
 def test_groups_share_places_where_there_are_none_left() -> None:

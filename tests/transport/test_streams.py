@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
 from commlayer.devices.device_contract import StreamEvent
 from commlayer.engine.reducers import reducer
@@ -32,14 +34,15 @@ from commlayer.testing.simulated.machine import (
     SimulatedStream,
 )
 from commlayer.testing.simulated.mutants import OrderingSite, ordering_lines, ordering_sites, without
-from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls, transports_of
+from commlayer.testing.simulated.plan_calls import DeviceCall, run_calls, start_on_device, transports_of
 from commlayer.transport import streams
-from commlayer.transport.contract import CallMemory
+from commlayer.transport.contract import Call, CallMemory
 from commlayer.transport.streams import StreamTransport
 
 SHAPES = ((2,), (3,), (2, 2), (3, 1), (2, 1, 3), (4, 4))
 JUDGED = ((3,), (2, 2), (2, 1))
 SEEDS = 2
+OVERLAPPING_SEEDS = 16
 
 
 def expect_bits(calls: list[DeviceCall], seeds: range) -> None:
@@ -124,6 +127,79 @@ def test_what_is_captured_waits_for_no_call_outside(monkeypatch: pytest.MonkeyPa
     pairs = zip(machine.devices, transports_of(machine, call), strict=True)
     found = machine.run([program(device, transport, rank) for rank, (device, transport) in enumerate(pairs)])
     assert found == [[False, True, False, True, False]] * call.size
+
+
+# Calls under way together
+
+
+def overlapping_calls() -> list[list[DeviceCall]]:
+    """Three calls of one group each, of which the ranks share staging memory and streams."""
+    shape = (2, 2)
+    summed = build(traffic_of("all_reduce", shape), Strategy.PIPELINED, 3)
+    gathered = build(traffic_of("all_gather", shape), Strategy.HIERARCHICAL)
+    scattered = build(traffic_of("reduce_scatter", shape), Strategy.PIPELINED, 2)
+    direct = build(traffic_of("all_reduce", shape), Strategy.DIRECT)
+    orders = [(summed, scattered, gathered), (gathered, summed, direct), (scattered, direct, summed)]
+    return [
+        [call_of(plan, 3 * number + turn) for turn, plan in enumerate(order)] for number, order in enumerate(orders)
+    ]
+
+
+def slow_reference(call: DeviceCall, rank: int) -> torch.Tensor:
+    """The result by what the collective is, without any plan."""
+    if call.plan.traffic.collective == "all_gather":
+        return torch.cat(call.inputs)
+    total = torch.stack([x.view(call.dtype) for x in call.inputs]).sum(0, dtype=call.dtype)
+    is_whole = call.plan.traffic.collective == "all_reduce"
+    return (total if is_whole else total.chunk(call.size)[rank]).view(torch.uint8)
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["called", "captured"])
+def test_a_call_behind_one_that_was_waited_for_and_one_that_was_not_gives_its_bits(is_captured: bool) -> None:
+    """A, B, wait for A, C: C comes behind B, for which nobody has waited; A's memory is another's by then."""
+
+    def program(
+        device: SimulatedDevice, transport: StreamTransport, rank: int, calls: list[DeviceCall]
+    ) -> SimulatedProgram:
+        runner = Runner(transport)
+        results = [torch.empty(call.output_bytes[rank], dtype=torch.uint8) for call in calls]
+
+        def begin(turn: int) -> tuple[Call, torch.Tensor]:
+            call = calls[turn]
+            x = device.empty(call.inputs[rank].numel())
+            device.main.launch(partial(x.copy_, call.inputs[rank]))
+            output = x if call.is_in_place else device.empty(call.output_bytes[rank])
+            return start_on_device(runner, call, rank, x, output), output
+
+        def take(turn: int, begun: tuple[Call, torch.Tensor]) -> None:
+            begun[0].finish()
+            device.main.launch(partial(results[turn].copy_, begun[1]))
+
+        if is_captured:  # behind calls that were not, which take the staging memory
+            for turn in range(3):
+                take(turn, begin(turn))
+            yield device.main.record()
+            device.is_capturing = True
+        a = begin(0)
+        b = begin(1)
+        yield None
+        take(0, a)
+        del a
+        c = begin(2)
+        yield None
+        take(2, c)
+        take(1, b)
+        yield None
+        return results
+
+    for calls in overlapping_calls():
+        wanted = [[slow_reference(call, rank) for call in calls] for rank in range(calls[0].size)]
+        for seed in range(OVERLAPPING_SEEDS):
+            machine = SimulatedMachine(calls[0].size, seed)
+            pairs = enumerate(zip(machine.devices, transports_of(machine, calls[0]), strict=True))
+            found = machine.run([program(*pair, rank, calls) for rank, pair in pairs])
+            for rank, (got, each) in enumerate(zip(found, wanted, strict=True)):
+                assert all(map(torch.equal, got, each)), (seed, rank, calls[0].plan.name)
 
 
 # Mutants

@@ -305,6 +305,10 @@ def compile_holding() -> None:
         assembled = assembly(hold_while_busy, 90, {}, width=width, has_clock=True)
         assert "ld.volatile" in assembled, "what others write meanwhile is read anew"
         assert assembled.count("globaltimer") == 2
+    numbers = {each.name: each for each in hold_while_busy.params if not each.is_constexpr and each.name != "busy"}
+    assert numbers.keys() == {"count", "least", "most"}
+    assert all(each.do_not_specialize for each in numbers.values()), "a number's value has nothing compiled anew"
+    assert numbers["most"].annotation_type == "i64", "nor does how large it is"
 
 
 def named(prefix: str) -> dict[str, Callable[[], None]]:
