@@ -59,9 +59,9 @@ test-gpu: $(READY)  ## the tests that need a CUDA device, with the reason where 
 gpu: $(READY)  ## all that one GPU can show, in some minutes: tests, sanitizer, kernels, host cost; a dated result
 	$(RUN) benchmarks/gpu.py $(ARGS)
 
-trainers: $(READY)  ## the trainers' tests, with DeepSpeed and torchtitan, which this installs
+trainers: $(READY)  ## the trainers' tests, with DeepSpeed, torchft and torchtitan, which this installs
 ifneq ($(SETUP),no)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev,deepspeed,torchtitan]'
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev,deepspeed,torchft,torchtitan]'
 endif
 	$(RUN) -m pytest tests/trainers -rs $(ARGS)
 

@@ -7,7 +7,7 @@ c10d has no words for them; :mod:`commlayer.compressed` and :mod:`commlayer.coll
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from time import perf_counter_ns as now
 from typing import Any
 
@@ -25,7 +25,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.wire import Wire
+from commlayer.scheduler.wire import NATIVE, Scaling, Wire, WireFormat, row_width
 from commlayer.wire.codecs import Codec
 
 __all__ = ["Encodings"]
@@ -137,16 +137,19 @@ class Encodings:
 
     def sum_now(
         self,
-        wires: tuple[Wire, ...],
+        formats: tuple[WireFormat, ...],
         collective: str,
         source: torch.Tensor,
         target: torch.Tensor,
         op: ReduceOp.RedOpType,
         opts: Any,
     ) -> bool:
-        """Run one of the group's own sums in a format of ``wires``, where that is chosen; returns whether it has. In the group's
+        """Run one of the group's own sums in one of ``formats``, where that is chosen; returns whether it has. In the group's
         order. An all_reduce (source is target) or reduce_scatter; NaN and infinity pass."""
         if source.dtype is not torch.float32 or op not in (ReduceOp.SUM, AVG) or not source.numel():
+            return False
+        wires = _wires_of_sum(formats, target.numel())
+        if not wires:
             return False
         plan = self.plan(collective, source.nbytes, wires, source.element_size(), source)
         if plan is None or plan.wire.is_native:
@@ -206,3 +209,17 @@ class Encodings:
         self._calls.count_plan(plan, collective, num_bytes, now() - started, (sent.inter, sent.intra))
         if sample is not None:
             sample.check()
+
+
+@lru_cache(maxsize=1024)
+def _wires_of_sum(formats: tuple[WireFormat, ...], elements: int) -> tuple[Wire, ...]:
+    """The ``formats`` of an FP32 sum of which each rank gets so many ``elements``. INT8 has a scale for each 128 of them, in the
+    widest rows that divide the tensor, or in one row. Empty where scales take more than is saved: in a tensor of one element."""
+    width = row_width(elements) or elements
+    wires = [NATIVE if each is WireFormat.NATIVE else _wire_of_sum(each, width) for each in formats]
+    smaller = tuple(wire for wire in wires if wire.is_native or wire.ratio(4) < 1)
+    return () if smaller == (NATIVE,) else smaller
+
+
+def _wire_of_sum(wire_format: WireFormat, width: int) -> Wire:
+    return Wire(wire_format, width, Scaling.BLOCK) if wire_format.is_scaled else Wire(wire_format)
