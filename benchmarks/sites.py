@@ -161,8 +161,8 @@ def document(cases: Sequence[dict[str, Any]], losses: Sequence[dict[str, Any]], 
             )
     lines += [
         "",
-        f"The loss of a tiny model after {STEPS} steps of DiLoCo, mean of the last {TAIL} steps and of all sites, which synchronise",
-        f"every {SYNC_EVERY} steps.",
+        f"The loss of a tiny model after {STEPS} steps of DiLoCo, mean of the last {TAIL} steps and of all sites,",
+        f"which synchronise every {SYNC_EVERY} steps.",
         "",
         "| sites | at first | Gloo | " + " | ".join(f"{name}: against Gloo" for name in OURS) + " |",
         "|---" * (3 + len(OURS)) + "|",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer.backend.create  # noqa: F401  once, before ranks are forked
 from commlayer.statistics import Stats, stats
@@ -178,7 +178,7 @@ def _steps(site: Site, way: Way, manager: Any, model: nn.Module, trained: Traine
 def _leave_in(manager: Any, pg: Any, number: int) -> None:
     """Break off in the synchronisation ``number``: with a quorum, and the others in the call."""
     run: Callable[..., Any] = manager.allreduce
-    seen = []
+    seen: list[None] = []
 
     def allreduce(*given: Any, **named: Any) -> Any:
         seen.append(None)

@@ -71,6 +71,8 @@ def _class_of(wrapper: Any) -> Any:
     class PlannedProcessGroup(wrapper):  # type: ignore[misc]  # torchft's, of which nothing is known here
         """A reconfigurable group of backend ``commlayer``, as torchft's are of Gloo and NCCL."""
 
+        _pg: Any
+
         def __init__(self, timeout: timedelta, options: GroupOptions) -> None:
             super().__init__(timeout)
             self._options = options
