@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from commlayer.integrations.pipeline_schedules import run_pipeline
     from commlayer.integrations.remat import Rematerialise, recomputable
     from commlayer.integrations.sharded_optimizer import ShardedOptimizer
+    from commlayer.integrations.torchft import planned_process_group
     from commlayer.integrations.wire_choice import DispatchWire, LaneWires, tensor_parallel_wire
     from commlayer.scheduler.mapping.folded import FoldedMapping
 
@@ -69,6 +70,7 @@ __all__ = [
     "plan_fsdp",
     "plan_megatron_moe",
     "planned_group",
+    "planned_process_group",
     "recomputable",
     "reduce_replicated_gradients",
     "run_overlapped_pipeline",

@@ -25,9 +25,10 @@ from torch import nn
 
 from commlayer.compressed import CompressedGroup
 from commlayer.engine.progress import ProgressQueue, QueuedWork
-from commlayer.integrations.flat_buffers import ROW_ELEMENTS, all_reduce_flat, views_in
+from commlayer.integrations.flat_buffers import all_reduce_flat, views_in
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.wire import ROW_ELEMENTS
 
 __all__ = ["Bucket", "BucketLine", "lines_of", "needs_one_order"]
 

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 
 from commlayer.compressed import CompressedGroup
-from commlayer.scheduler.wire import GROUP_SIZE, WireFormat, WirePolicy
+from commlayer.scheduler.wire import WireFormat, WirePolicy, row_width
 
 __all__ = [
-    "ROW_ELEMENTS",
     "all_gather_flat",
     "all_reduce_flat",
     "flat_rows",
     "reduce_scatter_flat",
     "views_in",
 ]
-
-ROW_ELEMENTS = 8 * GROUP_SIZE
-"""The length of the widest rows that share scales: a multiple of it can be cut into such."""
-_NARROWEST = 16
 
 
 def views_in(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -56,15 +50,7 @@ def flat_rows(flat: torch.Tensor, policy: WirePolicy, parts: int = 1, *, is_shar
     """
     if not flat.numel() or not any(each.is_scaled for each in policy.formats):
         return flat
-    width = _row_width(flat.numel() // parts)
+    width = row_width(flat.numel() // parts)
     if width is None:
         return flat if is_shared and WireFormat.NATIVE in policy.formats else flat.view(parts, -1)
     return flat.view(-1, width)
-
-
-@lru_cache(maxsize=1024)
-def _row_width(elements: int) -> int | None:
-    """The widest of 1024 elements or less that divides ``elements``, whole groups of 128 first; None where only small ones do."""
-    groups = range(ROW_ELEMENTS, 0, -GROUP_SIZE)
-    others = range(ROW_ELEMENTS, _NARROWEST - 1, -1)
-    return next((width for each in (groups, others) for width in each if elements % width == 0), None)

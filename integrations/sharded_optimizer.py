@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from commlayer.integrations.flat_buffers import ROW_ELEMENTS, all_gather_flat, reduce_scatter_flat, views_in
+from commlayer.integrations.flat_buffers import all_gather_flat, reduce_scatter_flat, views_in
 from commlayer.integrations.wire_choice import WireChoice, compressed_group, require_same_wire
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
+from commlayer.scheduler.wire import ROW_ELEMENTS
 from commlayer.transport.c10d import all_gather_single, reduce_scatter_single
 
 __all__ = ["ShardedOptimizer"]

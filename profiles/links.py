@@ -102,7 +102,7 @@ _SHARED = frozenset(
         "scatter",
     }
 )
-_WIRE_FORMATS = ("bf16", "fp8_e4m3", "fp8_e5m2")
+_WIRE_FORMATS = ("bf16", "int8", "fp8_e4m3", "fp8_e5m2")
 _CODED = frozenset(f"{way}_{wire}" for way in ("encode", "decode") for wire in _WIRE_FORMATS)
 _WHOLE = frozenset({"broadcast", "copy", "recv", "reduce", "send", "send_recv"}) | _CODED
 

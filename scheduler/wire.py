@@ -12,13 +12,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["GROUP_SIZE", "NATIVE", "Scaling", "Wire", "WireFormat", "WirePolicy", "parse_wire"]
+__all__ = [
+    "GROUP_SIZE",
+    "NATIVE",
+    "ROW_ELEMENTS",
+    "Scaling",
+    "Wire",
+    "WireFormat",
+    "WirePolicy",
+    "parse_wire",
+    "row_width",
+    "wires_of_sum",
+]
 
 GROUP_SIZE = 128
 """Elements that share a scale: channels of one row (``block``), or rows of one channel (``channel``)."""
+ROW_ELEMENTS = 8 * GROUP_SIZE
+"""The length of the widest rows that a flat buffer is cut into: a multiple of it can be cut into such."""
+_NARROWEST = 16
 _SCALE_BYTES = 4
 
 
@@ -27,6 +42,7 @@ class WireFormat(str, Enum):
 
     NATIVE = "native"  # the tensor's own bytes
     BF16 = "bf16"  # of FP32: one rounding to eight bits of precision
+    INT8 = "int8"  # whole numbers to 127, with scales: half a step of error, whatever the element
     FP8_E4M3 = "fp8_e4m3"  # four bits of precision, with scales
     FP8_E5M2 = "fp8_e5m2"  # three bits and more range, with scales; for gradients
 
@@ -40,17 +56,17 @@ class WireFormat(str, Enum):
 
     @property
     def is_scaled(self) -> bool:
-        return self in (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2)
+        return self not in (WireFormat.NATIVE, WireFormat.BF16)
 
     @property
     def unit_roundoff(self) -> float:
         """The largest relative error of rounding one element within the format's normal range: half a unit in the last
-        place."""
-        return {"native": 0.0, "bf16": 2.0**-8, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}[self.value]
+        place. Of INT8, whose error is absolute, as a part of the largest magnitude of its group."""
+        return {"native": 0.0, "bf16": 2.0**-8, "int8": 1 / 254, "fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}[self.value]
 
 
 class Scaling(str, Enum):
-    """Which elements of FP8 rows share a scale (MegaScale-MoE, section 5; ``block`` is DeepEP's)."""
+    """Which elements of FP8 or INT8 rows share a scale (MegaScale-MoE, section 5; ``block`` is DeepEP's)."""
 
     TOKEN = "token"  # all of a row
     BLOCK = "block"  # 128 channels of a row
@@ -122,10 +138,10 @@ class WirePolicy:
     Attributes:
         formats: those that the planner may choose from. With ``native`` among them it chooses what the profile predicts to be
             fastest; without, it must take one of the others.
-        scaling: of FP8 rows.
-        power_of_two: FP8 scales are powers of two.
-        non_finite: FP8 of a tensor with NaN or infinity: ``raise`` NonFiniteError, or ``pass`` them on as they are. BF16 has
-            both values, and always passes them.
+        scaling: of FP8 and INT8 rows.
+        power_of_two: their scales are powers of two.
+        non_finite: FP8 or INT8 of a tensor with NaN or infinity: ``raise`` NonFiniteError, or ``pass`` them on as they are. BF16
+            has both values, and always passes them.
         error_budget: the largest relative error ‖decoded − x‖ / ‖x‖ of a call on any rank, as a fraction; where a sample
             exceeds it, its format is left for good on all ranks. None: none is measured.
         sample_every: of how many calls one is measured, on average; the first is.
@@ -174,6 +190,29 @@ class WirePolicy:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@lru_cache(maxsize=1024)
+def row_width(elements: int) -> int | None:
+    """The widest row of 1024 elements or less that divides ``elements``, whole groups of 128 first; None where only small ones
+    do."""
+    groups = range(ROW_ELEMENTS, 0, -GROUP_SIZE)
+    others = range(ROW_ELEMENTS, _NARROWEST - 1, -1)
+    return next((width for each in (groups, others) for width in each if elements % width == 0), None)
+
+
+@lru_cache(maxsize=1024)
+def wires_of_sum(formats: tuple[WireFormat, ...], elements: int) -> tuple[Wire, ...]:
+    """The ``formats`` of an FP32 sum of which each rank gets so many ``elements``. INT8 has a scale for each 128 of them, in the
+    widest rows that divide the tensor, or in one row. Empty where scales take more than is saved: in a tensor of one element."""
+    width = row_width(elements) or elements
+    wires = [NATIVE if each is WireFormat.NATIVE else _wire_of_sum(each, width) for each in formats]
+    smaller = tuple(wire for wire in wires if wire.is_native or wire.ratio(4) < 1)
+    return () if smaller == (NATIVE,) else smaller
+
+
+def _wire_of_sum(wire_format: WireFormat, width: int) -> Wire:
+    return Wire(wire_format, width, Scaling.BLOCK) if wire_format.is_scaled else Wire(wire_format)
 
 
 def parse_wire(text: str) -> tuple[WireFormat, ...]:

@@ -19,9 +19,9 @@ __all__ = ["Allowance", "ResultDifference", "compare_results", "is_sampled", "si
 _AT_ONCE = 1 << 20
 """Elements that are compared at a time: the bounds of all would take twice their memory."""
 _GOLDEN = 0.6180339887
-_HALF_LEAST = {WireFormat.FP8_E4M3: 2.0**-10, WireFormat.FP8_E5M2: 2.0**-17}
+_HALF_LEAST = {WireFormat.INT8: 0.5, WireFormat.FP8_E4M3: 2.0**-10, WireFormat.FP8_E5M2: 2.0**-17}
 """Half of the least number of a format, by which its smallest elements are wrong at most, in units of their scale."""
-_LARGEST = {WireFormat.FP8_E4M3: 448.0, WireFormat.FP8_E5M2: 57344.0}
+_LARGEST = {WireFormat.INT8: 126.0, WireFormat.FP8_E4M3: 448.0, WireFormat.FP8_E5M2: 57344.0}
 _MARGIN = 1.01
 """For what is rounded while the bound itself is computed."""
 _MORE_ROUNDINGS = 3
@@ -103,7 +103,8 @@ class Allowance:
     def _encoding(self, magnitude: torch.Tensor, terms: int = 0) -> torch.Tensor:
         """The errors of encoding ``terms`` terms, all if 0, whose absolute values add up to ``magnitude``."""
         wire = self.wire
-        error = magnitude * (wire.format.unit_roundoff * _MARGIN)
+        is_relative = wire.format is not WireFormat.INT8
+        error = magnitude * (wire.format.unit_roundoff * _MARGIN if is_relative else 0.0)
         if not wire.format.is_scaled:
             return error
         if wire.scaling is Scaling.CHANNEL:

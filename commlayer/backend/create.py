@@ -61,10 +61,11 @@ def make_group(
     store: Store,
     timeout: timedelta,
     options: Any = None,
+    stands_alone: bool = False,
 ) -> CommlayerGroup:
     """A group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone; ``options``: as of
-    :func:`create_group`."""
-    request = GroupRequest(name, rank, tuple(global_ranks), store, timeout)
+    :func:`create_group`; ``stands_alone``: as of :class:`commlayer.backend.joining.GroupRequest`."""
+    request = GroupRequest(name, rank, tuple(global_ranks), store, timeout, stands_alone=stands_alone)
     return create_group(request, join_group(request), options)
 
 
@@ -83,7 +84,7 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     board = FailureBoard(detector, f"{request.name}#{joined.generation}", me, request.global_ranks)
     try:
         connect = _Connector(request.name, request.rank, request.global_ranks, joined.store, request.timeout, board)
-        group = _make(connect, is_default=request.is_default, options=options_of(options))
+        group = _make(connect, request, options_of(options))
     except BaseException as error:
         why = why_left(error)
         board.leave(why)  # of several words the first counts: one that was told why says nothing new
@@ -104,16 +105,17 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
     return group
 
 
-def _make(connect: _Connector, *, is_default: bool, options: GroupOptions) -> CommlayerGroup:
+def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> CommlayerGroup:
+    is_default, is_first = request.is_default, request.is_default or request.stands_alone
     name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
     gloo = connect.gloo("gloo")
-    jobs = connect.agreed(gloo, is_default=is_default)
+    jobs = connect.agreed(gloo, request, options)
     job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)
-    world_size = len(global_ranks) if is_default else dist.get_world_size()
+    world_size = len(global_ranks) if is_first else dist.get_world_size()
     with connect.connecting("to record calls"):
         begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
-    _report_at_exit(job, store, me=global_ranks[rank], world_size=world_size, is_default=is_default)
+    _report_at_exit(job, store, me=global_ranks[rank], world_size=world_size, request=request)
     planned = connect.planned(gloo, job)
     signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
@@ -152,14 +154,18 @@ def _make(connect: _Connector, *, is_default: bool, options: GroupOptions) -> Co
     return group
 
 
-def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int, is_default: bool) -> None:
+def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int, request: GroupRequest) -> None:
     """Have statistics and audits printed and written, as settings say: from the default group on, or from the first group
     where the default one is another backend's."""
     settings = job.settings
     is_printed = settings.stats == "1"
-    is_first = is_default or audit_report() is None
+    is_first = request.is_default or audit_report() is None
     if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
-        name = agreed_job(store if is_default else _get_default_store()) if settings.audit else ""
+        name = (
+            agreed_job(store if request.is_default or request.stands_alone else _get_default_store())
+            if settings.audit
+            else ""
+        )
         open_audit_report(job=name, rank=me, world_size=world_size, folder=settings.audit, is_printed=is_printed)
     if is_printed:
         print_at_exit()
@@ -212,13 +218,22 @@ class _Connector:
         the rank that failed first."""
         return self.board.connecting(self.global_ranks, self.name, purpose, self.timeout.total_seconds())
 
-    def agreed(self, gloo: Any, *, is_default: bool) -> world.World:
-        """Return the agreement of all ranks of the job; where there is none yet, the ranks of this group agree now."""
-        job = None if is_default else world.current()
+    def agreed(self, gloo: Any, request: GroupRequest, options: GroupOptions) -> world.World:
+        """Return the agreement of all ranks of the job; where there is none yet, or this group is no part of one, its ranks agree
+        now."""
+        job = None if request.is_default or request.stands_alone else world.current()
         if job is None:
             with self.connecting("what all ranks must agree on"):
                 watched, detector = Watched(gloo, self.board), self.board.detector
-                job = world.agree(watched, self.store, self.rank, self.global_ranks, self.timeout, detector)
+                job = world.agree(
+                    watched,
+                    self.store,
+                    self.rank,
+                    self.global_ranks,
+                    self.timeout,
+                    detector,
+                    alone=options if request.stands_alone else None,
+                )
         return job
 
     def planned(self, gloo: Any, job: world.World) -> PlannedGroup:

@@ -22,7 +22,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.profiles.errors import DisagreementError, TensorError
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.wire import Wire
+from commlayer.scheduler.wire import WireFormat, wires_of_sum
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 from commlayer.wire.codecs import Codec
@@ -34,7 +34,7 @@ TellCounts = Callable[[Sequence[int]], list[list[int]]]
 
 
 class DeviceExchangeVerbs(DeviceVerbs):
-    """:class:`DeviceVerbs` with these. ``tell`` exchanges counts. ``sum_wires``: the formats in which the group's own FP32 sums
+    """:class:`DeviceVerbs` with these. ``tell`` exchanges counts. ``sum_formats``: the formats in which the group's own FP32 sums
     may go (its ``GroupOptions``); none: as they are."""
 
     def __init__(
@@ -44,10 +44,10 @@ class DeviceExchangeVerbs(DeviceVerbs):
         counters: GroupCounters,
         members: Members,
         tell: TellCounts,
-        sum_wires: tuple[Wire, ...] = (),
+        sum_formats: tuple[WireFormat, ...] = (),
     ) -> None:
         super().__init__(inner, plans, counters)
-        self._members, self._tell, self._sum_wires = members, tell, sum_wires
+        self._members, self._tell, self._sum_formats = members, tell, sum_formats
         self._splits = DeviceSplits(plans)
 
     @property
@@ -162,14 +162,14 @@ class DeviceExchangeVerbs(DeviceVerbs):
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         """See :meth:`DeviceVerbs.allreduce`; in a wire format where the group's options have one for the sum."""
         x = tensors[0]
-        if not self._sum_wires or len(tensors) > 1:
+        if not self._sum_formats or len(tensors) > 1:
             return super().allreduce(tensors, opts)
         work = self._encoded_sum("all_reduce", x, x, opts.reduceOp.op)
         return super().allreduce(tensors, opts) if work is None else work
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         """See :meth:`DeviceVerbs.reduce_scatter_single`; likewise."""
-        if not self._sum_wires or input.nbytes != self._size * output.nbytes:
+        if not self._sum_formats or input.nbytes != self._size * output.nbytes:
             return super().reduce_scatter_single(output, input, opts)
         self._require_alike("reduce_scatter", output, input)
         work = self._encoded_sum("reduce_scatter", input, output, opts.reduceOp.op)
@@ -180,9 +180,12 @@ class DeviceExchangeVerbs(DeviceVerbs):
         may_encode = source.dtype is torch.float32 and op in (SUM, AVG) and source.numel() > 0
         if self._is_coalescing or not may_encode or not is_dense(source) or not is_dense(target):
             return None
+        wires = wires_of_sum(self._sum_formats, target.numel())
+        if not wires:
+            return None
         self.find_out(source.device)
         plan = self.choices.plan(
-            collective, source.nbytes, is_float=True, wires=self._sum_wires, element_bytes=source.element_size()
+            collective, source.nbytes, is_float=True, wires=wires, element_bytes=source.element_size()
         )
         if plan is None or plan.wire.is_native:
             return None

@@ -25,7 +25,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.wire import Wire
+from commlayer.scheduler.wire import Wire, WireFormat, wires_of_sum
 from commlayer.wire.codecs import Codec
 
 __all__ = ["Encodings"]
@@ -137,16 +137,19 @@ class Encodings:
 
     def sum_now(
         self,
-        wires: tuple[Wire, ...],
+        formats: tuple[WireFormat, ...],
         collective: str,
         source: torch.Tensor,
         target: torch.Tensor,
         op: ReduceOp.RedOpType,
         opts: Any,
     ) -> bool:
-        """Run one of the group's own sums in a format of ``wires``, where that is chosen; returns whether it has. In the group's
+        """Run one of the group's own sums in one of ``formats``, where that is chosen; returns whether it has. In the group's
         order. An all_reduce (source is target) or reduce_scatter; NaN and infinity pass."""
         if source.dtype is not torch.float32 or op not in (ReduceOp.SUM, AVG) or not source.numel():
+            return False
+        wires = wires_of_sum(formats, target.numel())
+        if not wires:
             return False
         plan = self.plan(collective, source.nbytes, wires, source.element_size(), source)
         if plan is None or plan.wire.is_native:

@@ -80,8 +80,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         me = weakref.ref(self)  # what outlives a group, or is shared with threads, must not keep it alive
         planned: PlannedGroup = inner.planned
         is_planning = is_planning and len(global_ranks) > 1
-        sum_wires = options.sum_wires if len(global_ranks) > 1 else ()
-        needs_look = is_planning or bool(sum_wires) or inner.signatures is not None
+        sum_formats = options.sum_formats if len(global_ranks) > 1 else ()
+        needs_look = is_planning or bool(sum_formats) or inner.signatures is not None
         self._members = Members(
             name, rank, global_ranks, planned.nodes, lambda: group.group_desc if (group := me()) is not None else ""
         )
@@ -106,7 +106,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
                 self._order.watch = GroupWatch(planned, self._calls.ledger, own, self._calls.plan_anew)
         self._messages = Messages(self._order, self.counters)
         batches, encodings = Batches(self._order, self._messages, self.counters), Encodings(self._calls)
-        self._calls.encoded_sums = partial(encodings.sum_now, sum_wires) if sum_wires else None
+        self._calls.encoded_sums = partial(encodings.sum_now, sum_formats) if sum_formats else None
         self._ending = Ending(self._order, batches, self.counters)
         self._ending.ledger = self._calls.ledger
         # Verbs that c10d has not, for GroupCommunicator and CompressedGroup.
@@ -159,8 +159,8 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
             return everyones_numbers(group, mine, "to exchange the counts of an all_to_all")
 
         plans = DevicePlans(groups.planned.nodes, self._members.rank, choices, connected, lane, timeout_s, survey)
-        wires = self.options.sum_wires if self._members.size > 1 else ()
-        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters, self._members, tell, wires)
+        formats = self.options.sum_formats if self._members.size > 1 else ()
+        self._inner.on_devices[device_type] = OnDevice(inner, plans, self.counters, self._members, tell, formats)
 
     def _counters_of(self, planned: PlannedGroup) -> GroupCounters:
         members = self._members
@@ -378,6 +378,10 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
     def abort(self) -> None:
         """Break what is under way, here and on the ranks that wait for this one."""
         self._stop(drain=False)
+
+    def leave(self, patience_s: float) -> None:
+        """Let go of the group: in good order where all that was called ends within ``patience_s``, else by :meth:`abort`."""
+        self._stop(drain=self._ending.is_over_within(patience_s))
 
     def end(self, patience_s: float) -> None:
         """At the program's end, of a group that nobody destroyed: see :class:`commlayer.failures.endings.Ends`."""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Backend
 from commlayer.engine.group_plans import parse_plan
 from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
-from commlayer.scheduler.wire import Wire, WireFormat, parse_wire
+from commlayer.scheduler.wire import WireFormat, parse_wire
 from commlayer.settings import Settings
 
 __all__ = ["GroupOptions", "options_of"]
@@ -37,8 +37,8 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         lane: the class of traffic, one of ``ep``, ``pp``, ``cp``, ``dp``, ``tp``; ``""``: none, whatever the group is called. As
             ``group.use_lane`` says it: calls that others go before are cut finely.
         wire: in which format the sums of FP32 tensors (all_reduce and reduce_scatter, SUM and AVG) may cross the links: ``bf16``
-            where the profile finds it faster, ``bf16!`` always, ``native`` never. What is gathered or exchanged goes as it is.
-            On a device too, by the device's own profile.
+            where the profile finds it faster, ``bf16!`` always, ``int8`` and ``int8!`` likewise, with a scale for each 128
+            elements, ``native`` never. What is gathered or exchanged goes as it is. On a device too, by the device's own profile.
         plan: one plan for every call to which it applies, such as ``hierarchical``, ``pipelined:4`` or ``flat``; ``auto``: by the
             job's profile, whatever ``COMMLAYER_PLAN`` says (which, alone, has a job measure none).
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
@@ -72,7 +72,7 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             _refuse("shadow", f"a whole number from 0 to {_RAREST}", shadow)
         if nccl is not None and (not isinstance(nccl, _TorchOptions) or isinstance(nccl, GroupOptions)):
             _refuse("nccl", "ProcessGroupNCCL.Options", nccl)
-        self.sum_wires = _sum_wires(wire)
+        self.sum_formats = _sum_formats(wire)
         self.lane, self.wire, self.plan, self.reduction = lane, _wire_words(wire), _plan_words(plan), reduction
         self.audit = None if audit is None else bool(audit)  # 1 is True, and one rank may say the one, one the other
         self.replan, self.shadow, self.nccl = replan, shadow, nccl
@@ -145,25 +145,26 @@ def _plan_words(plan: object) -> str | None:
 
 
 def _wire_words(wire: str | None) -> str | None:
-    """The same of a format that :func:`_sum_wires` has read: ``BF16`` and ``native+bf16`` are ``bf16``."""
+    """The same of formats that :func:`_sum_formats` has read: ``BF16`` and ``native+bf16`` are ``bf16``."""
     if wire is None:
         return None
     formats = parse_wire(wire.lower())
     if formats == (WireFormat.NATIVE,):
         return str(WireFormat.NATIVE)
-    return str(WireFormat.BF16) + ("" if WireFormat.NATIVE in formats else "!")
+    names = "+".join(sorted(str(each) for each in formats if each is not WireFormat.NATIVE))
+    return names + ("" if WireFormat.NATIVE in formats else "!")
 
 
-def _sum_wires(wire: object) -> tuple[Wire, ...]:
+def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
     """The formats that sums may take; none where they go as they are."""
     if wire is None:
         return ()
     if not isinstance(wire, str):
-        _refuse("wire", "bf16, bf16! or native", wire)
+        _refuse("wire", "bf16, int8, one of them with a ! behind it, or native", wire)
     formats = parse_wire(wire.lower())
-    if any(each.is_scaled for each in formats):
+    if any(each in (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2) for each in formats):
         raise UsageError(
-            f"GroupOptions.wire: FP8 needs scales for rows, which a group's own sums have not; got {wire!r}: use bf16 here, and "
-            "say wire= where rows are known: plan_ddp, plan_fsdp, TokenDispatcher, CompressedGroup (docs/compression.md)"
+            f"GroupOptions.wire: FP8 keeps three or four bits, too few for a group's own sums; got {wire!r}: use int8 or bf16 "
+            "here, and say wire= where it is for activations: plan_fsdp, TokenDispatcher, CompressedGroup (docs/compression.md)"
         )
-    return () if formats == (WireFormat.NATIVE,) else tuple(Wire(each) for each in formats)
+    return () if formats == (WireFormat.NATIVE,) else formats

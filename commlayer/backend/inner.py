@@ -16,7 +16,7 @@ from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.forks import inherited
 from commlayer.profiles.errors import GroupError
-from commlayer.scheduler.wire import Wire
+from commlayer.scheduler.wire import WireFormat
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
@@ -55,10 +55,10 @@ class OnDevice:
         counters: GroupCounters,
         members: Members,
         tell: TellCounts,
-        sum_wires: tuple[Wire, ...],
+        sum_formats: tuple[WireFormat, ...],
     ) -> None:
         self.inner, self.plans = inner, plans
-        self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell, sum_wires)
+        self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell, sum_formats)
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""

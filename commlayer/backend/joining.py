@@ -25,7 +25,8 @@ _Loaded = TypeVar("_Loaded")
 @dataclass(frozen=True)
 class GroupRequest:
     """A request for a group of ``global_ranks``, of which this is the one at ``rank``. ``store`` is the group's alone;
-    ``is_default``: it is the job's default group."""
+    ``is_default``: it is the job's default group; ``stands_alone``: its ranks are no job's, and agree on everything
+    with each other alone."""
 
     name: str
     rank: int
@@ -33,6 +34,7 @@ class GroupRequest:
     store: Store
     timeout: timedelta
     is_default: bool = False
+    stands_alone: bool = False
 
     @classmethod
     def of_torch(cls, opts: Any) -> GroupRequest:
@@ -76,7 +78,7 @@ def join_group(request: GroupRequest) -> Joined:
     me, size, timeout_s = request.global_rank, len(request.global_ranks), request.timeout.total_seconds()
     where = f"rank {me}, group {request.name} of {size} ranks, which is being made"
     store, generation = own_keys(request.store, size, timeout_s, where)
-    shared = None if request.is_default else job_detector(request.global_ranks)
+    shared = None if request.is_default or request.stands_alone else job_detector(request.global_ranks)
     keys = PrefixStore("detector/", store)
     detector = shared or FailureDetector(keys, me, request.global_ranks, timeout_s)
     return Joined(store, generation, detector, is_own=shared is None)

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, get_debug_level
 from commlayer.agree.discovery import Identity, declared_topology, node_identity, versions
 from commlayer.agree.messages import ControlMessage, Peers, Reason, check_alike
 from commlayer.agree.tree import gather_by_tree
+from commlayer.backend.group_options import GroupOptions
 from commlayer.failures.detector import FailureDetector
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.profiles.errors import CommlayerError, DisagreementError
@@ -151,14 +152,23 @@ def read_settings() -> tuple[Settings, CommlayerError | None]:
 
 
 def agree(
-    gloo: Any, store: Store, rank: int, global_ranks: Sequence[int], timeout: timedelta, detector: FailureDetector
+    gloo: Any,
+    store: Store,
+    rank: int,
+    global_ranks: Sequence[int],
+    timeout: timedelta,
+    detector: FailureDetector,
+    *,
+    alone: GroupOptions | None = None,
 ) -> World:
-    """Exchange what the ranks of ``gloo`` must agree on. Collective. ``detector`` watches them.
+    """Exchange what the ranks of ``gloo`` must agree on. Collective. ``detector`` watches them. ``alone``: of a
+    group that is no part of torch's job, its options: what is declared of the job's topology says nothing of it.
 
     Raises, on every rank: DisagreementError for other versions or settings, or words that cannot be read, naming ranks; the
     rank whose own settings cannot be read raises SettingsError. TopologyError for a declared topology of another size.
     """
     settings, failure = read_settings()
+    settings = settings if alone is None else alone.over(settings)
     must_agree = _of_the_machine(settings) | versions()
     must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
     mine = _Card(must_agree, None if failure is None else Reason.of(failure))
@@ -170,12 +180,15 @@ def agree(
         raise failure
     _check(everyone, global_ranks)
     identities = gather_by_tree(Identity(node_identity()), Identity, peers, timeout_s, purpose)
-    topology = _topology(settings, [each.text for each in identities], global_ranks)
+    texts = [each.text for each in identities]
+    topology = Topology.from_identities(texts) if alone is not None else _topology(settings, texts, global_ranks)
     from commlayer.measure.calibrate import planner_for  # numpy and scipy: not for those who only import the backend
 
     own = PrefixStore("calibrate/", store)
     ranks = AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector, timeout.total_seconds())
-    planner = planner_for(settings, topology, ranks, is_whole_job=not dist.is_initialized(), timeout_s=timeout_s)
+    planner = planner_for(
+        settings, topology, ranks, is_whole_job=alone is not None or not dist.is_initialized(), timeout_s=timeout_s
+    )
     return World(tuple(global_ranks), topology, settings, planner)
 
 

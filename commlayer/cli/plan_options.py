@@ -57,7 +57,7 @@ policy_options = in_order(
         help="What the all_gather moves.  [the profile's]",
     ),
     click.option(
-        "--wire", help="Also allow this format between ranks: bf16, fp8_e4m3, bf16+fp8_e4m3; bf16!: no other."
+        "--wire", help="Also allow this format between ranks: bf16, int8, fp8_e4m3, bf16+fp8_e4m3; bf16!: no other."
     ),
     click.option("--no-interference", is_flag=True, help="Price resources as if they did not slow each other down."),
     click.option(

@@ -42,9 +42,11 @@ _MEMORY_TRAFFIC = {
     "copy": 1.0,  # reads S, writes S: what the device's peak counts as S
     "reduce": 1.5,  # reads the sum so far and S, writes the sum
     "encode_bf16": 0.75,  # of FP32: reads S, writes S/2
+    "encode_int8": 0.75,  # of BF16: reads S, writes S/2
     "encode_fp8_e4m3": 0.75,  # of BF16: reads S, writes S/2
     "encode_fp8_e5m2": 0.75,
     "decode_bf16": 1.25,  # reads S/2 and the FP32 sum, writes that
+    "decode_int8": 0.75,
     "decode_fp8_e4m3": 0.75,  # reads S/2, writes S
     "decode_fp8_e5m2": 0.75,
 }

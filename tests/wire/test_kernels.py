@@ -28,7 +28,7 @@ from commlayer.scheduler.wire import Scaling, Wire, WireFormat
 from commlayer.wire.codecs import reference
 from commlayer.wire.codecs.encoded_rows import EncodedRows
 
-FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
+SCALED = [WireFormat.INT8, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH = 130  # a whole block and a short one
 CHANNELS = 34  # more than a program's 32: the reference takes a loop for each
@@ -61,12 +61,13 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def cases() -> list[tuple[Wire, torch.dtype]]:
-    """E4M3 in every scaling and dtype, E5M2 in every scaling; powers of two with one dtype of each."""
+    """E4M3 in every scaling and dtype, E5M2 and INT8 in every scaling; powers of two with one dtype of each."""
     kinds = [(WireFormat.FP8_E4M3, False, dtype) for dtype in DTYPES]
     kinds += [
         (WireFormat.FP8_E4M3, True, torch.float16),
         (WireFormat.FP8_E5M2, False, torch.bfloat16),
         (WireFormat.FP8_E5M2, True, torch.float32),
+        (WireFormat.INT8, False, torch.float32),
     ]
     return [
         (Wire(wire_format, CHANNELS if scaling is Scaling.CHANNEL else WIDTH, scaling, power_of_two), dtype)
@@ -97,11 +98,11 @@ def check_encoding() -> None:
 
 
 def check_rounding() -> None:
-    """Every value of FP16 that FP8 has room for: all ties, all subnormals."""
+    """Every value of FP16 that the format has room for: all ties, all subnormals."""
     from commlayer.wire.kernels.rows import RowKernels
 
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
-    for wire_format, largest in ((WireFormat.FP8_E4M3, 448.0), (WireFormat.FP8_E5M2, 57344.0)):
+    for wire_format, largest in zip(SCALED, (127.0, 448.0, 57344.0), strict=True):
         row = torch.cat([every[every.abs() <= largest], torch.tensor([largest]).half()]).unsqueeze(0)
         wire = Wire(wire_format, row.shape[1])
         message = torch.empty(wire.wire_bytes(1), dtype=torch.uint8)
@@ -130,11 +131,11 @@ def check_every_code() -> None:
     """Each of the 256 codes, in a plain group and in a marked one."""
     from commlayer.wire.kernels.rows import RowKernels
 
-    for wire_format, scale in itertools.product(FP8, (0.37, -0.37)):
+    for wire_format, scale in itertools.product(SCALED, (0.37, -0.37)):
         codes = torch.arange(256, dtype=torch.uint8)
         if scale > 0:  # where codes of NaN and infinity do not occur
             largest = 0x7E if wire_format is WireFormat.FP8_E4M3 else 0x7B
-            codes = codes[(codes & 0x7F) <= largest]
+            codes = codes[codes != 0x80] if wire_format is WireFormat.INT8 else codes[(codes & 0x7F) <= largest]
         wire = Wire(wire_format, len(codes))
         message = torch.cat([torch.tensor([scale]).view(torch.uint8), codes])
         out = torch.empty(1, len(codes))

@@ -33,8 +33,8 @@ class Codec:
     no index is given. Encoded messages are 1-D uint8, possibly a slice of a larger buffer, that begin at a multiple of four
     bytes (two for BF16): the scales (FP32), then the payload, row after row; :meth:`wire_bytes` long.
 
-    ``non_finite`` is what FP8 does with NaN and infinity: ``raise``, or ``pass`` them on (docs/codecs.md). BF16 has both and
-    passes them. All methods may be called from any thread, in inference mode or out of it; none keeps history for gradients.
+    ``non_finite`` is what FP8 and INT8 do with NaN and infinity: ``raise``, or ``pass`` them on (docs/codecs.md). BF16 has both
+    and passes them. All methods may be called from any thread, in inference mode or out of it; none keeps history for gradients.
     Of empty rows nothing is written.
 
     Raises UsageError for the native format, which there is nothing to encode in, and TensorError for a dtype that does not go

@@ -13,7 +13,7 @@ import torch
 from commlayer.scheduler.wire import WireFormat
 from commlayer.wire.codecs.arguments import non_finite_error
 from commlayer.wire.codecs.encoded_rows import EncodedRows
-from commlayer.wire.codecs.fp8 import grid_shape
+from commlayer.wire.codecs.scaled_formats import grid_shape
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS, pieces, scratch
 from commlayer.wire.codecs.tiles import decode_tiles, find_scales, tile_rows, write_payload
 
@@ -29,7 +29,7 @@ class HostRows:
 
     @staticmethod
     def encode(rows: torch.Tensor, encoded: EncodedRows, *, passes: bool) -> None:
-        """Write the message of ``rows`` [r, W], or of those at the places; NaN and infinity too where FP8 ``passes`` them."""
+        """Write the message of ``rows`` [r, W], or of those at the places; what is not finite too where it ``passes``."""
         message, wire, _, index = encoded
         if wire.format is WireFormat.BF16:
             _encode_bf16(rows, message.view(torch.bfloat16), index)

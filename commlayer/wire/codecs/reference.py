@@ -1,4 +1,4 @@
-"""The definition of FP8 rows, group by group, slow and obvious: what the fast paths are held against.
+"""The definition of FP8 and INT8 rows, group by group, slow and obvious: what the fast paths are held against.
 
 Rounding is a search in the sorted list of all values of the format, so it owes nothing to any cast.
 """
@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire
-from commlayer.wire.codecs.fp8 import FORMATS, LEAST_AMAX, Fp8, finite_limit
+from commlayer.wire.codecs.scaled_formats import FORMATS, ScaledFormat, finite_limit
 
 __all__ = ["add", "reference_decode", "reference_encode"]
 
@@ -73,18 +73,18 @@ def _groups(wire: Wire, rows: int) -> Iterator[Group]:
             yield slice(row, row + 1), slice(first, min(first + step, width))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _values(dtype: torch.dtype) -> torch.Tensor:
     """List the values of the codes 0, 1, 2, …, up to the largest finite value; FP64."""
     values = torch.arange(128, dtype=torch.uint8).view(dtype).double()
     return values[values.isfinite()]
 
 
-def _encode_group(x: torch.Tensor, kind: Fp8, power_of_two: bool) -> tuple[float, torch.Tensor]:
+def _encode_group(x: torch.Tensor, kind: ScaledFormat, power_of_two: bool) -> tuple[float, torch.Tensor]:
     is_finite = x.isfinite()
     finite = torch.where(is_finite, x, 0.0)
     is_marked = not bool(is_finite.all())
-    amax = finite.abs().amax().clamp_min(LEAST_AMAX)
+    amax = finite.abs().amax().clamp_min(kind.least_amax)
     scale = amax / torch.tensor(kind.largest_marked if is_marked else kind.largest)
     if power_of_two:
         mantissa, exponent = math.frexp(float(scale))
@@ -92,11 +92,12 @@ def _encode_group(x: torch.Tensor, kind: Fp8, power_of_two: bool) -> tuple[float
     codes = _round(finite * (1.0 / scale), kind)
     codes = torch.where(x.isinf(), kind.infinity_code, codes)
     codes = torch.where(x.isnan(), kind.nan_code, codes)
-    signs = torch.where(x.signbit(), 0x80, 0)
-    return float(-scale if is_marked else scale), (codes | signs).to(torch.uint8)
+    # Two's complement, where zero has no sign; or a sign bit.
+    signed = torch.where(x.signbit(), (256 - codes) % 256, codes) if kind.is_integer else codes + 128 * x.signbit()
+    return float(-scale if is_marked else scale), signed.to(torch.uint8)
 
 
-def _round(x: torch.Tensor, kind: Fp8) -> torch.Tensor:
+def _round(x: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
     """The code of the value nearest to |x|; of two as near, the even code."""
     values, magnitude = _values(kind.dtype), x.double().abs()
     below = torch.searchsorted(values, magnitude, right=True) - 1
@@ -106,8 +107,9 @@ def _round(x: torch.Tensor, kind: Fp8) -> torch.Tensor:
     return torch.where(magnitude < middle, below, torch.where(magnitude > middle, above, even))
 
 
-def _decode_group(codes: torch.Tensor, scale: torch.Tensor, kind: Fp8, limit: float) -> torch.Tensor:
-    magnitude, values = (codes & 0x7F).long(), _values(kind.dtype)
+def _decode_group(codes: torch.Tensor, scale: torch.Tensor, kind: ScaledFormat, limit: float) -> torch.Tensor:
+    code, values = codes.long(), _values(kind.dtype)
+    magnitude = torch.where(code >= 128, 256 - code, code) if kind.is_integer else code % 128
     product = (values[magnitude.clamp_max(len(values) - 1)].float() * scale.abs()).clamp_max(limit)
     if scale < 0:
         product = torch.where(magnitude == kind.infinity_code, math.inf, product)

@@ -1,4 +1,4 @@
-"""Encoding of FP8 rows on the CPU, some rows at a time: as many as a core's cache holds with all that is made of them.
+"""Encoding of FP8 and INT8 rows on the CPU, some rows at a time: as many as a core's cache holds with all that is made of them.
 
 Encoding looks at the rows twice: for the scales, then for the payload. So nothing is written when NaN or infinity forbid it,
 and 128 rows that share their channels' scales need not be in the cache together. Magnitudes are compared as integers of the
@@ -17,7 +17,16 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
-from commlayer.wire.codecs.fp8 import FORMATS, finite_limit, grid_shape, infinity_bits, integer_of, make_scales
+from commlayer.wire.codecs.scaled_formats import (
+    FORMATS,
+    code_magnitudes,
+    codes_of,
+    finite_limit,
+    grid_shape,
+    infinity_bits,
+    integer_of,
+    make_scales,
+)
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS, constant, pieces, scratch
 
 __all__ = ["decode_tiles", "find_scales", "tile_rows", "write_payload"]
@@ -79,11 +88,11 @@ def write_payload(
             _scale(source, factors, wire, scaled)
         else:
             _scale(scaled.copy_(source), factors, wire, scaled)
-        target.copy_(scaled)
+        target.copy_(scaled.round_() if kind.is_integer else scaled)  # both to nearest even
         if has_marks:
-            codes = torch.where(source.isnan(), kind.nan_code, kind.infinity_code) | source.signbit().mul(0x80)
+            codes = codes_of(torch.where(source.isnan(), kind.nan_code, kind.infinity_code), source.signbit(), kind)
             written = target.view(torch.uint8)
-            written.copy_(torch.where(source.isfinite(), written, codes.to(torch.uint8)))
+            written.copy_(torch.where(source.isfinite(), written, codes))
 
 
 def decode_tiles(codes: torch.Tensor, scales: torch.Tensor, wire: Wire, dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -109,9 +118,12 @@ def decode_tiles(codes: torch.Tensor, scales: torch.Tensor, wire: Wire, dtype: t
 
 
 def _widen(codes: torch.Tensor, wire_format: WireFormat) -> torch.Tensor:
-    """FP32 values of E5M2 codes; of E4M3 codes · 2⁻⁸. Exact."""
+    """FP32 values of INT8 and E5M2 codes; of E4M3 codes · 2⁻⁸. Exact."""
     shape = tuple(codes.shape)
-    bits, wide = scratch("bits", shape, torch.int16), scratch("wide", shape, torch.float32)
+    wide = scratch("wide", shape, torch.float32)
+    if wire_format is WireFormat.INT8:
+        return wide.copy_(codes.view(torch.int8))
+    bits = scratch("bits", shape, torch.int16)
     bits.copy_(codes.view(torch.int8))  # the sign fills the upper byte
     if wire_format is WireFormat.FP8_E5M2:
         torch.bitwise_left_shift(bits, constant(8, shape, torch.int16), out=bits)
@@ -125,7 +137,8 @@ def _cut_and_mark(
     wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, wire_format: WireFormat, limit: float
 ) -> None:
     """Products past ``limit`` become ``limit``; codes of infinity and NaN in marked groups get their values."""
-    kind, magnitude = FORMATS[wire_format], codes & 0x7F
+    kind = FORMATS[wire_format]
+    magnitude = code_magnitudes(codes, kind)
     special = torch.where(magnitude == kind.infinity_code, math.inf, math.nan).copysign_(wide)
     is_special = (scales < 0) & ((magnitude == kind.infinity_code) | (magnitude == kind.nan_code))
     wide.copy_(torch.where(is_special, special, wide.clamp(-limit, limit)))

@@ -1,7 +1,7 @@
-"""The encoding of one element inside kernels: the rule of :mod:`commlayer.wire.codecs.fp8` in integer arithmetic.
+"""The encoding of one element inside kernels: the rule of :mod:`commlayer.wire.codecs.scaled_formats` in integer arithmetic.
 
 No cast to FP8 is used: GPUs before compute capability 8.9 have none, and neither has Triton's interpreter one that rounds
-rightly. ``kind`` is 4 for E4M3 and 5 for E5M2: the bits of the exponent. 8 is BF16, which has no scales.
+rightly. ``kind`` is 4 for E4M3 and 5 for E5M2: the bits of the exponent; 1 for INT8. 8 is BF16, which has no scales.
 
 Kernels must be launched with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the rule rounds twice.
 """
@@ -24,8 +24,12 @@ def magnitude(x):
 def make_scale(largest, largest_finite, kind: tl.constexpr, power_of_two: tl.constexpr):
     """Return (scale, what to multiply by, whether the group is marked) of groups with these largest magnitudes, as bits."""
     is_marked = largest >= 0x7F800000
-    amax = tl.maximum(largest_finite.to(tl.float32, bitcast=True), 1e-4)
-    limit = tl.where(is_marked, 416.0, 448.0) if kind == 4 else amax * 0.0 + 57344.0
+    if kind == 1:
+        amax = tl.maximum(largest_finite.to(tl.float32, bitcast=True), 2.0**-119)
+        limit = tl.where(is_marked, 126.0, 127.0)
+    else:
+        amax = tl.maximum(largest_finite.to(tl.float32, bitcast=True), 1e-4)
+        limit = tl.where(is_marked, 416.0, 448.0) if kind == 4 else amax * 0.0 + 57344.0
     scale = tl.div_rn(amax, limit.to(tl.float32))
     if power_of_two:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -34,7 +38,21 @@ def make_scale(largest, largest_finite, kind: tl.constexpr, power_of_two: tl.con
 
 @triton.jit
 def to_code(x, inverse, kind: tl.constexpr):
-    """The FP8 code (uint8) of x · inverse, to nearest even; of NaN and infinity their codes in a marked group."""
+    """The code (uint8) of x · inverse, to nearest even; of NaN and infinity their codes in a marked group."""
+    return _to_integer(x, inverse) if kind == 1 else _to_fp8(x, inverse, kind)
+
+
+@triton.jit
+def _to_integer(x, inverse):
+    # Added to a number whose last bit is worth one, the FPU rounds, also what is negative.
+    code = (x * inverse + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    found = magnitude(x)
+    code = tl.where(found == 0x7F800000, tl.where(x > 0, 127, -127), code)
+    return tl.where(found > 0x7F800000, -128, code).to(tl.int8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _to_fp8(x, inverse, kind: tl.constexpr):
     mantissa_bits: tl.constexpr = 7 - kind
     bias: tl.constexpr = 7 if kind == 4 else 15
     dropped: tl.constexpr = 23 - mantissa_bits
@@ -58,7 +76,22 @@ def to_code(x, inverse, kind: tl.constexpr):
 
 @triton.jit
 def to_value(code, scale, limit, kind: tl.constexpr):
-    """The FP32 value of an FP8 code and its group's (signed) scale, cut at ``limit``."""
+    """The FP32 value of a code and its group's (signed) scale, cut at ``limit``."""
+    return _of_integer(code, scale, limit) if kind == 1 else _of_fp8(code, scale, limit, kind)
+
+
+@triton.jit
+def _of_integer(code, scale, limit):
+    number = code.to(tl.int8, bitcast=True).to(tl.int32)
+    value = tl.maximum(tl.minimum(number.to(tl.float32) * tl.abs(scale), limit), -limit).to(tl.int32, bitcast=True)
+    infinity = tl.where(number > 0, 0x7F800000, -0x800000)
+    special = tl.where(number == -128, 0x7FC00000, infinity)
+    is_special = (scale < 0) & ((number == -128) | (number == 127) | (number == -127))
+    return tl.where(is_special, special, value).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _of_fp8(code, scale, limit, kind: tl.constexpr):
     mantissa_bits: tl.constexpr = 7 - kind
     bias: tl.constexpr = 7 if kind == 4 else 15
     infinity: tl.constexpr = 0x7E if kind == 4 else 0x7C

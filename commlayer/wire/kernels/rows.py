@@ -7,13 +7,13 @@ import triton
 
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
 from commlayer.wire.codecs.encoded_rows import EncodedRows
-from commlayer.wire.codecs.fp8 import finite_limit
+from commlayer.wire.codecs.scaled_formats import finite_limit
 from commlayer.wire.kernels.decode import add_rows, decode_rows
 from commlayer.wire.kernels.encode import encode_bf16, encode_tiles, encode_tokens
 
 __all__ = ["RowKernels"]
 
-_KINDS = {WireFormat.FP8_E4M3: 4, WireFormat.FP8_E5M2: 5, WireFormat.BF16: 8}
+_KINDS = {WireFormat.INT8: 1, WireFormat.FP8_E4M3: 4, WireFormat.FP8_E5M2: 5, WireFormat.BF16: 8}
 _SCALINGS = {Scaling.TOKEN: 0, Scaling.BLOCK: 1, Scaling.CHANNEL: 2}
 _TILE = 1024
 _GROUPS = {Scaling.BLOCK: 8, Scaling.CHANNEL: 32}

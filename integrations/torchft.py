@@ -1,0 +1,118 @@
+"""torchft's process group between replicas, of backend ``commlayer``: planned, compressed where that is allowed, made anew with
+every quorum.
+
+    pg = planned_process_group("int8!")              # was ProcessGroupGloo(…)
+    manager = Manager(pg=pg, …)
+
+torchft makes the group between its replicas anew whenever members join or leave, over a store of each quorum, and numbers the
+replicas by itself. So each such group stands alone: its ranks agree on where they run, their settings and their profile with each
+other, and not with the job that each replica is. It has one rank of each replica, so sums go by messages from every site to every
+other one: as many bytes as a ring's, and two waits for the links instead of two for every other site. That needs no profile, and
+none is measured when members change.
+
+DiLoCo and LocalSGD send whole models over it, between sites. Their FP32 sums may go in BF16 or in INT8: one rounding of what each
+replica sends, and one of the sum, which is taken in FP32; all replicas hold the same bits.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from commlayer.backend.group_options import GroupOptions
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["planned_process_group"]
+
+_PATIENCE_S = 0.1
+"""How long a new quorum waits for the old one's calls. A replica asks for a quorum after its calls: what is left hangs."""
+
+
+def planned_process_group(
+    wire: str | None = None,
+    *,
+    plan: str = "flat_direct",
+    timeout: timedelta = timedelta(seconds=60),
+    options: GroupOptions | None = None,
+) -> dist.ProcessGroup:
+    """Make a process group for torchft's ``Manager``, in the place of ``ProcessGroupGloo``.
+
+    An element of the sum is off by at most, in BF16: 2⁻⁸ of the magnitudes that were added, and 2⁻⁸ of the sum; in INT8: 1/254 of
+    the largest magnitude in the element's block of 128, of each replica's tensor, added up, and 1/254 of that of the sum.
+
+    Args:
+        wire: in which format sums of FP32 tensors cross: ``int8!``, ``bf16!``; without ``!`` where the profile finds it faster;
+            None: as they are.
+        plan: one for every call to which it applies; ``auto``: by a profile, which is measured where there is none of these
+            sites, in some seconds that configuring takes longer; ``flat``: as Gloo runs it.
+        timeout: of each call, and of making a group anew.
+        options: all options of the groups, instead of ``wire`` and ``plan``.
+
+    Raises UsageError where torchft is not installed, or for a ``wire`` or ``options`` that are none.
+    """
+    if options is not None and (wire is not None or not isinstance(options, GroupOptions)):
+        raise UsageError(f"give wire, or options, a commlayer.GroupOptions; got wire {wire!r} and options {options!r}")
+    try:
+        groups: Any = import_module("torchft.process_group")
+    except ImportError as error:
+        raise UsageError(
+            f"planned_process_group is for torchft, which cannot be imported ({error}): pip install 'commlayer[torchft]'"
+        ) from error
+    made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(
+        timeout, options or GroupOptions(wire=wire, plan=plan)
+    )
+    return made
+
+
+def _class_of(wrapper: Any) -> Any:
+    class PlannedProcessGroup(wrapper):  # type: ignore[misc]  # torchft's, of which nothing is known here
+        """A reconfigurable group of backend ``commlayer``, as torchft's are of Gloo and NCCL."""
+
+        _pg: Any
+
+        def __init__(self, timeout: timedelta, options: GroupOptions) -> None:
+            super().__init__(timeout)
+            self._options = options
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            from commlayer.backend.create import make_group
+
+            return make_group(
+                name=f"torchft quorum {self._quorum_id}",
+                rank=rank,
+                global_ranks=range(world_size),
+                store=store,
+                timeout=self._timeout,
+                options=self._options,
+                stands_alone=True,
+            )
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            """The timeout of calls from now on, and of making a group anew."""
+            super().set_timeout(timeout)
+            if self._pg is not None:
+                self.parent.set_timeout(timeout)
+
+        def abort(self, errored: bool = True) -> None:
+            """Let go of the group. After an error what is under way is broken, here and on the others."""
+            group, self._pg = self._pg, None
+            super().abort(errored)  # torchft's log
+            _let_go(group, 0.0 if errored else _PATIENCE_S)
+
+        def shutdown(self) -> None:
+            """Let go of the group, once what is under way has ended."""
+            group, self._pg = self._pg, None
+            _let_go(group, self._timeout.total_seconds())
+
+        def getBackendName(self) -> str:  # noqa: N802  torch's name
+            return "torchft-commlayer"
+
+    return PlannedProcessGroup
+
+
+def _let_go(group: Any, patience_s: float) -> None:
+    if group is not None:
+        group.leave(patience_s)
