@@ -1,8 +1,9 @@
 """The cost on the host of planned calls on a simulated device, above the bare call of its inner backend, for each strategy.
 
-Two figures for each. On the simulated device: all that the caller's thread does, of which most is the simulator's own work, in
-Python, for each operator, event and message. Without a device: the same calls on streams that take everything and do nothing,
-which is what this package adds on any device; there a launch costs what the device's own library takes for it.
+Two devices. On the simulated one: all that the caller's thread does, of which most is the simulator's own work, in Python, for
+each operator, event and message. On the null device, whose streams, events, messengers and inner backend take everything and do
+nothing: what this package adds on any device, where a launch costs what the device's own library takes for it. There it is stated
+above two calls: the same group's that is not planned, and torch's own of a group that is nothing but that inner backend.
 
 All ways take turns in blocks on one group, on the same tensor, as gradients' buckets are; see host_cost.py.
 """
@@ -33,6 +34,8 @@ __all__ = ["print_device"]
 
 STRATEGIES = ("flat_direct", "hierarchical", "leaders", "pipelined:2", "pipelined:4")
 INNER = "inner"
+BARE = "bare"
+NULL = "null"
 TARGET_US = 40.0
 ELEMENTS = 1024
 
@@ -41,6 +44,8 @@ Times = dict[str, dict[str, list[float]]]
 
 class Nothing:
     """A device, its streams, events and messengers, and an inner backend, that do nothing; it has memory, of ``device``."""
+
+    is_capturing = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -94,20 +99,23 @@ def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, in
     idle = DevicePlans(
         nodes, dist.get_rank(), place.plans.choices, lambda purpose, on: nothing, lambda: "", lambda: 0.0
     )
-    verbs = {"simulated": place.verbs, "none": DeviceVerbs(Nccl(nothing), idle, group.counters)}
-    plans = {"simulated": place.plans, "none": idle}
+    verbs = {"simulated": place.verbs, NULL: DeviceVerbs(Nccl(nothing), idle, group.counters)}
+    plans = {"simulated": place.plans, NULL: idle}
     choices = {name: Choices(shape, None, Settings(plan=name)) for name in STRATEGIES}
     choices[INNER] = Choices(shape, None, Settings())
     x = torch.ones(ELEMENTS, device=device)
-    times: Times = {where: {name: [] for name in (INNER, *STRATEGIES)} for where in verbs}
+    ways: dict[str, tuple[str, ...]] = {"simulated": (INNER, *STRATEGIES), NULL: (BARE, INNER, *STRATEGIES)}
+    choices[BARE] = choices[INNER]  # who has no group of ours asks nobody
+    times: Times = {where: {name: [] for name in names} for where, names in ways.items()}
     gc.disable()
     for turn in range(num_calls // block + 1):
-        for where in verbs:
-            for name in (INNER, *STRATEGIES):
+        for where, names in ways.items():
+            for name in names:
                 place.verbs, plans[where].choices = verbs[where], choices[name]
+                given = nothing if name == BARE else None
                 for _ in range(block):
                     began = time.thread_time_ns()
-                    work = dist.all_reduce(x, async_op=True)
+                    work = dist.all_reduce(x, group=given, async_op=True)
                     assert work is not None
                     work.wait()
                     if turn:  # the first connects
@@ -137,18 +145,28 @@ def print_device(options: argparse.Namespace) -> None:
         times, steps = cluster.run(measure_device, options.calls, timeout_s=90)[0]
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {machine}, 2x2 ranks: processor time of the caller of "
-        f"an all_reduce of {ELEMENTS * 4} bytes on rank 0, µs above the inner backend's own, median (quartiles)"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {machine}, 2x2 ranks, {len(times[NULL][BARE])} calls "
+        f"each: processor time of the caller of an all_reduce of {ELEMENTS * 4} bytes on rank 0, µs, median (quartiles)"
     )
+    print(f"on the null device, torch's own of a group that does nothing: {_quartiles(times[NULL][BARE])}")
     for where, found in times.items():
-        print(f"inner, {'simulated device' if where == 'simulated' else 'no device'}: {_quartiles(found[INNER])}")
-    print(f"{'':14}{'steps':>6}{'simulated device':>28}{'no device':>24}   at most {TARGET_US:g} without a device")
+        print(f"on the {where} device, not planned: {_quartiles(found[INNER])}")
+    bases = {
+        "null: above torch's own": (NULL, BARE),
+        "null: above not planned": (NULL, INNER),
+        "simulated: above not planned": ("simulated", INNER),
+    }
+    print(f"\n| strategy | steps | {' | '.join(bases)} | at most {TARGET_US:g} above torch's own |")
+    print("|---" * (len(bases) + 3) + "|")
     for name in STRATEGIES:
-        above = {where: [each - _median(found[INNER]) for each in found[name]] for where, found in times.items()}
-        verdict = "yes" if _median(above["none"]) <= TARGET_US else "no"
-        print(
-            f"{name:14}{steps[name]:6}{_quartiles(above['simulated']):>28}{_quartiles(above['none']):>24}   {verdict}"
-        )
+        above = [_above(times[where][name], times[where][base]) for where, base in bases.values()]
+        verdict = "yes" if _median(above[0]) <= TARGET_US else "no"
+        print(f"| {name} | {steps[name]} | {' | '.join(map(_quartiles, above))} | {verdict} |")
+
+
+def _above(values: list[float], base: list[float]) -> list[float]:
+    bare = _median(base)
+    return [each - bare for each in values]
 
 
 def _median(values: list[float]) -> float:

@@ -124,7 +124,7 @@ class StreamTransport:
         """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
         self._is_in_graph = False
         self._latest: weakref.ref[StreamCall] | None = None
-        self._announced_on: Stream | None = None  # of the latest call that was
+        self._announced: tuple[StreamLane, Stream] | None = None  # the latest call that was: where, on which stream
         self._staged: list[weakref.ref[torch.Tensor]] = []
         self._of_graphs: list[torch.Tensor] = []  # staging memory that a graph may be replayed on
 
@@ -143,9 +143,9 @@ class StreamTransport:
         """Note the latest call."""
         self._latest = weakref.ref(call)  # which holds the program's memory
 
-    def announced(self, stream: Stream) -> None:
-        """Note the stream on which the latest call tells lower lanes that it begins."""
-        self._announced_on = stream
+    def announced(self, lane: StreamLane, stream: Stream) -> None:
+        """Note where, and on which stream, the latest call tells lower lanes that it begins."""
+        self._announced = lane, stream
 
     def waited_for(self, call: StreamCall) -> None:
         """The caller has waited for ``call``: in a graph, all that comes later in it comes after it, and so after all before the
@@ -230,15 +230,14 @@ class StreamTransport:
         self._leave_lanes()
 
     def _leave_lanes(self, *, is_broken: bool = False) -> None:
-        if self.among is None:
-            return
-        self.among.leave()
-        if is_broken and self._announced_on is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # of a device on which nothing can be launched any more: it holds nobody
-                self.among.give_back(self._announced_on)
-            self._announced_on = None
+        if self.among is not None:
+            self.among.leave()
+        if is_broken and self._announced is not None:
+            among, stream = self._announced
+            self._announced = None
+            # On a device on which nothing can be launched any more it holds nobody.
+            with contextlib.suppress(RuntimeError):
+                among.give_back(stream)
 
 
 class StreamCall:
@@ -266,7 +265,7 @@ class StreamCall:
             crosses = any(resource is Resource.INTER for resource, _ in bound.kept)
             stream = transport.streams[bound.kept[0][0]]
             stream.launch(lane.begun(crosses=crosses))
-            transport.announced(stream)
+            transport.announced(lane, stream)
 
     @property
     def steps(self) -> Sequence[Moves]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,7 +23,13 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.compressed import CompressedGroup
 from commlayer.engine.group_plans import Choices
 from commlayer.integrations import plan_ddp
-from commlayer.profiles.errors import DisagreementError, NonFiniteError, TensorError
+from commlayer.profiles.errors import (
+    CollectiveTimeoutError,
+    DisagreementError,
+    NonFiniteError,
+    PeerError,
+    TensorError,
+)
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.wire import WireFormat, WirePolicy
 from commlayer.testing import StreamDelays, simulated_device
@@ -180,6 +188,27 @@ def test_every_exchange_gives_the_cpus_bits(
     nodes: int, ranks: int, shape: str, emulated_cluster: ClusterFactory
 ) -> None:
     emulated_cluster(nodes, ranks).run(every_exchange, shape)
+
+
+def split_on_rank_0_alone() -> str:
+    """The error of a call of which one rank says splits, and the others none."""
+    os.environ["COMMLAYER_PLAN"] = "hierarchical"
+    device = simulated_device(StreamDelays(chance=0.0))
+    dist.init_process_group("commlayer", timeout=timedelta(seconds=3))
+    rows, ones = torch.ones(4, W, device=device), [1] * 4
+    given = (ones, ones) if dist.get_rank() == 0 else (None, None)
+    with pytest.raises((CollectiveTimeoutError, PeerError)) as found:
+        dist.all_to_all_single(torch.empty_like(rows), rows, *given)
+    return str(found.value)
+
+
+def test_splits_on_some_ranks_only_end_at_the_timeout_with_names(emulated_cluster: ClusterFactory) -> None:
+    """Who has splits waits for the others' counts, and these for it: nothing is agreed by then that would tell them apart."""
+    words = emulated_cluster(2, 2).run(split_on_rank_0_alone)
+    assert "to exchange the counts of an all_to_all" in words[0]
+    for rank, text in enumerate(words):
+        assert f"rank {rank} could not connect" in text or f"rank {rank}: ranks [0, 1, 2, 3] did not all come" in text
+        assert "group 0" in text
 
 
 # Rails and nodes
