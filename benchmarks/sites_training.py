@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer.backend.create  # noqa: F401  once, before ranks are forked
+from commlayer.integrations.torchft import planned_process_group
 from commlayer.statistics import Stats, stats
 
 LIMIT = timedelta(seconds=20)
@@ -104,9 +105,8 @@ def train(ways: Sequence[Way]) -> list[Trained]:
 def _train(site: Site, way: Way) -> Trained:
     import torchft
 
-    names: dict[str, Any] = {"timedelta": timedelta}
-    exec("from torchft import ProcessGroupGloo\nfrom commlayer.integrations import planned_process_group", names)
-    pg = eval(way.pg, names)
+    names = {"ProcessGroupGloo": torchft.ProcessGroupGloo, "planned_process_group": planned_process_group}
+    pg: Any = eval(way.pg, {**names, "timedelta": timedelta})  # as a user writes it
     server, lighthouse = site.lighthouse()
     model = _model()
     manager = torchft.Manager(
