@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,7 @@ def timed(rounds: int, mib: int) -> list[dict[str, float]]:
     groups["Gloo"].barrier().wait()  # a group that is let go of must not be in use
     for way in OURS:
         groups[way].shutdown()
+    site.end()
     return found
 
 
@@ -186,14 +188,15 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    cases = [measured(*case, args.rounds, args.mib) for case in (CASES[1:2] if args.quick else CASES)]
     losses = [] if args.quick else [trained(sites) for sites in (2, 4)]
+    cases = []
+    for case in CASES[1:2] if args.quick else CASES:
+        cases.append(measured(*case, args.rounds, args.mib))
+        print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
     text = document(cases, losses, facts(Path(__file__).name, load), args.mib)
     print(text)
     if not args.quick:
         write_results(dated_stem(args.output, "sites"), {"cases": cases, "losses": losses}, text)
-    else:
-        print(json.dumps(cases))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,13 @@ class Site:
         self.shared.set(f"{word} {self._ways} {self.rank}", "")
         self.shared.wait([f"{word} {self._ways} {rank}" for rank in range(count)], LIMIT)
 
+    def end(self) -> None:
+        """The first site hosts the store, and so ends last."""
+        if self.rank:
+            self.shared.set(f"ended {self.rank}", "")
+        else:
+            self.shared.wait([f"ended {rank}" for rank in range(1, self.count)], LIMIT)
+
     def wait_until_known(self, lighthouse: str) -> None:
         """Return when the lighthouse has heard of all sites: it would begin without those that it does not know."""
         until = time.monotonic() + LIMIT.total_seconds()
@@ -99,7 +106,9 @@ def train(ways: Sequence[Way]) -> list[Trained]:
     """Train one way after the other; a way in which this site leaves is its last."""
     torch.set_num_threads(1)
     site = Site()
-    return [_train(site, way) for way in ways]
+    results = [_train(site, way) for way in ways]
+    site.end()
+    return results
 
 
 def _train(site: Site, way: Way) -> Trained:

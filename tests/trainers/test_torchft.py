@@ -93,7 +93,7 @@ def every_call() -> None:
         assert torch.equal(x, zero)
     pg.barrier().wait()
     pg.shutdown()
-    site.everyone("done", 2)
+    site.end()
 
 
 def test_every_call_of_torchfts_groups_is_there() -> None:
