@@ -66,7 +66,7 @@ class _Together:
 
 
 def timed(rounds: int, mib: int) -> list[dict[str, float]]:
-    """The seconds that each way takes here, by round. An eighth of the tensor goes before, over connections that are still slow."""
+    """The seconds that each way takes here, by round. An eighth of the tensor goes before, over connections still slow."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_PROFILE"] = "none"
     site = Site()

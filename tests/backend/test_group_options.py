@@ -123,7 +123,11 @@ def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> No
         part = torch.empty(1024)
         dist.reduce_scatter_tensor(part, exact, group=fine)
         assert 0 < (part - wanted[rank * 1024 :][:1024]).abs().max() <= 4 * 258 / 254 + 1e-3
-        assert moved("fine") == {("all_reduce", "flat_direct/int8"), ("all_reduce", "flat"), ("reduce_scatter", "flat_direct/int8")}
+        assert moved("fine") == {
+            ("all_reduce", "flat_direct/int8"),
+            ("all_reduce", "flat"),
+            ("reduce_scatter", "flat_direct/int8"),
+        }
         assert moved("plain") == {(name, "flat") for name in ("all_reduce", "reduce_scatter", "all_gather")}
         assert moved("coarse") == {
             ("all_reduce", "hierarchical/bf16"),

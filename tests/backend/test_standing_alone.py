@@ -34,7 +34,7 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
         torch.set_num_threads(1)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # What torch's job of this replica says of itself, which the group between replicas is no part of.
-        os.environ["COMMLAYER_TOPOLOGY"] = "1"
+        os.environ["COMMLAYER_TOPOLOGY"] = "1x1"
         os.environ["COMMLAYER_PROFILE"] = "emulated-2x4"
         own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
         dist.init_process_group("commlayer", store=own, rank=0, world_size=1, timeout=LIMIT)

@@ -86,8 +86,8 @@ def sums_are_right(plan: str, formats: tuple[WireFormat, ...]) -> None:
 
 
 def bound_of(whole: list[torch.Tensor], wire: WireFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Half a unit of the format for each input (FP8, INT8: of its row's largest), the sum's own rounding, and two of a node's sum in
-    the tensor's dtype."""
+    """Half a unit of the format for each input (FP8, INT8: of its row's largest), the sum's own rounding, and two of a node's sum
+    in the tensor's dtype."""
     stacked = torch.stack(whole).double().abs()
     each = stacked if wire is BF16 else stacked.amax(2, keepdim=True).expand_as(stacked)
     own = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
