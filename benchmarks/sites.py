@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, quantiles
@@ -45,8 +47,8 @@ class ManyGroups:
 
     def __init__(self, configure: Any) -> None:
         self.groups = [torchft.process_group.ProcessGroupGloo(timeout=LIMIT) for _ in range(GROUPS)]
-        for number, group in enumerate(self.groups):
-            configure(group, f"many {number}")
+        with ThreadPoolExecutor(GROUPS) as pool:  # each waits for the links many times
+            list(pool.map(configure, self.groups, (f"many {number}" for number in range(GROUPS))))
 
     def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Any:
         parts = tensors[0].chunk(len(self.groups))
@@ -64,7 +66,7 @@ class _Together:
 
 
 def timed(rounds: int, mib: int) -> list[dict[str, float]]:
-    """The seconds that each way takes here, by round; the first round, of connections that are still slow, is not counted."""
+    """The seconds that each way takes here, by round. An eighth of the tensor goes before, over connections still slow."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_PROFILE"] = "none"
     site = Site()
@@ -84,28 +86,31 @@ def timed(rounds: int, mib: int) -> list[dict[str, float]]:
             continue
         configure(groups[way], way)
     x, options = torch.randn(mib << 18, generator=torch.Generator().manual_seed(site.rank)), AllreduceOptions()
-    expected = x.clone()
-    groups["Gloo"].allreduce([expected], options).wait()
+    for group in groups.values():
+        group.allreduce([x[: len(x) // 8].clone()], options).wait()
     found = []
-    for _ in range(rounds + 1):
-        seconds = {}
+    for _ in range(rounds):
+        seconds, expected = {}, x
         for way, group in groups.items():
             y = x.clone()
             groups["Gloo"].barrier().wait()
             began = time.perf_counter()
             group.allreduce([y], options).wait()
             seconds[way] = time.perf_counter() - began
+            if way == "Gloo":
+                expected = y
             _check(way, y, expected)
         found.append(seconds)
     groups["Gloo"].barrier().wait()  # a group that is let go of must not be in use
     for way in OURS:
         groups[way].shutdown()
-    return found[1:]
+    site.end()
+    return found
 
 
 def _check(way: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     """Every way is right, to what its format rounds: normal numbers, in blocks whose largest is below 6, from a few sites."""
-    bound = {"BF16": 2.0**-4, "INT8": 0.25}.get(way, 1e-5)
+    bound = {"BF16": 2.0**-3, "INT8": 0.25}.get(way, 1e-5)
     worst = float((got - expected).abs().max())
     assert worst <= bound, f"{way}: an element is off by {worst}"
 
@@ -183,14 +188,15 @@ def main() -> None:
     add_output(parser)
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    cases = [measured(*case, args.rounds, args.mib) for case in (CASES[1:2] if args.quick else CASES)]
     losses = [] if args.quick else [trained(sites) for sites in (2, 4)]
+    cases = []
+    for case in CASES[1:2] if args.quick else CASES:
+        cases.append(measured(*case, args.rounds, args.mib))
+        print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
     text = document(cases, losses, facts(Path(__file__).name, load), args.mib)
     print(text)
     if not args.quick:
         write_results(dated_stem(args.output, "sites"), {"cases": cases, "losses": losses}, text)
-    else:
-        print(json.dumps(cases))
 
 
 if __name__ == "__main__":

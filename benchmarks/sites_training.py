@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer.backend.create  # noqa: F401  once, before ranks are forked
+from commlayer.integrations.torchft import planned_process_group
 from commlayer.statistics import Stats, stats
 
 LIMIT = timedelta(seconds=20)
@@ -77,6 +78,13 @@ class Site:
         self.shared.set(f"{word} {self._ways} {self.rank}", "")
         self.shared.wait([f"{word} {self._ways} {rank}" for rank in range(count)], LIMIT)
 
+    def end(self) -> None:
+        """The first site hosts the store, and so ends last."""
+        if self.rank:
+            self.shared.set(f"ended {self.rank}", "")
+        else:
+            self.shared.wait([f"ended {rank}" for rank in range(1, self.count)], LIMIT)
+
     def wait_until_known(self, lighthouse: str) -> None:
         """Return when the lighthouse has heard of all sites: it would begin without those that it does not know."""
         until = time.monotonic() + LIMIT.total_seconds()
@@ -98,15 +106,16 @@ def train(ways: Sequence[Way]) -> list[Trained]:
     """Train one way after the other; a way in which this site leaves is its last."""
     torch.set_num_threads(1)
     site = Site()
-    return [_train(site, way) for way in ways]
+    results = [_train(site, way) for way in ways]
+    site.end()
+    return results
 
 
 def _train(site: Site, way: Way) -> Trained:
     import torchft
 
-    names: dict[str, Any] = {"timedelta": timedelta}
-    exec("from torchft import ProcessGroupGloo\nfrom commlayer.integrations import planned_process_group", names)
-    pg = eval(way.pg, names)
+    names = {"ProcessGroupGloo": torchft.ProcessGroupGloo, "planned_process_group": planned_process_group}
+    pg: Any = eval(way.pg, {**names, "timedelta": timedelta})  # as a user writes it
     server, lighthouse = site.lighthouse()
     model = _model()
     manager = torchft.Manager(

@@ -34,36 +34,43 @@ _PATIENCE_S = 0.1
 def planned_process_group(
     wire: str | None = None,
     *,
-    plan: str = "flat_direct",
+    plan: str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     options: GroupOptions | None = None,
 ) -> dist.ProcessGroup:
     """Make a process group for torchft's ``Manager``, in the place of ``ProcessGroupGloo``.
 
-    An element of the sum is off by at most, in BF16: 2⁻⁸ of the magnitudes that were added, and 2⁻⁸ of the sum; in INT8: 1/254 of
-    the largest magnitude in the element's block of 128, of each replica's tensor, added up, and 1/254 of that of the sum.
+    An element of the sum is off by at most, in BF16: 2⁻⁸ of the magnitudes that were added, and 2⁻⁸ of the sum; in INT8: 1/253 of
+    the largest magnitude in the element's block of 128, of each replica's tensor, added up, and 1/253 of that of the sum.
 
     Args:
         wire: in which format sums of FP32 tensors cross: ``int8!``, ``bf16!``; without ``!`` where the profile finds it faster;
             None: as they are.
         plan: one for every call to which it applies; ``auto``: by a profile, which is measured where there is none of these
-            sites, in some seconds that configuring takes longer; ``flat``: as Gloo runs it.
+            sites, in some seconds that configuring takes longer; ``flat``: as Gloo runs it. None: ``flat_direct``, or ``auto``
+            where a profile is to say whether ``wire`` is faster.
         timeout: of each call, and of making a group anew.
         options: all options of the groups, instead of ``wire`` and ``plan``.
 
     Raises UsageError where torchft is not installed, or for a ``wire`` or ``options`` that are none.
     """
-    if options is not None and (wire is not None or not isinstance(options, GroupOptions)):
-        raise UsageError(f"give wire, or options, a commlayer.GroupOptions; got wire {wire!r} and options {options!r}")
+    is_given_both = (wire or plan) is not None and options is not None
+    if is_given_both or not (options is None or isinstance(options, GroupOptions)):
+        raise UsageError(
+            f"give wire and plan, or options, a commlayer.GroupOptions; got wire {wire!r}, plan {plan!r} and options {options!r}"
+        )
+    if wire is not None and not isinstance(wire, str):
+        raise UsageError(f"wire must be a text such as int8! or bf16!, or None; got {wire!r}")
     try:
         groups: Any = import_module("torchft.process_group")
     except ImportError as error:
         raise UsageError(
             f"planned_process_group is for torchft, which cannot be imported ({error}): pip install 'commlayer[torchft]'"
         ) from error
-    made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(
-        timeout, options or GroupOptions(wire=wire, plan=plan)
-    )
+    if options is None:
+        needs_profile = wire is not None and wire != "native" and not wire.endswith("!")
+        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else "flat_direct"))
+    made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(timeout, options)
     return made
 
 

@@ -94,7 +94,7 @@ class LocalLeg(Leg):
 
 
 class CodedLeg(LocalLeg):
-    """Encoding into the plan's wire format, or decoding. What FP8 costs goes by elements, and its curves are of BF16."""
+    """Encoding into the plan's wire format, or decoding. What FP8 and INT8 cost goes by elements; their curves are of BF16."""
 
     def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
         return ((f"{self.op.value}_{plan.wire}", Resource.DEVICE, 1),)

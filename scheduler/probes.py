@@ -43,7 +43,7 @@ _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_
 """The order in which a profile has the backend's own calls."""
 _ITEM_BYTES = 4  # sums are of float32
 _ROW_ELEMENTS = 1024
-"""Elements of the rows that FP8 is measured on: about a model's hidden size."""
+"""Elements of the rows that FP8 and INT8 are measured on: about a model's hidden size."""
 _WIRES = tuple(Wire(each, _ROW_ELEMENTS) for each in WireFormat)
 
 

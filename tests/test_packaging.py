@@ -92,6 +92,7 @@ def test_constraints_pin_what_the_project_asks_for(project: Any) -> None:
         "plots",
         "trainers",
         "triton",
+        "torchft",
         "torchtitan",
     ):  # what dev, or make trainers, asks for
         asked += extras[name]

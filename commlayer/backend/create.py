@@ -106,16 +106,13 @@ def create_group(request: GroupRequest, joined: Joined, options: Any) -> Commlay
 
 
 def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> CommlayerGroup:
-    is_default, is_first = request.is_default, request.is_default or request.stands_alone
+    is_default = request.is_default
     name, rank, global_ranks, store = connect.name, connect.rank, connect.global_ranks, connect.store
     gloo = connect.gloo("gloo")
     jobs = connect.agreed(gloo, request, options)
     job = replace(jobs, settings=options.over(jobs.settings))
     lanes().policy = LanePolicy(share=job.settings.lane_share)
-    world_size = len(global_ranks) if is_first else dist.get_world_size()
-    with connect.connecting("to record calls"):
-        begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
-    _report_at_exit(job, store, me=global_ranks[rank], world_size=world_size, request=request)
+    _keep_records(connect, gloo, request, job)
     planned = connect.planned(gloo, job)
     signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
@@ -154,18 +151,28 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
     return group
 
 
-def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int, request: GroupRequest) -> None:
+def _keep_records(connect: _Connector, gloo: Any, request: GroupRequest, job: world.World) -> None:
+    """Have calls recorded and told of, as settings say. A group that stands alone has no files: its ranks have other numbers
+    each time it is made, and those of the job belong to its replica."""
+    if request.stands_alone:
+        if job.settings.stats == "1":
+            print_at_exit()
+        return
+    global_ranks, rank, is_default = connect.global_ranks, connect.rank, request.is_default
+    world_size = len(global_ranks) if is_default else dist.get_world_size()
+    with connect.connecting("to record calls"):
+        begin(job.settings, gloo, global_ranks, rank, world_size, connect.board)
+    _report_at_exit(job, connect.store, me=global_ranks[rank], world_size=world_size, is_default=is_default)
+
+
+def _report_at_exit(job: world.World, store: Store, *, me: int, world_size: int, is_default: bool) -> None:
     """Have statistics and audits printed and written, as settings say: from the default group on, or from the first group
     where the default one is another backend's."""
     settings = job.settings
     is_printed = settings.stats == "1"
-    is_first = request.is_default or audit_report() is None
+    is_first = is_default or audit_report() is None
     if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
-        name = (
-            agreed_job(store if request.is_default or request.stands_alone else _get_default_store())
-            if settings.audit
-            else ""
-        )
+        name = agreed_job(store if is_default else _get_default_store()) if settings.audit else ""
         open_audit_report(job=name, rank=me, world_size=world_size, folder=settings.audit, is_printed=is_printed)
     if is_printed:
         print_at_exit()

@@ -8,7 +8,7 @@ nothing, or members would disagree on whether to ask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -168,7 +168,7 @@ def agree(
     rank whose own settings cannot be read raises SettingsError. TopologyError for a declared topology of another size.
     """
     settings, failure = read_settings()
-    settings = settings if alone is None else alone.over(settings)
+    settings = settings if alone is None else _standing_alone(settings, alone)
     must_agree = _of_the_machine(settings) | versions()
     must_agree |= {f"COMMLAYER_{name.upper()}": str(getattr(settings, name)) for name in _AGREED}
     mine = _Card(must_agree, None if failure is None else Reason.of(failure))
@@ -190,6 +190,14 @@ def agree(
         settings, topology, ranks, is_whole_job=alone is not None or not dist.is_initialized(), timeout_s=timeout_s
     )
     return World(tuple(global_ranks), topology, settings, planner)
+
+
+def _standing_alone(settings: Settings, options: GroupOptions) -> Settings:
+    """The settings of a group that is no part of the job: a profile that is named there is of the job's links, and a plan for
+    every call needs none."""
+    settings = options.over(settings)
+    is_measured = settings.plan is None and settings.profile != "none"
+    return replace(settings, profile="auto" if is_measured else "none")
 
 
 def _of_the_machine(settings: Settings) -> dict[str, str]:

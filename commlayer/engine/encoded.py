@@ -200,7 +200,7 @@ def _non_finite(planned: PlannedGroup, source: torch.Tensor, width: int, error: 
         return NonFiniteError(f"{where}, in a sum of this node: {error}")
     return NonFiniteError(
         f"{where}: {int(wrong.sum())} of {source.numel()} elements of the tensor are NaN or infinite, the first in row "
-        f"{int(wrong.any(1).nonzero()[0])} of {width} elements, and FP8 was told to raise: look for where they come "
+        f"{int(wrong.any(1).nonzero()[0])} of {width} elements, and their format was told to raise: look for where they come "
         "from, or allow them with WirePolicy(non_finite='pass'). Nothing more can be sent here: restart the job"
     )
 

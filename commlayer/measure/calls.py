@@ -213,7 +213,7 @@ class CodedCall:
     def num_wrong(self) -> int:
         """Values beyond the format's rounding."""
         self.codec.decode(self.message, self.decoded)
-        allowed = self.codec.wire.format.unit_roundoff * 15
+        allowed = 15 * (self.codec.wire.format.unit_roundoff + torch.finfo(self.rows.dtype).eps / 2)
         wrong = int(((self.decoded.float() - self.rows.float()).abs() > allowed).sum())
         self.decoded.zero_()
         return wrong

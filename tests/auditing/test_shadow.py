@@ -143,6 +143,7 @@ def legal_compressed_programs() -> int:
         (WireFormat.BF16, Scaling.TOKEN),
         *((WireFormat.FP8_E4M3, scaling) for scaling in Scaling),
         (WireFormat.FP8_E5M2, Scaling.TOKEN),
+        (WireFormat.INT8, Scaling.BLOCK),
     ]:
         compressed = CompressedGroup(
             group, WirePolicy((wire,), scaling, power_of_two=wire is WireFormat.FP8_E5M2), "dp"

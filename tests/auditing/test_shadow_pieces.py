@@ -102,7 +102,7 @@ def test_bits_are_compared_also_of_nan_and_zero() -> None:
 
 
 @pytest.mark.parametrize("scaling", list(Scaling))
-@pytest.mark.parametrize("wire_format", [WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2])
+@pytest.mark.parametrize("wire_format", [WireFormat.BF16, WireFormat.INT8, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2])
 def test_sums_of_what_was_encoded_are_within_their_bound(wire_format: WireFormat, scaling: Scaling) -> None:
     wire = Wire(wire_format, 96, scaling, power_of_two=True)
     codec = Codec(wire, torch.float32)

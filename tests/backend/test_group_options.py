@@ -138,6 +138,20 @@ def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> No
             whole = torch.empty(4096)
             dist.all_gather_into_tensor(whole, exact[:1024] + 2**-10, group=group)
             assert torch.equal(whole[:1024], exact[:1024] - rank + 2**-10), "what is gathered goes as it is"
+        fine: Any = dist.new_group(pg_options=GroupOptions(wire="int8!"), group_desc="fine")
+        for count in (4096, 1000, 7, 1):  # rows of blocks, of blocks with an end, one row, and too few for a scale
+            total = torch.arange(float(count)) % 100 + rank
+            dist.all_reduce(total, group=fine)
+            apart = (total - torch.arange(float(count)) % 100 * 4 - 6).abs().max()
+            assert apart <= (4 * 103 + 403 + 4) / 254 * (count > 1)
+        part = torch.empty(1024)
+        dist.reduce_scatter_tensor(part, exact, group=fine)
+        assert 0 < (part - wanted[rank * 1024 :][:1024]).abs().max() <= 4 * 258 / 254 + 1e-3
+        assert moved("fine") == {
+            ("all_reduce", "flat_direct/int8"),
+            ("all_reduce", "flat"),
+            ("reduce_scatter", "flat_direct/int8"),
+        }
         assert moved("plain") == {(name, "flat") for name in ("all_reduce", "reduce_scatter", "all_gather")}
         assert moved("coarse") == {
             ("all_reduce", "hierarchical/bf16"),

@@ -25,8 +25,9 @@ from commlayer.testing.plugin import ClusterFactory
 from commlayer.wire.codecs import Codec
 
 BF16, E4M3, E5M2, NATIVE = WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2, WireFormat.NATIVE
+INT8 = WireFormat.INT8
 PLANS = ("flat_direct", "flat_direct:3", "hierarchical", "pipelined:2")
-ROUNDING = {BF16: 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3}
+ROUNDING = {BF16: 2.0**-8, INT8: 1 / 254 + 2.0**-8, E4M3: 2.0**-4, E5M2: 2.0**-3}
 W = 160
 
 
@@ -85,8 +86,8 @@ def sums_are_right(plan: str, formats: tuple[WireFormat, ...]) -> None:
 
 
 def bound_of(whole: list[torch.Tensor], wire: WireFormat, dtype: torch.dtype) -> torch.Tensor:
-    """Half a unit of the format for each input (FP8: of its row's largest), the sum's own rounding, and two of a node's sum in
-    the tensor's dtype."""
+    """Half a unit of the format for each input (FP8, INT8: of its row's largest), the sum's own rounding, and two of a node's sum
+    in the tensor's dtype."""
     stacked = torch.stack(whole).double().abs()
     each = stacked if wire is BF16 else stacked.amax(2, keepdim=True).expand_as(stacked)
     own = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
@@ -122,10 +123,10 @@ def test_sums_where_nodes_hold_different_numbers_of_ranks(
     cluster.run(sums_on_uneven_nodes, shape, plan, (wire,), timeout_s=60)
 
 
-def gathers_are_right(plan: str, scaling: Scaling) -> None:
+def gathers_are_right(plan: str, scaling: Scaling, wire: WireFormat = E4M3) -> None:
     """Every rank holds what encoding and decoding makes of each block, the owner's copy too."""
     n = 4
-    group = start(plan, formats=(E4M3,), scaling=scaling)
+    group = start(plan, formats=(wire,), scaling=scaling)
     rank = dist.get_rank()
     for dtype, is_even in itertools.product((torch.float32, torch.bfloat16), (True, False)):
         rows = rows_of(n, is_even=is_even)
@@ -136,7 +137,7 @@ def gathers_are_right(plan: str, scaling: Scaling) -> None:
         expected = torch.cat(everyones(x)).double()
         assert ((out.double() - expected).abs() <= expected.abs().amax() * 2.0**-4).all()
         if scaling is not Scaling.CHANNEL and rows[rank]:  # whose groups are cut with the chunks
-            mine, codec = out.split(rows)[rank], Codec(Wire(E4M3, W, scaling), dtype)
+            mine, codec = out.split(rows)[rank], Codec(Wire(wire, W, scaling), dtype)
             message = torch.empty(codec.wire_bytes(rows[rank]), dtype=torch.uint8)
             codec.encode(x, message)
             codec.decode(message, decoded := torch.empty_like(x))
@@ -223,6 +224,14 @@ def exchanges_are_right(plan: str, wire: WireFormat) -> None:
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (1, 3), (3, 1)])
 def test_exchanges(emulated_cluster: ClusterFactory, plan: str, wire: WireFormat, nodes: int, ranks: int) -> None:
     emulated_cluster(nodes, ranks).run(exchanges_are_right, plan, wire, timeout_s=60)
+
+
+def test_int8_in_every_collective(emulated_cluster: ClusterFactory) -> None:
+    cluster = emulated_cluster(2, 2)
+    for plan in ("flat_direct", "pipelined:2"):
+        cluster.run(sums_are_right, plan, (INT8,), timeout_s=60)
+    cluster.run(gathers_are_right, "hierarchical", Scaling.BLOCK, INT8, timeout_s=60)
+    cluster.run(exchanges_are_right, "flat_direct:3", INT8, timeout_s=60)
 
 
 def flat_gives_the_same(scaling: Scaling) -> None:

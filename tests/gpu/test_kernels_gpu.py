@@ -31,7 +31,7 @@ pytestmark = [
     ),
 ]
 
-FP8 = [WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
+SCALED = [WireFormat.INT8, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NUM_ROWS, SIZES = 133, (1, 130, 384)
 ROUNDS = 20
@@ -61,7 +61,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scaling", Scaling)
-@pytest.mark.parametrize("wire_format", FP8)
+@pytest.mark.parametrize("wire_format", SCALED)
 def test_rows_on_the_device_equal_the_reference(
     wire_format: WireFormat, scaling: Scaling, dtype: torch.dtype, power_of_two: bool
 ) -> None:

@@ -252,7 +252,7 @@ def test_interference_by_example() -> None:
 _STEPS = ("all_to_all", "all_to_all_single", "all_gather", "copy")
 _BY_LEADERS = ("gather", "leaders", "scatter")
 _OWN_CALLS = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast", "all_to_all_v")
-_CODED = {f"{way}_{wire}" for way in ("encode", "decode") for wire in ("bf16", "fp8_e4m3", "fp8_e5m2")}
+_CODED = {f"{way}_{wire}" for way in ("encode", "decode") for wire in ("bf16", "int8", "fp8_e4m3", "fp8_e5m2")}
 _QUICK = {"max_bytes": 1 << 20, "factor": 4.0, "interference_rounds": 1, "timeout_s": 20.0}
 
 

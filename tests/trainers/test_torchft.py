@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch._C._distributed_c10d as c10d
 from judged import compare_losses, no_alarms  # noqa: F401  a fixture
 
 from commlayer.emulation import EmulatedCluster
+from commlayer.integrations import planned_process_group
 
 pytestmark = pytest.mark.cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # a folder of programs, not a package
-from sites_training import SYNC_EVERY, Trained, Way, train  # noqa: E402
+from sites_training import SYNC_EVERY, Site, Trained, Way, train  # noqa: E402
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trainers" / "torchft.md"
 UNJUDGED = EmulatedCluster.run
@@ -48,6 +52,53 @@ def on_sites(count: int, *ways: Way, run: Callable[..., Any] | None = None) -> l
     with EmulatedCluster(nodes=count, ranks_per_node=1) as cluster:
         results = (run or EmulatedCluster.run)(cluster, train, ways, timeout_s=100)
         return [list(each) for each in zip(*results, strict=True)]
+
+
+def every_call() -> None:
+    """Each call of torchft's process groups, on a group of two sites."""
+    site = Site()
+    pg: Any = eval(EXACT, {"planned_process_group": planned_process_group})
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}/calls"
+    pg.configure(address, f"site_{site.rank}", site.rank, 2, 1, 0, 1, [0, 1])
+    pg.set_timeout(timedelta(seconds=15))
+    assert (pg.size(), pg.getBackendName(), pg.errored()) == (2, "torchft-commlayer", None)
+    zero, one = torch.arange(8.0), torch.arange(8.0) + 100
+    mine, both = (zero, one)[site.rank], zero + one
+    half = slice(4 * site.rank, 4 * site.rank + 4)
+
+    pg.allreduce([x := mine.clone()], c10d.AllreduceOptions()).wait()
+    assert torch.equal(x, both)
+    several = [mine.clone(), mine.clone()[:3]]
+    pg.allreduce_coalesced(several, c10d.AllreduceCoalescedOptions()).wait()
+    assert torch.equal(several[0], both)
+    assert torch.equal(several[1], both[:3])
+    pg.allgather([outs := [torch.empty(8), torch.empty(8)]], [mine], c10d.AllgatherOptions()).wait()
+    assert torch.equal(torch.cat(outs), torch.cat([zero, one]))
+    pg.allgather_into_tensor_coalesced([whole := torch.empty(16)], [mine], c10d.AllgatherOptions()).wait()
+    assert torch.equal(whole, torch.cat([zero, one]))
+    pg.reduce_scatter([part := torch.empty(4)], [list(mine.split(4))], c10d.ReduceScatterOptions()).wait()
+    assert torch.equal(part, both[half])
+    pg.reduce_scatter_tensor_coalesced([part := torch.empty(4)], [mine], c10d.ReduceScatterOptions()).wait()
+    assert torch.equal(part, both[half])
+    pg.alltoall_base(out := torch.empty(8), mine, [], [], c10d.AllToAllOptions()).wait()
+    assert torch.equal(out, torch.cat([zero[half], one[half]]))
+    pg.broadcast([x := mine.clone()], c10d.BroadcastOptions()).wait()
+    assert torch.equal(x, zero)
+    pg.broadcast_one(x := mine.clone(), 1).wait()
+    assert torch.equal(x, one)
+    if site.rank == 0:
+        pg.send([mine], 1, 3).wait()
+    else:
+        pg.recv([x := torch.empty(8)], 0, 3).wait()
+        assert torch.equal(x, zero)
+    pg.barrier().wait()
+    pg.shutdown()
+    site.end()
+
+
+def test_every_call_of_torchfts_groups_is_there() -> None:
+    with EmulatedCluster(nodes=2, ranks_per_node=1) as cluster:
+        cluster.run(every_call, timeout_s=60)
 
 
 def plans(trained: Trained) -> set[str]:

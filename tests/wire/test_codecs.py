@@ -252,7 +252,7 @@ def assert_close_enough(
     relative = 0.0 if wire.format is INT8 else wire.format.unit_roundoff
     is_finite = x.isfinite()
     assert torch.equal(found[~is_finite], x[~is_finite])
-    bound = torch.maximum(x.abs() * relative, least * scales) * (1 + 2**-16)
+    bound = torch.maximum(x.abs() * relative, least * scales) * (1 + 2.0 ** (-13 if wire.format is INT8 else -20))
     bound += (x.abs() + bound) * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     assert bool(((found - x).abs() <= bound)[is_finite].all())
 

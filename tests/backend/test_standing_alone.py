@@ -1,0 +1,88 @@
+"""Groups that are no part of torch's job, as torchft makes them between replicas: made anew with those who are left."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
+
+from commlayer.backend import world
+from commlayer.backend.create import make_group
+from commlayer.backend.group_options import GroupOptions
+from commlayer.failures.detector import job_detector
+from commlayer.profiles.errors import GroupError, PeerError
+from commlayer.testing.plugin import ClusterFactory
+
+LIMIT = timedelta(seconds=20)
+
+
+def total_of(group: Any) -> float:
+    x = torch.full((2048,), 1.0 + group.rank())
+    group.allreduce([x], AllreduceOptions()).wait()
+    assert bool((x == x[0]).all())
+    return float(x[0])
+
+
+@pytest.mark.cluster
+def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        torch.set_num_threads(1)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # What torch's job of this replica says of itself, which the group between replicas is no part of.
+        os.environ["COMMLAYER_TOPOLOGY"] = "1x1"
+        os.environ["COMMLAYER_PROFILE"] = "emulated-2x4"
+        own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        dist.init_process_group("commlayer", store=own, rank=0, world_size=1, timeout=LIMIT)
+        replicas = world.current()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=LIMIT)
+
+        def quorum(number: int, count: int) -> Any:
+            return make_group(
+                name=f"quorum {number}",
+                rank=rank,
+                global_ranks=range(count),
+                store=PrefixStore(f"{number}/", store),
+                timeout=LIMIT,
+                options=GroupOptions(wire="bf16!", plan="flat_direct"),
+                stands_alone=True,
+            )
+
+        first = quorum(1, size)
+        assert first.shape == (1,) * size
+        assert total_of(first) == size * (size + 1) / 2
+        assert world.current() is replicas, "the job's own agreement stays"
+        assert job_detector(range(size)) is None, "nobody else's groups are watched by it"
+        first.leave(5.0)
+        with pytest.raises(GroupError):
+            total_of(first)
+        second = quorum(2, size)
+        store.set(f"made {rank}", "")
+        store.wait([f"made {each}" for each in range(size)], LIMIT)
+        if rank == size - 1:
+            second.leave(0.0)
+        else:
+            with pytest.raises(PeerError):  # of the one that left, or of the one that heard of it first
+                total_of(second)
+            second.leave(0.1)
+            third = quorum(3, size - 1)
+            assert total_of(third) == (size - 1) * size / 2
+            third.leave(5.0)
+        if rank == 0:
+            alone = quorum(4, 1)
+            assert total_of(alone) == 1.0
+            alone.leave(5.0)
+        dist.all_reduce(one := torch.ones(1))
+        assert float(one) == 1.0
+        dist.destroy_process_group()
+        if rank:  # the store's host ends last
+            store.set(f"done {rank}", "")
+        else:
+            store.wait([f"done {each}" for each in range(1, size)], LIMIT)
+
+    emulated_cluster(3, 1).run(job, timeout_s=60)

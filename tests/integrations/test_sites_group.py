@@ -1,0 +1,70 @@
+"""The process group that torchft's Manager gets: what may be asked of it, with and without torchft."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from commlayer.backend.group_options import GroupOptions
+from commlayer.integrations import planned_process_group
+from commlayer.profiles.errors import UsageError
+
+
+class Wrapper:
+    """The part of torchft's ProcessGroupWrapper that ours is made with."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+
+@pytest.fixture
+def wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("torchft.process_group")
+    module.ProcessGroupWrapper = Wrapper
+    monkeypatch.setitem(sys.modules, "torchft", ModuleType("torchft"))
+    monkeypatch.setitem(sys.modules, "torchft.process_group", module)
+
+
+CHOSEN: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "nothing": ({}, {"plan": "'flat_direct'"}),
+    "always": ({"wire": "int8!"}, {"wire": "'int8!'", "plan": "'flat_direct'"}),
+    "native": ({"wire": "native"}, {"wire": "'native'", "plan": "'flat_direct'"}),
+    "where faster": ({"wire": "bf16"}, {"wire": "'bf16'", "plan": "'auto'"}),
+    "a plan": ({"wire": "bf16!", "plan": "auto"}, {"wire": "'bf16!'", "plan": "'auto'"}),
+    "options": ({"options": GroupOptions(reduction="ordered")}, {"reduction": "'ordered'"}),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_format_that_needs_no_profile_has_none_measured(wrapped: None, name: str) -> None:
+    given, words = CHOSEN[name]
+    group: Any = planned_process_group(timeout=timedelta(seconds=7), **given)
+    assert group._options.words() == words
+    assert group.timeout == timedelta(seconds=7)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "format": ({"wire": "int3!"}, "a wire format must be one of native, bf16, int8"),
+    "fp8": ({"wire": "fp8_e4m3!"}, "FP8 keeps three or four bits"),
+    "no text": ({"wire": 8}, "wire must be a text such as int8!"),
+    "plan": ({"plan": "fastest"}, "GroupOptions.plan must be one of"),
+    "no options": ({"options": {"wire": "int8!"}}, "or options, a commlayer.GroupOptions; got wire None"),
+    "both": ({"wire": "int8!", "options": GroupOptions()}, "give wire and plan, or options"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_is_none_is_refused(wrapped: None, name: str) -> None:
+    given, words = REFUSED[name]
+    with pytest.raises(UsageError, match=words):
+        planned_process_group(**given)
+
+
+def test_without_torchft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft.process_group", None)
+    with pytest.raises(UsageError, match=r"cannot be imported.*pip install 'commlayer\[torchft\]'"):
+        planned_process_group()
