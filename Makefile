@@ -19,15 +19,17 @@ STAMP := $(VENV)/.set-up
 ifeq ($(SETUP),no)
 READY :=
 RUN := $(PYTHON)
+WITH_TRAINERS :=
 COMMLAYER := $(PYTHON) -c 'from commlayer.cli.main import main; main(prog_name="commlayer")'
 else
 READY := $(STAMP)
 RUN := $(VENV)/bin/python
+WITH_TRAINERS = @$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev,deepspeed,torchtitan]'
 COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-deaths papers clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-deaths bench-trainers papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -60,9 +62,7 @@ gpu: $(READY)  ## all that one GPU can show, in some minutes: tests, sanitizer, 
 	$(RUN) benchmarks/gpu.py $(ARGS)
 
 trainers: $(READY)  ## the trainers' tests, with DeepSpeed and torchtitan, which this installs
-ifneq ($(SETUP),no)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) $(CONSTRAINTS) -e '.[dev,deepspeed,torchtitan]'
-endif
+	$(WITH_TRAINERS)
 	$(RUN) -m pytest tests/trainers -rs $(ARGS)
 
 conformance: $(READY)  ## PyTorch's own DistributedTest suite on the backend, compared with Gloo; some minutes
@@ -125,6 +125,10 @@ bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the 
 
 bench-deaths: $(READY)  ## ranks killed at random moments of 300 jobs: when, and how, the others hear of it
 	$(RUN) benchmarks/deaths.py $(ARGS)
+
+bench-trainers: $(READY)  ## steps of Megatron-Core, torchtitan and DeepSpeed, as they are on Gloo and with commlayer; writes a dated document
+	$(WITH_TRAINERS)
+	$(RUN) benchmarks/trainers.py $(ARGS)
 
 papers: $(READY)  ## the papers' tables, predicted, beside what they publish; writes docs/papers.md
 	$(RUN) benchmarks/papers.py $(ARGS)
