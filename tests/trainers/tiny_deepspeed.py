@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from model_size import Size
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
+from wrong_rows import sorted_wrongly
 
 import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.integrations import plan_deepspeed_moe
@@ -42,8 +44,11 @@ def load() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """The program of a rank. ``tp``: tensor-parallel ranks. ``is_planned``: by plan_deepspeed_moe(). ``wrong``: its exchange
-    delivers two blocks swapped. ``options``: of DeepSpeed's configuration, beside sizes."""
+    """The program of a rank.
+
+    ``tp``: tensor-parallel ranks. ``is_planned``: by plan_deepspeed_moe(), whose ``kind`` it is. ``wrong``: its exchange delivers
+    two blocks swapped, or two rows. ``options``: of DeepSpeed's configuration, beside sizes.
+    """
 
     backend: str = "gloo"
     tp: int = 1
@@ -51,6 +56,7 @@ class Run:
     steps: int = 20
     environment: tuple[tuple[str, str], ...] = ()
     is_planned: bool = True
+    kind: str = "auto"
     wrong: bool = False
     size: Size = SIZE
     options: tuple[tuple[str, Any], ...] = ()
@@ -205,14 +211,15 @@ def losses_of(run: Run) -> Iterator[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config | dict(run.options), mpu=mpu)
     if run.is_planned and run.backend == "commlayer":
-        plan_deepspeed_moe(engine)
+        plan_deepspeed_moe(engine, kind=run.kind)
     if run.wrong:
         _swap_blocks(engine)
     generator = torch.Generator().manual_seed(1 + dist.get_rank() // run.tp)
     for _ in range(run.steps):
         tokens = torch.randint(0, size.vocabulary, (size.batch, size.sequence + 1), generator=generator)
-        loss = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
+        with sorted_wrongly() if run.wrong else contextlib.nullcontext():
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
         engine.step()
         yield loss.item()
 
