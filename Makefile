@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-deaths bench-sites papers clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-deaths bench-sites bench-trainers papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -123,8 +123,11 @@ bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the 
 bench-deaths: $(READY)  ## ranks killed at random moments of 300 jobs: when, and how, the others hear of it
 	$(RUN) benchmarks/deaths.py $(ARGS)
 
-bench-sites: $(READY)  ## torchft's outer synchronisation between sites, against Gloo; make trainers installs torchft; eight minutes
+bench-sites: $(READY)  ## torchft's outer synchronisation between sites, against Gloo; eight minutes
 	$(RUN) benchmarks/sites.py $(ARGS)
+
+bench-trainers: $(READY)  ## steps of Megatron-Core, torchtitan and DeepSpeed, as they are on Gloo and with commlayer; writes a dated document
+	$(RUN) benchmarks/trainers.py $(ARGS)
 
 papers: $(READY)  ## the papers' tables, predicted, beside what they publish; writes docs/papers.md
 	$(RUN) benchmarks/papers.py $(ARGS)

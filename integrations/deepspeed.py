@@ -1,4 +1,7 @@
-"""DeepSpeed's MoE layers whose tokens all ranks of a tensor-parallel group hold: their exchange by one plan of a Communicator.
+"""DeepSpeed's MoE layers: tokens that all ranks of a tensor-parallel group hold by one plan of a Communicator, others by our
+dispatcher.
+
+Without tensor parallelism see :mod:`commlayer.integrations.deepspeed_tokens`.
 
 Behind tensor parallelism DeepSpeed sends tokens to its experts in three steps, each after the other: a rank drops what
 others send, all_to_all between the ranks that hold different experts, and gathers the rest from its node. That is MoNTA's
@@ -9,8 +12,8 @@ DeepSpeed's layer stays: its own ``forward`` runs, in which the three names mean
 Rejected: a copy of that method, which would be of one version; other functions in DeepSpeed's module, which are for all layers of
 the process, planned or not.
 
-Everything else of DeepSpeed's (ZeRO's and the experts' gradients, the all_to_alls of MoE layers without tensor parallelism,
-and of AutoEP) goes through torch.distributed, and is planned there.
+Everything else of DeepSpeed's (ZeRO's and the experts' gradients, the all_to_alls of AutoEP) goes through torch.distributed, and
+is planned there.
 """
 
 from __future__ import annotations
@@ -27,26 +30,37 @@ from commlayer.backend import world
 from commlayer.collectives import GroupCommunicator
 from commlayer.communicator import Communicator
 from commlayer.engine.group_plans import parse_plan
+from commlayer.integrations.deepspeed_tokens import dispatching_forward, sends_places
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.routing import who
+from commlayer.integrations.wire_choice import DispatchWire
 from commlayer.profiles.errors import GroupError, ProfileMismatchError, UsageError
 from commlayer.scheduler.decision import Policy
 from commlayer.scheduler.plan import Strategy
 
 __all__ = ["plan_deepspeed_moe"]
 
+_Mover = Communicator | TokenDispatcher | str
+"""What moves the tokens of a layer; or why its own calls do."""
 _IN_CHUNKS = (Strategy.PIPELINED, Strategy.PIPELINED_COPY)
 _OF_REPLICATED = (Strategy.FLAT, Strategy.HIERARCHICAL, *_IN_CHUNKS)
 """The strategies that an all_to_all of replicated tokens has."""
 
 
-def plan_deepspeed_moe(model: nn.Module) -> None:
-    """Have DeepSpeed's MoE layers in ``model`` exchange their tokens on lane ep, and replicated ones by a Communicator's plans.
+def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWire | str | None = None) -> None:
+    """Have DeepSpeed's MoE layers in ``model`` exchange their tokens on lane ep, by our dispatcher, and replicated ones by a
+    Communicator's plans.
 
     Collective: on all ranks alike, after ``deepspeed.initialize``, or whatever else has made the layers' groups; these must be of
     backend ``commlayer``, which ``deepspeed.init_distributed(dist_backend="commlayer")`` makes them. A layer of ``deepspeed.moe``
     behind tensor parallelism, whose experts are sharded too, is given a :class:`commlayer.Communicator` where the job plans
-    from a profile of its grid's shape; else its three steps stay, each planned by the backend.
+    from a profile of its grid's shape; else its three steps stay, each planned by the backend. One without tensor parallelism is
+    given a :class:`~commlayer.integrations.TokenDispatcher`, where the job plans from a profile; else its even all_to_all stays.
+
+    Args:
+        model: the engine, or what it was made of.
+        kind, wire: of layers without tensor parallelism, as :class:`~commlayer.integrations.TokenDispatcher` takes them.
 
     Raises:
         UsageError: DeepSpeed is not installed, or of a version whose layer sends in another way; ``model`` has no MoE layer, or
@@ -59,7 +73,7 @@ def plan_deepspeed_moe(model: nn.Module) -> None:
         return  # others have them, and make their groups' Communicators without this rank
     if not layers:
         raise UsageError(f"{who()}{type(model).__name__} has no MoE layer of DeepSpeed's: nothing is to be planned")
-    made: dict[int, Communicator | str] = {}
+    made: dict[tuple[int, int], _Mover] = {}
     for layer in layers:
         group = layer.ep_group
         if group is None:
@@ -69,14 +83,21 @@ def plan_deepspeed_moe(model: nn.Module) -> None:
                 f"{who()}DeepSpeed's expert parallel group has backend {dist.get_backend(group)}: call "
                 'deepspeed.init_distributed(dist_backend="commlayer") first'
             )
-        if id(group) not in made:
-            GroupCommunicator(group, "ep")  # from now on this is its lane
-            made[id(group)] = _communicator(group, next(layer.parameters()).device.type)
-        mover = made[id(group)]
+        if _key(layer) not in made:
+            made[_key(layer)] = _mover(
+                layer, GroupCommunicator(group, "ep"), kind, wire
+            )  # from now on this is its lane
+        mover = made[_key(layer)]
         if isinstance(mover, Communicator):
             layer.forward = MethodType(_planned_forward(type(layer), mover), layer)
-    first = made[id(layers[0].ep_group)]
-    say_first("DeepSpeed", lambda: _first_words(layers[0], first))
+        elif isinstance(mover, TokenDispatcher):
+            layer.forward = MethodType(dispatching_forward(mover), layer)
+    say_first("DeepSpeed", lambda: _first_words(layers[0], made[_key(layers[0])]))
+
+
+def _key(layer: Any) -> tuple[int, int]:
+    """The group of a layer, and how many experts each of its ranks has: layers that have both alike share what moves tokens."""
+    return id(layer.ep_group), layer.num_local_experts
 
 
 def _is_stage(model: nn.Module) -> bool:
@@ -85,27 +106,34 @@ def _is_stage(model: nn.Module) -> bool:
     return any(isinstance(module, pipe) for module in model.modules())
 
 
-def _first_words(layer: Any, mover: Communicator | str) -> str:
-    how = f"not by a Communicator, because {mover}" if isinstance(mover, str) else "replicated tokens by a Communicator"
+def _first_words(layer: Any, mover: _Mover) -> str:
+    if isinstance(mover, str):
+        how = f"by DeepSpeed's own calls, because {mover}"
+    else:
+        how = "replicated tokens by a Communicator" if isinstance(mover, Communicator) else "by our dispatcher"
     return f"DeepSpeed's MoE layers exchange tokens over EP {layer.ep_group.size()}, planned {planned_from()}; {how}"
 
 
-def _communicator(ep_group: dist.ProcessGroup, device_type: str) -> Communicator | str:
-    """A Communicator over a layer's ranks, for tensors of its device; or why there is none. Collective."""
-    groups, bwc = _from("deepspeed.utils.groups"), _from("deepspeed.utils.bwc")
-    tp_size = bwc.bwc_tensor_model_parallel_world_size(groups.mpu)
-    job = world.current()
-    if tp_size == 1 or ep_group.size() == 1:
-        return "no tokens are replicated"
-    if groups._get_expert_model_parallel_world_size() == 1:
-        return "experts are not sharded over the tensor-parallel ranks, which each need a part of the tokens only"
+def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | str | None) -> _Mover:
+    """Make what moves the tokens of a layer; or say why nothing does but its own calls. Collective."""
+    if ep.size == 1:
+        return "all experts are here"
+    job, device_type = world.current(), next(layer.parameters()).device.type
     planner = None if job is None else job.cpu_planner if device_type == "cpu" else job.device_planner(device_type)
     if job is None or planner is None:
         return f"there is no profile of the links of {device_type} tensors"
+    groups, bwc = _from("deepspeed.utils.groups"), _from("deepspeed.utils.bwc")
+    if bwc.bwc_tensor_model_parallel_world_size(groups.mpu) == 1:
+        if layer.use_tutel or not sends_places(type(layer)):
+            return "this layer puts tokens into their places in another way"
+        number = ep.size * layer.num_local_experts
+        return TokenDispatcher(number, ep=ep, kind=kind, wire=wire, used_by="DeepSpeed")
+    if groups._get_expert_model_parallel_world_size() == 1:
+        return "experts are not sharded over the tensor-parallel ranks, which each need a part of the tokens only"
     tp_group = bwc.bwc_tensor_model_parallel_group(groups.mpu)
     policy = _forced(job.settings.plan)
     try:
-        return Communicator(ep_group, tp_group, profile=planner.profile, device=device_type, policy=policy)
+        return Communicator(layer.ep_group, tp_group, profile=planner.profile, device=device_type, policy=policy)
     except (GroupError, ProfileMismatchError) as error:  # of what all ranks have told each other
         return str(error)
 

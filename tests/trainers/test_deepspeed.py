@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from model_size import Size
 from tiny_deepspeed import Run, Trained, deepspeed, load, train
 
 from commlayer.integrations import plan_deepspeed_moe
@@ -69,6 +70,21 @@ def test_replicated_tokens_go_by_a_communicator(
     wrong = run_all(emulated_cluster(2, 4), replace(run, steps=2, wrong=True))
     with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
         compare_losses(losses(wrong), [each[:2] for each in losses(expected)], tolerance=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "two_level"])
+def test_tokens_of_each_rank_go_by_our_dispatcher(emulated_cluster: ClusterFactory, kind: str) -> None:
+    """Two experts on a rank, of which some get no token, and others more than their capacity."""
+    size = Size(sequence=16, num_experts=16, top_k=4)
+    run = Run("commlayer", ep=8, kind=kind, environment=(("COMMLAYER_PROFILE", "emulated-2x4"),), size=size, steps=10)
+    got = run_all(emulated_cluster(2, 4), run)
+    for each in got:
+        assert {(one["dispatcher"], one["kind"]) for one in each.stats["dispatches"]} == {("DeepSpeed", f"{kind} × 1")}
+    expected = run_all(emulated_cluster(2, 4), replace(run, backend="gloo"))
+    compare_losses(losses(got), losses(expected), tolerance=1e-6)
+    wrong = run_all(emulated_cluster(2, 4), replace(run, steps=2, wrong=True))
+    with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
+        compare_losses(losses(wrong), [each[:2] for each in losses(expected)], tolerance=1e-6)
 
 
 def test_what_is_no_model_of_deepspeeds_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from model_size import Size
 from tiny_megatron import Case, Trained, core, job, load
 
 from commlayer.integrations import megatron_moe, plan_megatron_moe
@@ -23,7 +24,7 @@ EVEN = {"moe_token_dispatcher_type": "allgather"}
 FLAT = (
     Case("dropless", steps=20),
     Case("by the layer's spec, gradients beside", by_spec=True, overlap=True),
-    Case("dropped by probability, two layers", options=DROPPING, layers=2),
+    Case("dropped by probability, two layers", options=DROPPING, size=Size(layers=2)),
     Case("dropped by position", options=DROPPING | {"moe_token_drop_policy": "position"}),
     Case("padded", options=DROPPING | {"moe_pad_expert_input_to_capacity": True}, tolerance=1e-6),
     Case("tensor parallel, experts too", layout=(2, 2, 2), options=EVEN, tolerance=1e-6),
@@ -76,7 +77,7 @@ def check(found: Found, cases: tuple[Case, ...]) -> None:
             assert {ran["dispatcher"] for ran in dispatches} == {used}
             assert all(ran["kind"].startswith(case.kind) or case.kind == "auto" for ran in dispatches)
             passes = 2 if "recompute_modules" in case.options else 1
-            assert sum(ran["calls"] for ran in dispatches) == case.layers * case.steps * passes
+            assert sum(ran["calls"] for ran in dispatches) == case.size.layers * case.steps * passes
 
 
 def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterFactory) -> None:

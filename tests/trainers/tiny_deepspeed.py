@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -12,15 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from model_size import Size
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
+from wrong_rows import sorted_wrongly
 
 import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
 from commlayer.integrations import plan_deepspeed_moe
 from commlayer.statistics import Stats, stats
 
-BATCH, SEQUENCE, VOCABULARY, HIDDEN, WIDTH, NUM_EXPERTS = 2, 16, 64, 32, 48, 8
-LAYERS = 1
+SIZE = Size(sequence=16)
 
 
 def deepspeed(module: str = "deepspeed") -> Any:
@@ -41,8 +44,11 @@ def load() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """The program of a rank. ``tp``: tensor-parallel ranks. ``is_planned``: by plan_deepspeed_moe(). ``wrong``: its exchange
-    delivers two blocks swapped."""
+    """The program of a rank.
+
+    ``tp``: tensor-parallel ranks. ``is_planned``: by plan_deepspeed_moe(), whose ``kind`` it is. ``wrong``: its exchange delivers
+    two blocks swapped, or two rows. ``options``: of DeepSpeed's configuration, beside sizes.
+    """
 
     backend: str = "gloo"
     tp: int = 1
@@ -50,7 +56,10 @@ class Run:
     steps: int = 20
     environment: tuple[tuple[str, str], ...] = ()
     is_planned: bool = True
+    kind: str = "auto"
     wrong: bool = False
+    size: Size = SIZE
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,13 +118,14 @@ class Sum(torch.autograd.Function):
 class Expert(nn.Module):
     """An MLP, sharded over the ranks of ``group`` where there are several."""
 
-    def __init__(self, group: dist.ProcessGroup | None, tp: int) -> None:
+    def __init__(self, size: Size, group: dist.ProcessGroup | None, tp: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, WIDTH // tp, bias=False), nn.Linear(WIDTH // tp, HIDDEN, bias=False)
+        self.size, self.tp, width = size, tp, size.width // tp
+        self.up, self.down = nn.Linear(size.hidden, width, bias=False), nn.Linear(width, size.hidden, bias=False)
         self.group = [group] if tp > 1 else []  # in a list: a module is copied for each expert, a group cannot be
 
     def __deepcopy__(self, memo: object) -> Expert:
-        made = Expert(self.group[0] if self.group else None, WIDTH // self.up.out_features)
+        made = Expert(self.size, self.group[0] if self.group else None, self.tp)
         made.load_state_dict(self.state_dict())
         return made
 
@@ -132,23 +142,27 @@ class Model(nn.Module):
 
     def __init__(self, run: Run, mpu: Ranks | None) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
-        self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN) for _ in range(LAYERS)])
-        expert = Expert(mpu.tp if mpu else None, run.tp)
+        size = run.size
+        self.embedding, self.head = (
+            nn.Embedding(size.vocabulary, size.hidden),
+            nn.Linear(size.hidden, size.vocabulary),
+        )
+        self.norms = nn.ModuleList([nn.LayerNorm(size.hidden) for _ in range(size.layers)])
+        expert = Expert(size, mpu.tp if mpu else None, run.tp)
         moe = deepspeed("deepspeed.moe.layer").MoE
         self.layers = nn.ModuleList(
             moe(
-                HIDDEN,
+                size.hidden,
                 expert,
-                NUM_EXPERTS,
+                size.num_experts,
                 ep_size=run.ep,
-                k=2,
+                k=size.top_k,
                 min_capacity=0,
                 use_rts=False,
                 top2_2nd_expert_sampling=False,
                 enable_expert_tensor_parallelism=run.tp > 1,
             )
-            for _ in range(LAYERS)
+            for _ in range(size.layers)
         )
         self._fill(run)
 
@@ -160,7 +174,7 @@ class Model(nn.Module):
             for index, expert in enumerate(experts):
                 seed = 1000 * (number + 1) + place * len(experts) + index
                 generator = torch.Generator().manual_seed(seed)
-                up, down = torch.randn(2, WIDTH, HIDDEN, generator=generator) * 0.3
+                up, down = torch.randn(2, run.size.width, run.size.hidden, generator=generator) * 0.3
                 expert.up.weight.data.copy_(up.chunk(run.tp)[shard])
                 expert.down.weight.data.copy_(down.chunk(run.tp)[shard].t())
             assert not any(torch.equal(a.up.weight, b.up.weight) for a, b in combinations(experts, 2)), "clones"
@@ -176,7 +190,14 @@ class Model(nn.Module):
 
 
 def train(run: Run) -> Trained:
-    """The job of one rank: DeepSpeed's engine around the model, and what its loop calls."""
+    """The job of one rank."""
+    lanes: set[str | None] = set()
+    return Trained(list(losses_of(run, lanes)), stats(), lanes)
+
+
+def losses_of(run: Run, lanes: set[str | None] | None = None) -> Iterator[float]:
+    """DeepSpeed's engine around the model, and what its loop calls: the losses of one rank, step by step. ``lanes`` takes those
+    of the groups that tokens travel in."""
     torch.set_num_threads(1)
     os.environ.update({"COMMLAYER_PROFILE": "none", **dict(run.environment)})
     library = deepspeed()
@@ -184,27 +205,29 @@ def train(run: Run) -> Trained:
     mpu = Ranks(run.tp) if run.tp > 1 else None
     torch.manual_seed(0)
     model = Model(run, mpu)
-    replicas = dist.get_world_size() // run.tp
-    sizes = {"train_micro_batch_size_per_gpu": BATCH, "train_batch_size": BATCH * replicas}
+    replicas, size = dist.get_world_size() // run.tp, run.size
+    config = {
+        "train_micro_batch_size_per_gpu": size.batch,
+        "train_batch_size": size.batch * replicas,
+        "steps_per_print": 10**9,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    engine, *_ = library.initialize(
-        model=model, optimizer=optimizer, config=sizes | {"steps_per_print": 10**9}, mpu=mpu
-    )
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config | dict(run.options), mpu=mpu)
     if run.is_planned and run.backend == "commlayer":
-        plan_deepspeed_moe(engine)
+        plan_deepspeed_moe(engine, kind=run.kind)
     if run.wrong:
         _swap_blocks(engine)
     generator = torch.Generator().manual_seed(1 + dist.get_rank() // run.tp)
-    losses = []
     for _ in range(run.steps):
-        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-        loss = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
+        tokens = torch.randint(0, size.vocabulary, (size.batch, size.sequence + 1), generator=generator)
+        with sorted_wrongly() if run.wrong else contextlib.nullcontext():
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-    sharded = deepspeed("deepspeed.moe.sharded_moe").MOELayer
-    lanes = {getattr(layer.ep_group, "lane", None) for layer in engine.modules() if isinstance(layer, sharded)}
-    return Trained(losses, stats(), lanes)
+        yield loss.item()
+    if lanes is not None:
+        sharded = deepspeed("deepspeed.moe.sharded_moe").MOELayer
+        lanes |= {getattr(layer.ep_group, "lane", None) for layer in engine.modules() if isinstance(layer, sharded)}
 
 
 def _swap_blocks(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from model_size import Size
 from wrong_rows import sorted_wrongly
 
 import commlayer.backend.create  # noqa: F401  # needs no import where commlayer is installed; here: once, before ranks are forked
@@ -29,7 +30,7 @@ from commlayer.integrations.deep_ep import install_deep_ep
 from commlayer.statistics import Stats, reset_stats, stats
 from commlayer.testing import stand_in_for_cuda
 
-BATCH, SEQUENCE, VOCABULARY, HIDDEN, NUM_EXPERTS = 2, 12, 64, 32, 8
+SIZE = Size()
 _MODULES = (
     "parallel_state",
     "distributed",
@@ -73,8 +74,9 @@ class Case:
     tolerance: float = 0.0
     by_spec: bool = False
     overlap: bool = False
+    bucket_size: int = 20_000
     steps: int = 2
-    layers: int = 1
+    size: Size = SIZE
     wrong: bool = False
     deep_ep: bool = False
 
@@ -99,17 +101,18 @@ class Norm(torch.nn.LayerNorm):
 
 
 def config_of(case: Case, *, flex: bool = False) -> Any:
-    tp, ep, etp = case.layout
+    (tp, ep, etp), size = case.layout, case.size
     options = {"moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01} | case.options
     if flex:
         options["moe_token_dispatcher_type"] = "flex"
     return core("transformer").TransformerConfig(
-        num_layers=case.layers,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=48,
-        moe_ffn_hidden_size=48,
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        ffn_hidden_size=size.width,
+        moe_ffn_hidden_size=size.width,
         num_attention_heads=4,
-        num_moe_experts=NUM_EXPERTS,
+        num_moe_experts=size.num_experts,
+        moe_router_topk=size.top_k,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -132,13 +135,13 @@ def build(case: Case, *, planned: bool) -> Any:
     torch.manual_seed(0)
     flex = planned and case.deep_ep
     config = config_of(case, flex=flex)
-    spec = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=NUM_EXPERTS)
+    spec = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=case.size.num_experts)
     plan = partial(plan_megatron_moe, kind=case.kind, wire=case.wire)
     model = core("models.gpt").GPTModel(
         config,
         plan(spec) if planned and case.by_spec else spec,
-        VOCABULARY,
-        SEQUENCE,
+        case.size.vocabulary,
+        case.size.sequence,
         share_embeddings_and_output_weights=False,
     )
     if planned and not case.by_spec and not flex:
@@ -149,18 +152,19 @@ def build(case: Case, *, planned: bool) -> Any:
     return model
 
 
-def train(case: Case, model: Any) -> list[float]:
-    """Megatron's DDP around ``model``, its finalize_model_grads, and plain gradient descent: this rank's losses."""
-    distributed = core("distributed")
-    ddp_config = distributed.DistributedDataParallelConfig(overlap_grad_reduce=case.overlap, bucket_size=20_000)
+def train(case: Case, model: Any) -> Iterator[float]:
+    """Megatron's DDP around ``model``, its finalize_model_grads, and plain gradient descent: this rank's losses, step by step."""
+    distributed, size = core("distributed"), case.size
+    ddp_config = distributed.DistributedDataParallelConfig(
+        overlap_grad_reduce=case.overlap, bucket_size=case.bucket_size
+    )
     ddp = distributed.DistributedDataParallel(model.config, ddp_config, model)
     replica = core("parallel_state").get_data_parallel_rank()  # whose tokens all of its tensor-parallel ranks have
     generator = torch.Generator().manual_seed(1 + replica)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
-    losses = []
+    positions = torch.arange(size.sequence).expand(size.batch, -1)
+    mask = torch.ones(size.sequence, size.sequence).triu(1).bool()[None, None]
     for _ in range(case.steps):
-        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, size.vocabulary, (size.batch, size.sequence + 1), generator=generator)
         ddp.zero_grad_buffer()
         loss = ddp(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean()
         loss.backward()
@@ -168,8 +172,7 @@ def train(case: Case, model: Any) -> list[float]:
         with torch.no_grad():
             for parameter in ddp.parameters():
                 parameter.sub_(parameter.main_grad, alpha=0.1)
-        losses.append(loss.item())
-    return losses
+        yield loss.item()
 
 
 @contextlib.contextmanager
@@ -225,19 +228,33 @@ def run_case(case: Case, *, planned: bool) -> Trained:
     )._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # it is as long as the first model has layers
     with warnings_kept() as given, sorted_wrongly() if case.wrong and planned else contextlib.nullcontext():
         model = build(case, planned=planned)
-        losses = train(case, model)
+        losses = list(train(case, model))
     KEPT.append(model)
     names = {type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers}
     return Trained(losses, stats(), names, given)
 
 
-def job(cases: tuple[Case, ...], environment: dict[str, str]) -> list[tuple[Trained, Trained]]:
-    """The job of one rank: what each case finds with Megatron's dispatcher on Gloo, and with ours."""
+def begin(backend: str, environment: dict[str, str]) -> None:
+    """What comes first on every rank."""
     torch.set_num_threads(1)
     os.environ.update({"COMMLAYER_PROFILE": "none", **environment})
     stand_in_for_cuda()
     core("models.backends").LNImpl = core("transformer.transformer_block").LayerNormImpl = Norm
-    dist.init_process_group("commlayer")
+    dist.init_process_group(backend)
+
+
+def losses_of(case: Case, backend: str, environment: dict[str, str]) -> Iterator[float]:
+    """The losses of one rank, step by step, with our dispatcher where the backend is ours."""
+    begin(backend, environment)
+    with groups_on(backend, case.layout):
+        model = build(case, planned=backend == "commlayer")
+        KEPT.append(model)
+        yield from train(case, model)
+
+
+def job(cases: tuple[Case, ...], environment: dict[str, str]) -> list[tuple[Trained, Trained]]:
+    """The job of one rank: what each case finds with Megatron's dispatcher on Gloo, and with ours."""
+    begin("commlayer", environment)
     found: dict[str, list[Trained]] = {case.name: [] for case in cases}
     for layout in dict.fromkeys(case.layout for case in cases):
         for backend in ("gloo", "commlayer"):

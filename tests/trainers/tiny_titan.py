@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,13 +19,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from model_size import Size
 from torch.distributed.fsdp import FSDPModule
 from wrong_rows import sorted_wrongly
 
 import commlayer.backend.create  # once, before ranks are forked
 from commlayer.statistics import Stats, stats
 
-BATCH, SEQUENCE, VOCABULARY, NUM_EXPERTS, TOP_K = 2, 12, 64, 8, 2
+STEPS, SIZE = 20, Size(width=24, layers=2)
 
 
 def load() -> None:
@@ -50,7 +52,9 @@ class Run:
     ep: int = 4
     checkpointed: bool = False
     wrong: bool = False
-    steps: int = 20
+    size: Size = SIZE
+    steps: int = STEPS
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,35 +67,37 @@ class Trained:
 
 def configuration(run: Run) -> Any:
     """torchtitan's configuration of the job."""
-    qwen3, titan = import_module("torchtitan.models.qwen3"), import_module("torchtitan.trainer")
+    qwen3, titan, size = import_module("torchtitan.models.qwen3"), import_module("torchtitan.trainer"), run.size
     configs = import_module("torchtitan.config.configs")
     attention, rope = (
         import_module("torchtitan.models.common.attention"),
         import_module("torchtitan.models.common.rope"),
     )
     layers = qwen3._build_qwen3_moe_layers(
-        n_layers=2,
-        dim=32,
+        n_layers=size.layers,
+        dim=size.hidden,
         n_heads=4,
         n_kv_heads=2,
-        head_dim=8,
-        moe_hidden_dim=24,
-        num_experts=NUM_EXPERTS,
-        top_k=TOP_K,
+        head_dim=size.hidden // 4,
+        moe_hidden_dim=size.width,
+        num_experts=size.num_experts,
+        top_k=size.top_k,
         attn_backend="flex",
         moe_comm_backend="standard",
-        rope=rope.CosSinRoPE.Config(dim=8, max_seq_len=SEQUENCE, theta=10_000.0),
+        rope=rope.CosSinRoPE.Config(dim=size.hidden // 4, max_seq_len=size.sequence, theta=10_000.0),
     )
     for layer in layers:  # FlexAttention would be compiled
         layer.attention.inner_attention = attention.ScaledDotProductAttention.Config()
     model = qwen3.Qwen3Model.Config(
-        vocab_size=VOCABULARY,
-        dim=32,
-        norm=qwen3._qwen3_norm(32),
+        vocab_size=size.vocabulary,
+        dim=size.hidden,
+        norm=qwen3._qwen3_norm(size.hidden),
         tok_embeddings=qwen3.Embedding.Config(
-            num_embeddings=VOCABULARY, embedding_dim=32, param_init=qwen3._EMBEDDING_INIT
+            num_embeddings=size.vocabulary, embedding_dim=size.hidden, param_init=qwen3._EMBEDDING_INIT
         ),
-        lm_head=qwen3.Linear.Config(in_features=32, out_features=VOCABULARY, param_init=qwen3._LINEAR_INIT),
+        lm_head=qwen3.Linear.Config(
+            in_features=size.hidden, out_features=size.vocabulary, param_init=qwen3._LINEAR_INIT
+        ),
         layers=layers,
     )
     spec = qwen3.ModelSpec("qwen3", "tiny", model, qwen3.parallelize_qwen3, None, None, None)
@@ -100,7 +106,10 @@ def configuration(run: Run) -> Any:
     return titan.Trainer.Config(
         model_spec=spec,
         training=configs.TrainingConfig(
-            local_batch_size=BATCH, seq_len=SEQUENCE, disable_cuda_graphs=True, mixed_precision_param="float32"
+            local_batch_size=size.batch,
+            seq_len=size.sequence,
+            disable_cuda_graphs=True,
+            mixed_precision_param="float32",
         ),
         parallelism=configs.ParallelismConfig(expert_parallel_degree=run.ep, spmd_backend="partial_dtensor"),
         override=override.OverrideConfig(imports=imports),
@@ -157,9 +166,16 @@ def in_fp32() -> Any:
 
 def train(run: Run) -> Trained:
     """The job of one rank."""
+    return Trained(list(losses_of(run)), stats())  # no destroy_process_group(): see tiny_moe.py
+
+
+def losses_of(run: Run) -> Iterator[float]:
+    """The losses of one rank, step by step."""
+    size = run.size
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does: its meshes are of a thread
-    os.environ.update(COMMLAYER_PROFILE="none", COMMLAYER_PLAN=run.plan)
+    os.environ.update({"COMMLAYER_PROFILE": "none"} | ({"COMMLAYER_PLAN": run.plan} if run.plan else {}))
+    os.environ.update(run.environment)
     if run.alias is not None:
         os.environ["COMMLAYER_AS"] = run.alias
         commlayer.backend.autoload()  # what `import torch` does in a fresh process; this one has the parent's
@@ -169,14 +185,12 @@ def train(run: Run) -> Trained:
     strengthen(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    losses = []
     for _ in range(run.steps):
-        tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(0, size.vocabulary, (size.batch, size.sequence + 1), generator=generator)
         with context(), in_fp32(), sorted_wrongly() if run.wrong else contextlib.nullcontext():
             logits = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             (loss / dist.get_world_size()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return Trained(losses, stats())  # no destroy_process_group(): see tiny_moe.py
+        yield loss.item()
