@@ -45,8 +45,8 @@ from commlayer.integrations.pipeline_schedules import Schedule, run_pipeline
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.traces.recorder import close_recorder, recorder
 
-INTER, SCALE = "400gbit", 1000.0
-"""The rate of the cluster that is stood for. It runs a thousandth as fast: 400 Mbit/s a node."""
+INTER_GBIT = 400.0
+"""The rate of the cluster that is stood for."""
 _WORLD, _STAGES, _EP = 8, 2, 4
 WAYS = ("one by one", "two at a time", "without exchanges")
 TARGET = 0.8
@@ -62,6 +62,7 @@ class Shape:
 
     schedule: Schedule = "1f1b"
     num_nodes: int = 4
+    scale: float = 1000.0
     share: float = 2.0
     vocabulary: int = 64
     hidden: int = 128
@@ -73,6 +74,11 @@ class Shape:
     sequence: int = 64
     batch: int = 128
     num_micro_batches: int = 20
+
+    @property
+    def emulated_mbit(self) -> float:
+        """The rate of a node's emulated link."""
+        return 1000.0 * INTER_GBIT / self.scale
 
     @property
     def rows(self) -> int:
@@ -249,12 +255,14 @@ def measure(shape: Shape, number: int, budget_s: float, trace: str = "") -> Resu
     size = shape.num_nodes, _WORLD // shape.num_nodes
     with tempfile.TemporaryDirectory() as folder:
         os.environ["COMMLAYER_CACHE"] = folder
-        with EmulatedCluster(*size, inter="400mbit", mode="netns") as emulated:
+        with EmulatedCluster(*size, inter=f"{shape.emulated_mbit:g}mbit", mode="netns") as emulated:
             exchange_s = emulated.run(one_exchange, shape, timeout_s=120)[0]
         exchanges = 4 * shape.num_layers // _STAGES * shape.num_micro_batches
-        rate = flops_of_rank(shape) / (shape.share * exchanges * exchange_s) * SCALE
-        compute = f"{rate / 1e9:.4g}gflops"
-        with EmulatedCluster(*size, inter=INTER, compute=compute, scale=SCALE, mode="netns") as emulated:
+        rate = flops_of_rank(shape) / (shape.share * exchanges * exchange_s) * shape.scale
+        compute = f"{rate / 1e9:.6g}gflops"
+        with EmulatedCluster(
+            *size, inter=f"{INTER_GBIT:g}gbit", compute=compute, scale=shape.scale, mode="netns"
+        ) as emulated:
             print(f"each rank {emulated.accelerator}; an exchange alone takes {exchange_s * 1e3:.0f} ms", flush=True)
             times = emulated.run(on_rank, shape, number, budget_s, trace, timeout_s=4 * budget_s + 120)[0]
             reports = emulated.device_reports
@@ -274,7 +282,7 @@ def document(known: dict[str, str], results: Sequence[Result]) -> str:
         f"# Two micro-batches at a time, {today()}",
         "",
         "Emulated, NOT a measurement of accelerators: real processes and bytes, slowed wires, and products that last their FLOPs",
-        f"over a declared rate. All runs {SCALE:g} times slower than what is stood for: {INTER} are 400 Mbit/s a node.",
+        f"over a declared rate. Links and products are slowed by one scale; {INTER_GBIT:g} Gbit/s a node are stood for.",
         "Eight ranks, two stages, EP 4 over two nodes; calls are flat. Losses and gradients have the same bits both ways.",
         "",
         *[f"- {name}: {text}" for name, text in known.items()],

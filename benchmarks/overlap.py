@@ -230,7 +230,7 @@ def measure(
                 emulated.run(measure_links, profile, "make bench-overlap", _SWEEP, "overlap", timeout_s=600)
             exchange_s = emulated.run(exchanges, shape, tokens, timeout_s=120)[0]
         for share in shares:
-            compute = f"{shape.flops(tokens) / (share * exchange_s) * SCALE / 1e9:.4g}gflops"
+            compute = f"{shape.flops(tokens) / (share * exchange_s) * SCALE / 1e9:.6g}gflops"
             with EmulatedCluster(2, ranks, inter=INTER, compute=compute, scale=SCALE, mode="netns") as emulated:
                 print(f"{cluster}: each rank {emulated.accelerator}", flush=True)
                 times, chosen, error = emulated.run(
