@@ -103,6 +103,7 @@ def _monta() -> Cluster:
 def closest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: what may have been meant; "" where nothing is close."""
     names = list(known)
-    begun = [each for each in names if name and each.startswith(name)]  # h100 is h100-eos, though h800 has more letters of it
+    # What begins so comes first: h100 is h100-eos, though h800 looks more like it.
+    begun = [each for each in names if name and each.startswith(name)]
     close = (begun or difflib.get_close_matches(name, names, n=2, cutoff=0.5))[:2]
     return f". Did you mean {' or '.join(close)}?" if close else ""

@@ -36,7 +36,7 @@ EXACT = "planned_process_group()"
 def torchft() -> None:
     """Before ranks are forked; skips, and says so, where it is not installed."""
     if find_spec("torchft") is None:
-        pytest.skip("NOT TESTED: torchft is not installed (extra 'torchft', make trainers)")
+        pytest.skip("NOT TESTED: torchft is not installed (extra 'torchft')")
     for name in ("torchft.local_sgd", "torchft.coordination", "torchft.process_group"):
         import_module(name)
 

@@ -430,7 +430,7 @@ def test_further_profiles_bring_further_shapes() -> None:
 
 def test_unknown_names_bring_close_ones() -> None:
     with pytest.raises(UsageError, match=r"got 'h100'. Did you mean h100-eos\?"):
-        load("h100")
+        clusters.load("h100")
     with pytest.raises(UsageError, match=r"got 'h100-eoss'. Did you mean h100-eos"):
         clusters.load("h100-eoss")
     assert clusters.load("h800") is resolve("h800")
