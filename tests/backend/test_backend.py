@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from commlayer.profiles.errors import (
     TopologyError,
     UsageError,
 )
+from commlayer.statistics import print_table
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.traces.rank_files import read_folder
 
@@ -601,12 +604,18 @@ def test_a_planned_all_to_all_is_counted_and_its_steps_recorded(
             out = torch.empty(sum(mine))
             dist.all_to_all_single(out, torch.full((sum(mine),), float(rank)), mine, mine)
             assert out.tolist() == [float(peer) for peer in range(size) for _ in range(mine[peer])]
-            (row,) = commlayer.stats()["groups"][0]["calls"]
+            found = commlayer.stats()
+            (row,) = found["groups"][0]["calls"]
             commlayer.reset_stats()
             near = rank ^ 1
             # Each rank brings its node's ranks what they pass on, and tells them how much: 8 bytes for each rank they relay for.
             brought = sum(mine[peer] for peer in (near, near ^ 2))
             passed = sum(rows[(source + (rank ^ 2)) % 4] for source in (rank, near))
+            printed = io.StringIO()
+            with contextlib.redirect_stderr(printed):
+                print_table(found)
+            assert "all_to_all" in printed.getvalue()
+            assert "?" not in printed.getvalue()
             assert row["wire_bytes"] == {"inter": 4 * passed, "intra": 4 * brought + 8}
         dist.destroy_process_group()
 

@@ -1,19 +1,20 @@
 """Judges of trainers' jobs: a witness, for whom whatever `commlayer diagnose` says of one that ends well is a false alarm;
-and losses."""
+losses; and which plans and dispatches ran."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 from commlayer.emulation import EmulatedCluster
+from commlayer.statistics import Stats
 from commlayer.testing.witness import alarms, testifying
 
-__all__ = ["compare_losses", "no_alarms"]
+__all__ = ["compare", "compare_losses", "dispatches", "no_alarms", "plans"]
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +42,27 @@ def compare_losses(got: Sequence[Sequence[float]], expected: Sequence[Sequence[f
             assert difference <= tolerance, (
                 f"rank {rank}, step {step}: loss {loss}, expected {wanted}: {difference:.1e}"
             )
+
+
+class HasLosses(Protocol):
+    """The results of a rank."""
+
+    @property
+    def losses(self) -> list[float]: ...
+
+
+def compare(got: Sequence[HasLosses], expected: Sequence[HasLosses], *, steps: int, tolerance: float) -> None:
+    """Compare every rank's loss at each of so many steps, after which what is expected may go on."""
+    assert {len(one.losses) for one in got} == {steps}
+    compare_losses([one.losses for one in got], [one.losses[:steps] for one in expected], tolerance=tolerance)
+
+
+def plans(found: Stats, description: str = "") -> set[tuple[str, str]]:
+    """Which collectives were moved by which plans, in groups whose description begins with this."""
+    groups = [group for group in found["groups"] if group["description"].startswith(description)]
+    return {(call["collective"], call["plan"]) for group in groups for call in group["calls"]}
+
+
+def dispatches(found: Stats) -> set[tuple[str, str]]:
+    """Who dispatched tokens, and by which way."""
+    return {(each["dispatcher"], each["kind"]) for each in found["dispatches"]}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from judged import compare, no_alarms, plans  # noqa: F401  a fixture among them
 from model_size import Size
-from tiny_deepspeed import Run, Trained, deepspeed, load, train
+from tiny_deepspeed import Run, Trained, deepspeed, exchange_as_auto_ep, load, train
 
 from commlayer.integrations import plan_deepspeed_moe
 from commlayer.integrations.deepspeed import _planned_forward
@@ -25,26 +25,17 @@ def run_all(cluster: Any, run: Run) -> list[Trained]:
     return cluster.run(train, run, timeout_s=100)  # type: ignore[no-any-return]
 
 
-def losses(ranks: list[Trained]) -> list[list[float]]:
-    return [each.losses for each in ranks]
-
-
-def planned(trained: Trained, description: str = "") -> set[tuple[str, str]]:
-    """Which collectives were moved by which plans, in groups of this description."""
-    groups = [group for group in trained.stats["groups"] if group["description"].startswith(description)]
-    return {(call["collective"], call["plan"]) for group in groups for call in group["calls"]}
-
-
+@pytest.mark.trainers
 def test_the_backends_name_passes_through(emulated_cluster: ClusterFactory) -> None:
     """Experts over all ranks, without tensor parallelism: DeepSpeed's own calls, planned by the backend."""
     run = Run("commlayer", environment=(("COMMLAYER_PLAN", "hierarchical"),))
     got = run_all(emulated_cluster(2, 2), run)
     expected = run_all(emulated_cluster(2, 2), replace(run, backend="gloo"))
-    compare_losses(losses(got), losses(expected), tolerance=1e-6)
+    compare(got, expected, steps=run.steps, tolerance=1e-6)
     for each, without in zip(got, expected, strict=True):
         assert each.lanes == {"ep"}
         assert without.lanes == {None}
-        assert {("all_to_all", "hierarchical"), ("all_reduce", "hierarchical")} <= planned(each)
+        assert {("all_to_all", "hierarchical"), ("all_reduce", "hierarchical")} <= plans(each.stats)
 
 
 @pytest.mark.trainers
@@ -61,15 +52,24 @@ def test_replicated_tokens_go_by_a_communicator(
     assert "planned from profile emulated-2x4; replicated tokens by a Communicator" in lines[0]
     stock = replace(run, is_planned=False, environment=(("COMMLAYER_PLAN", "flat"),))
     expected = run_all(emulated_cluster(2, 4), stock)
-    compare_losses(losses(got), losses(expected), tolerance=1e-6)
+    compare(got, expected, steps=run.steps, tolerance=1e-6)
     for each, without in zip(got, expected, strict=True):
-        plans = planned(each, "Communicator on lane ep")
-        assert {collective for collective, _ in plans} == {"all_to_all"}
-        assert all(plan.startswith("pipelined") for _, plan in plans)
-        assert not planned(without, "Communicator")
+        moved = plans(each.stats, "Communicator on lane ep")
+        assert {collective for collective, _ in moved} == {"all_to_all"}
+        assert all(plan.startswith("pipelined") for _, plan in moved)
+        assert not plans(without.stats, "Communicator")
     wrong = run_all(emulated_cluster(2, 4), replace(run, steps=2, wrong=True))
     with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
-        compare_losses(losses(wrong), [each[:2] for each in losses(expected)], tolerance=1e-3)
+        compare(wrong, expected, steps=2, tolerance=1e-3)
+
+
+@pytest.mark.trainers
+def test_the_exchanges_of_auto_ep_are_planned(emulated_cluster: ClusterFactory) -> None:
+    load()
+    run = Run("commlayer", environment=(("COMMLAYER_PLAN", "hierarchical"),))
+    for found in emulated_cluster(2, 2).run(exchange_as_auto_ep, run, timeout_s=60):
+        calls = [call for group in found["groups"] for call in group["calls"] if call["collective"] == "all_to_all"]
+        assert [(call["plan"], call["calls"]) for call in calls] == [("hierarchical", 5)]
 
 
 @pytest.mark.parametrize("kind", ["all_to_all", "two_level"])
@@ -81,10 +81,10 @@ def test_tokens_of_each_rank_go_by_our_dispatcher(emulated_cluster: ClusterFacto
     for each in got:
         assert {(one["dispatcher"], one["kind"]) for one in each.stats["dispatches"]} == {("DeepSpeed", f"{kind} × 1")}
     expected = run_all(emulated_cluster(2, 4), replace(run, backend="gloo"))
-    compare_losses(losses(got), losses(expected), tolerance=1e-6)
+    compare(got, expected, steps=run.steps, tolerance=1e-6)
     wrong = run_all(emulated_cluster(2, 4), replace(run, steps=2, wrong=True))
     with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
-        compare_losses(losses(wrong), [each[:2] for each in losses(expected)], tolerance=1e-6)
+        compare(wrong, expected, steps=2, tolerance=1e-6)
 
 
 def test_what_is_no_model_of_deepspeeds_is_refused() -> None:

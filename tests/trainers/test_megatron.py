@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from judged import compare_losses, no_alarms, plans  # noqa: F401  a fixture among them
 from model_size import Size
-from tiny_megatron import Case, Trained, core, job, load
+from tiny_megatron import SPEC, Case, Trained, core, job, load
 
 from commlayer.integrations import megatron_moe, plan_megatron_moe
 from commlayer.profiles.errors import TensorError, UsageError
@@ -18,12 +21,21 @@ from commlayer.testing.plugin import ClusterFactory
 
 pytestmark = pytest.mark.cluster
 
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "trainers" / "megatron.md"
 DROPPING = {"moe_expert_capacity_factor": 0.75}
 EVEN = {"moe_token_dispatcher_type": "allgather"}
 """The stock dispatcher that Gloo can run where experts are sharded: the other one's reduce_scatter has uneven parts."""
 FLAT = (
     Case("dropless", steps=20),
     Case("by the layer's spec, gradients beside", by_spec=True, overlap=True),
+    Case(
+        "by the name of a spec, one layer dense",
+        by_name=True,
+        kind="auto",
+        size=Size(layers=2),
+        options={"moe_layer_freq": [0, 1]},
+        tolerance=1e-6,
+    ),
     Case("dropped by probability, two layers", options=DROPPING, size=Size(layers=2)),
     Case("dropped by position", options=DROPPING | {"moe_token_drop_policy": "position"}),
     Case("padded", options=DROPPING | {"moe_pad_expert_input_to_capacity": True}, tolerance=1e-6),
@@ -77,7 +89,7 @@ def check(found: Found, cases: tuple[Case, ...]) -> None:
             assert {ran["dispatcher"] for ran in dispatches} == {used}
             assert all(ran["kind"].startswith(case.kind) or case.kind == "auto" for ran in dispatches)
             passes = 2 if "recompute_modules" in case.options else 1
-            assert sum(ran["calls"] for ran in dispatches) == case.size.layers * case.steps * passes
+            assert sum(ran["calls"] for ran in dispatches) == case.moe_layers * case.steps * passes
 
 
 def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterFactory) -> None:
@@ -94,14 +106,8 @@ def test_losses_are_the_stock_dispatchers_bit_for_bit(emulated_cluster: ClusterF
 def test_two_nodes_of_four(emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]) -> None:
     found = run(emulated_cluster(2, 4), TWO_NODES, COMMLAYER_PLAN="hierarchical", COMMLAYER_PROFILE="emulated-2x4")
     check(found, TWO_NODES)
-    plans = {
-        (call["collective"], call["plan"])
-        for ranks in found.values()
-        for _, ours in ranks
-        for group in ours.stats["groups"]
-        for call in group["calls"]
-    }
-    assert ("all_reduce", "hierarchical") in plans
+    moved = {pair for ranks in found.values() for _, ours in ranks for pair in plans(ours.stats)}
+    assert ("all_reduce", "hierarchical") in moved
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("commlayer: ")]
     assert len([line for line in lines if "Megatron-Core's MoE layers dispatch over EP 8" in line]) == 1
     assert all("from profile emulated-2x4" in line for line in lines), lines
@@ -136,3 +142,24 @@ def test_what_is_no_model_of_megatrons_is_refused() -> None:
 def test_what_needs_megatrons_own_dispatcher_is_refused(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"Megatron-Core's {name} is {value!r}"):
         megatron_moe._check_config(SimpleNamespace(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("num_moe_experts", None, r"is for models with experts \(--num-experts\)"),
+        ("transformer_impl", "inference_optimized", "makes layers with 'local' or 'transformer_engine'"),
+        ("heterogeneous_block_specs", True, "makes layers with False"),
+        ("experimental_attention_variant", "dsa", r"call plan_megatron_moe\(\) in the model_provider instead"),
+    ],
+)
+def test_layers_of_another_list_are_refused(name: str, value: object, words: str) -> None:
+    megatron_spec = import_module(SPEC[0])
+    asked = {"num_moe_experts": 8, "transformer_impl": "local", name: value}
+    with pytest.raises(UsageError, match=words):
+        megatron_spec._check_layers(SimpleNamespace(**asked))
+
+
+def test_the_page_names_the_spec() -> None:
+    words = re.findall(r"--spec (\S+) (\S+)$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert words == [SPEC]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from judged import compare_losses, no_alarms  # noqa: F401  a fixture among them
+from judged import compare, no_alarms, plans  # noqa: F401  a fixture among them
 from tiny_moe import STEPS, Run, Trained, mixtral_config, qwen3_moe_config, train, transformers
 
 from commlayer.emulation import EmulatedCluster
@@ -30,22 +30,15 @@ def on_gloo(run: Run) -> list[Trained]:
     )
 
 
-def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
-    """Every rank's loss at every step; ``tolerance`` is relative, 0: the same bits."""
-    assert len(got) == 4
-    assert all(len(each.losses) == STEPS for each in got)
-    compare_losses([each.losses for each in got], [each.losses for each in expected], tolerance=tolerance)
-
-
 @pytest.mark.parametrize("config", [mixtral_config, qwen3_moe_config])
 def test_spreading_experts_leaves_the_models_computation(config: object) -> None:
     """The reference is right: with each rank holding all experts, without any all_to_all, losses are the same."""
     run = Run(config=config)  # type: ignore[arg-type]
-    compare(on_gloo(run), on_two_nodes(replace(run, expert_parallel=False)), tolerance=1e-5)
+    compare(on_gloo(run), on_two_nodes(replace(run, expert_parallel=False)), steps=STEPS, tolerance=1e-5)
 
 
 def test_gloo_gives_the_same_bits_twice() -> None:
-    compare(on_two_nodes(Run()), on_gloo(Run()), tolerance=0)
+    compare(on_two_nodes(Run()), on_gloo(Run()), steps=STEPS, tolerance=0)
 
 
 # Each with its tolerance, relative, and what must have been moved by which plan.
@@ -84,21 +77,17 @@ CASES = {
 def test_losses_are_gloos(name: str) -> None:
     run, tolerance, moved = CASES[name]
     trained = on_two_nodes(run)
-    compare(trained, on_gloo(run), tolerance=tolerance)
+    compare(trained, on_gloo(run), steps=STEPS, tolerance=tolerance)
     for one in trained:
-        assert moved <= plans(one)
+        assert moved <= plans(one.stats)
 
 
 def test_losses_are_gloos_with_plans_from_a_measured_profile(tmp_path: Path) -> None:
     run = Run(backend="commlayer", cache=str(tmp_path))
     trained = on_two_nodes(run)
-    compare(trained, on_gloo(run), tolerance=1e-6)
-    assert plans(trained[0]) == plans(trained[1]) == plans(trained[2]) == plans(trained[3])
-
-
-def plans(trained: Trained) -> set[tuple[str, str]]:
-    """Which collectives were moved by which plans."""
-    return {(call["collective"], call["plan"]) for group in trained.stats["groups"] for call in group["calls"]}
+    compare(trained, on_gloo(run), steps=STEPS, tolerance=1e-6)
+    first, *others = (plans(one.stats) for one in trained)
+    assert others == [first] * 3
 
 
 @pytest.mark.parametrize("run", [Run(), HIERARCHICAL], ids=["gloo", "commlayer"])
@@ -108,4 +97,4 @@ def test_a_wrong_all_to_all_is_caught(run: Run, in_pass: Literal["forward", "bac
     broken = on_two_nodes(replace(run, break_all_to_all=in_pass))
     assert all(trained.num_misplaced > 0 for trained in broken), "nothing was broken"
     with pytest.raises(AssertionError, match=r"rank \d, step \d: loss"):
-        compare(broken, on_gloo(run), tolerance=1e-3)
+        compare(broken, on_gloo(run), steps=STEPS, tolerance=1e-3)

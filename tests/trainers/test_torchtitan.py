@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from judged import compare_losses, no_alarms  # noqa: F401  a fixture
+from judged import compare, dispatches, no_alarms, plans  # noqa: F401  a fixture among them
 from tiny_titan import Run, Trained, load, train
 
 from commlayer.emulation import EmulatedCluster
@@ -44,20 +44,6 @@ def shown() -> Run:
     return Run(alias=alias, override=override)
 
 
-def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
-    steps = len(got[0].losses)
-    compare_losses([one.losses for one in got], [one.losses[:steps] for one in expected], tolerance=tolerance)
-
-
-def plans(trained: Trained) -> set[tuple[str, str]]:
-    """Which collectives were moved by which plans."""
-    return {(call["collective"], call["plan"]) for group in trained.stats["groups"] for call in group["calls"]}
-
-
-def dispatches(trained: Trained) -> set[tuple[str, str]]:
-    return {(each["dispatcher"], each["kind"]) for each in trained.stats["dispatches"]}
-
-
 def options(**given: str) -> tuple[tuple[str, str], ...]:
     return tuple(given.items())
 
@@ -86,25 +72,27 @@ def test_losses_are_torchtitans(name: str) -> None:
     run, ranks_per_node, tolerance, kind = CASES[name]
     run = replace(run, alias=shown().alias, override=shown().override)
     trained = on_two_nodes(run, ranks_per_node)
-    compare(trained, stock(run, ranks_per_node), tolerance=tolerance)
+    compare(trained, stock(run, ranks_per_node), steps=run.steps, tolerance=tolerance)
     for one in trained:
-        assert dispatches(one) == {("torchtitan", kind)}
-        moved = plans(one)
+        assert dispatches(one.stats) == {("torchtitan", kind)}
+        moved = plans(one.stats)
         if run.plan == "hierarchical":
             assert {("all_to_all", "hierarchical"), ("reduce_scatter", "hierarchical")} <= moved
         if kind == "two_level × 1":
             assert ("all_to_all_v", "hierarchical") in moved
 
 
-@pytest.mark.parametrize("kind", ["all_to_all", pytest.param("two_level", marks=pytest.mark.trainers)])
+@pytest.mark.trainers
+@pytest.mark.parametrize("kind", ["all_to_all", "two_level"])
 def test_rows_in_a_wrong_order_are_caught(kind: str) -> None:
     """Two rows of some fifty change places: the comparison must fail, also with the tolerance of other orders of sums."""
     run = replace(shown(), options=options(kind=kind), wrong=True, steps=3)
     broken = on_two_nodes(run)
     with pytest.raises(AssertionError, match=r"rank \d, step \d+: loss"):
-        compare(broken, stock(run, 2), tolerance=1e-6)
+        compare(broken, stock(run, 2), steps=run.steps, tolerance=1e-6)
 
 
+@pytest.mark.trainers
 def test_a_group_of_another_backend_is_refused_by_name() -> None:
     run = replace(shown(), alias=None)
     with pytest.raises(Exception, match="start the job with COMMLAYER_AS=gloo"):

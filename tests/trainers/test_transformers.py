@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from judged import compare_losses, no_alarms  # noqa: F401  a fixture
+from judged import compare, dispatches, no_alarms, plans  # noqa: F401  a fixture among them
 from tiny_moe import BATCH, SEQUENCE, VOCABULARY, build, mixtral_config, transformers
 from wrong_rows import sorted_wrongly
 
@@ -29,12 +29,16 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Variant:
-    """How the model is spread. ``kind``: of dispatch, by ours; None: transformers' own. ``wrong``: rows are sorted wrongly."""
+    """How the model is spread. ``kind``: of dispatch, by ours; None: transformers' own. ``wrong``: rows are sorted wrongly.
+    ``experts_alone``: nothing else is trained, the router neither. ``dtype``: of all parameters."""
 
     kind: str | None = None
     tp: int = 1
     ep: int = 4
     wrong: bool = False
+    experts_alone: bool = False
+    dtype: str = "float32"
+    steps: int = STEPS
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """The results of a rank for one variant."""
+    """The results of a rank for one variant. ``learning``: the last names of the parameters that got a gradient."""
 
     losses: list[float]
+    learning: set[str]
     stats: Stats = field(compare=False)
 
 
@@ -73,7 +78,13 @@ def loaded(path: str, variant: Variant) -> Any:
         ep_size=variant.ep,
         ep_implementation="all_to_all" if own else register_experts(kind=str(variant.kind)),
     )
-    return transformers().AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+    model = transformers().AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, variant.dtype), distributed_config=config
+    )
+    if variant.experts_alone:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".experts." in name)
+    return model
 
 
 def train(job: Job) -> list[Trained]:
@@ -85,24 +96,25 @@ def train(job: Job) -> list[Trained]:
         reset_stats()
         model = loaded(job.path, variant)
         with sorted_wrongly() if variant.wrong else contextlib.nullcontext():
-            losses = loop(model, dist.get_rank() // variant.tp)
-        found.append(Trained(losses, stats()))
+            losses, learning = loop(model, dist.get_rank() // variant.tp, variant.steps)
+        found.append(Trained(losses, learning, stats()))
     return found
 
 
-def loop(model: Any, batch: int) -> list[float]:
-    """A plain loop over random tokens, others for every ``batch`` and at every step."""
+def loop(model: Any, batch: int, steps: int) -> tuple[list[float], set[str]]:
+    """A plain loop over random tokens, others for every ``batch`` and at every step; the losses, and what learns."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     generator = torch.Generator().manual_seed(1 + batch)
-    losses = []
-    for _ in range(STEPS):
+    losses, learning = [], set()
+    for _ in range(steps):
         tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
+        learning |= {name.split(".")[-1] for name, each in model.named_parameters() if each.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, learning
 
 
 @cache
@@ -112,65 +124,75 @@ def run(job: Job, ranks_per_node: int = 2) -> list[list[Trained]]:
         return list(zip(*cluster.run(train, job, timeout_s=100), strict=True))  # type: ignore[arg-type]
 
 
-def compare(got: list[Trained], expected: list[Trained], *, tolerance: float) -> None:
-    assert len(expected[0].losses) == STEPS
-    compare_losses([one.losses for one in got], [one.losses for one in expected], tolerance=tolerance)
-
-
-def plans(trained: Trained) -> set[tuple[str, str]]:
-    """Which collectives were moved by which plans."""
-    return {(call["collective"], call["plan"]) for group in trained.stats["groups"] for call in group["calls"]}
-
-
-def dispatches(trained: Trained) -> set[tuple[str, str]]:
-    return {(each["dispatcher"], each["kind"]) for each in trained.stats["dispatches"]}
-
-
-FLAT = (
+FEW = 6
+STOCK = (Variant(), Variant(tp=2), Variant(experts_alone=True, steps=FEW), Variant(dtype="bfloat16", steps=FEW))
+PLANNED = (
     Variant("all_to_all"),
     Variant("two_level"),
     Variant("all_to_all", wrong=True),
     Variant("two_level", wrong=True),
+    Variant("all_to_all", tp=2),
+    Variant("all_to_all", experts_alone=True, steps=FEW),
+    Variant("two_level", experts_alone=True, steps=FEW),
+    Variant("all_to_all", dtype="bfloat16", steps=FEW),
 )
-OVER_TP = (Variant("all_to_all", tp=2),)
 
 
 def test_losses_are_those_of_its_own_exchange(path: str) -> None:
     """Moves are exact, and transformers' own sort and sum stand around them; two levels sum in another order."""
-    expected, over_tp = run(Job(path, (Variant(), Variant(tp=2)), "gloo"))
-    moved, levels, _, _, shared = run(Job(path, FLAT + OVER_TP))
-    compare(moved, expected, tolerance=0)
-    compare(levels, expected, tolerance=1e-6)
-    compare(shared, over_tp, tolerance=0)
+    expected, over_tp, *_ = run(Job(path, STOCK, "gloo"))
+    moved, levels, _, _, shared, *_ = run(Job(path, PLANNED))
+    compare(moved, expected, steps=STEPS, tolerance=0)
+    compare(levels, expected, steps=STEPS, tolerance=1e-6)
+    compare(shared, over_tp, steps=STEPS, tolerance=0)
     for one in (*moved, *shared):
-        assert dispatches(one) == {("transformers", "all_to_all × 1")}
-        assert ("all_to_all", "flat") in plans(one)
+        assert dispatches(one.stats) == {("transformers", "all_to_all × 1")}
+        assert ("all_to_all", "flat") in plans(one.stats)
     for one in levels:
-        assert dispatches(one) == {("transformers", "two_level × 1")}
-        assert ("all_to_all_v", "hierarchical") in plans(one)
+        assert dispatches(one.stats) == {("transformers", "two_level × 1")}
+        assert ("all_to_all_v", "hierarchical") in plans(one.stats)
+
+
+def test_experts_alone_learn_the_same(path: str) -> None:
+    """In the first layer neither tokens nor weights need a gradient, and the experts do."""
+    *_, expected, _ = run(Job(path, STOCK, "gloo"))
+    *_, moved, levels, _ = run(Job(path, PLANNED))
+    for ranks in (expected, moved, levels):
+        assert [one.learning for one in ranks] == [{"gate_up_proj", "down_proj"}] * 4
+    compare(moved, expected, steps=FEW, tolerance=0)
+    compare(levels, expected, steps=FEW, tolerance=1e-6)
+
+
+def test_losses_in_bf16_are_the_same(path: str) -> None:
+    *_, expected = run(Job(path, STOCK, "gloo"))
+    *_, moved = run(Job(path, PLANNED))
+    compare(moved, expected, steps=FEW, tolerance=0)
+    full, *_ = run(Job(path, STOCK, "gloo"))
+    assert [one.losses[0] for one in full] != [one.losses[0] for one in expected], "nothing was in another format"
 
 
 def test_rows_in_a_wrong_order_are_caught(path: str) -> None:
     """Two rows change places: the comparison must fail, even with a tolerance ten times wider."""
-    expected, _ = run(Job(path, (Variant(), Variant(tp=2)), "gloo"))
-    _, _, *broken, _ = run(Job(path, FLAT + OVER_TP))
+    expected, *_ = run(Job(path, STOCK, "gloo"))
+    _, _, *broken, _, _, _, _ = run(Job(path, PLANNED))
+    assert len(broken) == 2
     for each in broken:
         with pytest.raises(AssertionError, match=r"rank \d, step \d+: loss"):
-            compare(each, expected, tolerance=1e-5)
+            compare(each, expected, steps=STEPS, tolerance=1e-5)
 
 
 def test_losses_are_the_same_by_plans(path: str) -> None:
-    expected, _ = run(Job(path, (Variant(), Variant(tp=2)), "gloo"))
+    expected, *_ = run(Job(path, STOCK, "gloo"))
     (planned,) = run(Job(path, (Variant("auto"),), plan="hierarchical"))
-    compare(planned, expected, tolerance=1e-6)
+    compare(planned, expected, steps=STEPS, tolerance=1e-6)
     for one in planned:
-        assert {(name, "hierarchical") for name in ("all_to_all", "reduce_scatter", "all_gather")} <= plans(one)
+        assert {(name, "hierarchical") for name in ("all_to_all", "reduce_scatter", "all_gather")} <= plans(one.stats)
 
 
 def test_losses_are_the_same_on_two_nodes_of_four(path: str) -> None:
     (expected,) = run(Job(path, (Variant(ep=8),), "gloo"), 4)
     (levels,) = run(Job(path, (Variant("two_level", ep=8),)), 4)
-    compare(levels, expected, tolerance=1e-6)
+    compare(levels, expected, steps=STEPS, tolerance=1e-6)
 
 
 def test_groups_of_another_backend_are_refused_by_name(path: str) -> None:

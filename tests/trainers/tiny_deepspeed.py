@@ -24,6 +24,7 @@ from commlayer.integrations import plan_deepspeed_moe
 from commlayer.statistics import Stats, stats
 
 SIZE = Size(sequence=16)
+AUTO_EP = "deepspeed.module_inject.auto_ep_layer"
 
 
 def deepspeed(module: str = "deepspeed") -> Any:
@@ -38,7 +39,7 @@ def deepspeed(module: str = "deepspeed") -> Any:
 
 def load() -> None:
     """Import what ranks will need: before the fork, once, not in each of them."""
-    for module in ("deepspeed", "deepspeed.moe.layer", "deepspeed.moe.sharded_moe", "deepspeed.utils.groups"):
+    for module in ("deepspeed", "deepspeed.moe.layer", "deepspeed.moe.sharded_moe", "deepspeed.utils.groups", AUTO_EP):
         deepspeed(module)
 
 
@@ -243,3 +244,29 @@ def _swap_blocks(model: nn.Module) -> None:
                 return torch.cat([moved.chunk(2)[1], moved.chunk(2)[0]])
 
             exchange.apply = wrong
+
+
+def exchange_as_auto_ep(run: Run) -> Stats:
+    """The exchanges of AutoEP's layer, by its functions, over DeepSpeed's own group: counts, rows out and home, their gradients.
+
+    Experts multiply by a number that only their rank has, so rows at the wrong rank are noticed.
+    """
+    os.environ.update({"COMMLAYER_PROFILE": "none", **dict(run.environment)})
+    deepspeed().init_distributed(dist_backend=run.backend, verbose=False)
+    groups, layer = deepspeed("deepspeed.utils.groups"), deepspeed(AUTO_EP)
+    groups._create_expert_and_data_parallel(expert_parallel_size_=run.ep)
+    group = groups._get_expert_parallel_group(f"ep_size_{run.ep}")
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    size, num_local = run.size, run.size.num_experts // run.ep
+    experts = torch.randint(0, size.num_experts, (size.batch * size.sequence,), generator=generator).sort().values
+    rows = torch.randn(len(experts), size.hidden, generator=generator, requires_grad=True)
+    plan = layer.compute_split_plan_from_expert_indices(experts, size.num_experts, run.ep, num_local, group)
+    assert len(set(plan.input_splits)) > 1, "all splits are alike"
+    arrived = layer._AllToAllV.apply(group, rows, plan.input_splits, plan.output_splits)
+    computed = arrived * (1 + group.rank())
+    back = layer._AllToAllV.apply(group, computed, plan.output_splits, plan.input_splits)
+    factor = (1 + experts // num_local).unsqueeze(1).float()
+    torch.testing.assert_close(back, rows * factor, rtol=0, atol=0)
+    back.backward(rows.detach())
+    torch.testing.assert_close(rows.grad, rows.detach() * factor, rtol=0, atol=0)
+    return stats()

@@ -42,7 +42,10 @@ _MODULES = (
     "transformer",
     "transformer.transformer_block",
     "transformer.moe.token_dispatcher",
+    "transformer.spec_utils",
 )
+SPEC = "commlayer.integrations.megatron_spec", "planned_layer_spec"
+"""The words after ``--spec``, of which Megatron-LM makes such a tuple."""
 
 
 def core(module: str) -> Any:
@@ -55,6 +58,7 @@ def load() -> None:
     """Import what ranks will need: before the fork, once, not in each of them."""
     for module in _MODULES:
         core(module)
+    import_module(SPEC[0])
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,9 @@ class Case:
     """A model and its mapping: ``layout``, sizes of tp, ep and etp; ``options`` of its TransformerConfig.
 
     ``kind``, ``wire``: of the planned dispatcher. ``tolerance``: relative, of losses. ``by_spec``: whether the dispatcher
-    comes by the layer's spec, or into the model when that is made. ``overlap``: of DDP's gradients with the backward pass.
-    ``deep_ep``: Megatron's flex dispatcher, to which our module of that name is given, not ours.
+    comes by the layer's spec, or into the model when that is made; ``by_name``: by the one that ``--spec`` names.
+    ``overlap``: of DDP's gradients with the backward pass. ``deep_ep``: Megatron's flex dispatcher, to which our module of that
+    name is given, not ours.
     """
 
     name: str
@@ -73,12 +78,18 @@ class Case:
     wire: str | None = None
     tolerance: float = 0.0
     by_spec: bool = False
+    by_name: bool = False
     overlap: bool = False
     bucket_size: int = 20_000
     steps: int = 2
     size: Size = SIZE
     wrong: bool = False
     deep_ep: bool = False
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.options.get("moe_layer_freq", [1] * self.size.layers))
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,7 @@ def config_of(case: Case, *, flex: bool = False) -> Any:
         options["moe_token_dispatcher_type"] = "flex"
     return core("transformer").TransformerConfig(
         num_layers=size.layers,
+        transformer_impl="local",
         hidden_size=size.hidden,
         ffn_hidden_size=size.width,
         moe_ffn_hidden_size=size.width,
@@ -129,24 +141,38 @@ def config_of(case: Case, *, flex: bool = False) -> Any:
     )
 
 
+def spec_of(case: Case, config: Any, plan: Callable[[Any], Any] | None) -> Any:
+    """The spec of the layers, or of all of them together; ``plan``: what makes it ours, where it is to be."""
+    specs = core("models.gpt.gpt_layer_specs")
+    if case.by_name:
+        if plan is None:
+            return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        return core("transformer.spec_utils").import_module(SPEC)
+    spec = specs.get_gpt_layer_local_spec(num_experts=case.size.num_experts)
+    return spec if plan is None or not case.by_spec else plan(spec)
+
+
+def layers_with_experts(model: Any) -> list[Any]:
+    return [layer for layer in model.decoder.layers if hasattr(layer.mlp, "token_dispatcher")]
+
+
 def build(case: Case, *, planned: bool) -> Any:
     """The model, with distinct experts and equal weights in every build."""
     core("tensor_parallel.random").model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     torch.manual_seed(0)
     flex = planned and case.deep_ep
     config = config_of(case, flex=flex)
-    spec = core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=case.size.num_experts)
     plan = partial(plan_megatron_moe, kind=case.kind, wire=case.wire)
     model = core("models.gpt").GPTModel(
         config,
-        plan(spec) if planned and case.by_spec else spec,
+        spec_of(case, config, plan if planned else None),
         case.size.vocabulary,
         case.size.sequence,
         share_embeddings_and_output_weights=False,
     )
-    if planned and not case.by_spec and not flex:
+    if planned and not case.by_spec and not case.by_name and not flex:
         assert plan(model) is model
-    for layer in model.decoder.layers:
+    for layer in layers_with_experts(model):
         weights = [expert.linear_fc1.weight for expert in layer.mlp.experts.local_experts]
         assert not any(torch.equal(one, other) for one, other in combinations(weights, 2)), "experts are clones"
     return model
@@ -230,7 +256,7 @@ def run_case(case: Case, *, planned: bool) -> Trained:
         model = build(case, planned=planned)
         losses = list(train(case, model))
     KEPT.append(model)
-    names = {type(layer.mlp.token_dispatcher).__name__ for layer in model.decoder.layers}
+    names = {type(layer.mlp.token_dispatcher).__name__ for layer in layers_with_experts(model)}
     return Trained(losses, stats(), names, given)
 
 
