@@ -77,6 +77,8 @@ SAME_WORDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"plan": "flat:1"}, {"plan": "flat"}),
     ({"wire": "BF16"}, {"wire": "bf16"}),
     ({"wire": "native+bf16"}, {"wire": "bf16+native"}),
+    ({"wire": "bf16+int8!"}, {"wire": "int8+bf16!"}),
+    ({"wire": "int8+bf16"}, {"wire": " bf16+int8+bf16 "}),
     ({"audit": 1}, {"audit": True}),
     ({"lane": "ep", "shadow": 3}, {"shadow": 3, "lane": "ep"}),
 )
@@ -84,7 +86,9 @@ SAME_WORDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("one", "other"), SAME_WORDS)
 def test_what_means_the_same_is_told_in_the_same_words(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert GroupOptions(**one).words() == GroupOptions(**other).words() != {}
+    ours, theirs = GroupOptions(**one), GroupOptions(**other)
+    assert ours.words() == theirs.words() != {}
+    assert ours.sum_formats == theirs.sum_formats, "of several formats that are equally fast the first is taken"
 
 
 def test_what_differs_is_told_in_other_words() -> None:
