@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 
-from commlayer.backend import world
+from commlayer.backend import create, world
 from commlayer.backend.create import make_group
 from commlayer.backend.group_options import GroupOptions
 from commlayer.failures.detector import job_detector
@@ -26,6 +26,30 @@ def total_of(group: Any) -> float:
     group.allreduce([x], AllreduceOptions()).wait()
     assert bool((x == x[0]).all())
     return float(x[0])
+
+
+class Asked(Exception):
+    """The communicator of a device was asked for, with these words."""
+
+
+@pytest.mark.cluster
+def test_its_communicator_on_cuda_is_no_part_of_the_jobs(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: Any, is_split: bool, **__: Any) -> None:
+        raise Asked(is_split)
+
+    monkeypatch.setattr(create, "is_usable", lambda: True)  # the ranks are forked
+    monkeypatch.setattr(create, "make_nccl", asked)
+
+    def job() -> bool:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        given: dict[str, Any] = {"store": store, "timeout": LIMIT, "stands_alone": True}
+        with pytest.raises(Asked) as found:
+            make_group(name="one", rank=0, global_ranks=[0], options=GroupOptions(plan="flat"), **given)
+        return bool(found.value.args[0])
+
+    assert emulated_cluster(1, 1).run(job, timeout_s=30) == [False]
 
 
 @pytest.mark.cluster
