@@ -125,7 +125,7 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         global_ranks=global_ranks,
         inner=inner,
         is_planning=job.cpu_planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
-        make=make_group,
+        make=partial(make_group, stands_alone=request.stands_alone),
         options=options,
     )
     group.place_in_profile(job.places_of(global_ranks))

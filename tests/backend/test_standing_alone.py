@@ -63,6 +63,9 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
         own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
         dist.init_process_group("commlayer", store=own, rank=0, world_size=1, timeout=LIMIT)
         replicas = world.current()
+        os.environ["COMMLAYER_TOPOLOGY"] = f"{rank + 1}x1"  # and replicas need not be alike
+        os.environ["COMMLAYER_PROFILE"] = ("emulated-2x4", "none", "auto")[rank]
+        os.environ["COMMLAYER_TRACE"] = f"/nowhere/{rank}"
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=LIMIT)
 
@@ -80,6 +83,11 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
         first = quorum(1, size)
         assert first.shape == (1,) * size
         assert total_of(first) == size * (size + 1) / 2
+        part = first.split_group([1, 2], opts=GroupOptions(plan="flat_direct"))
+        if part is not None:
+            assert part.shape == (1, 1), "a part stands alone as well"
+            assert total_of(part) == 3
+            part.leave(5.0)
         assert world.current() is replicas, "the job's own agreement stays"
         assert job_detector(range(size)) is None, "nobody else's groups are watched by it"
         first.leave(5.0)
