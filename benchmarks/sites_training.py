@@ -68,7 +68,7 @@ class Site:
         server, key = None, f"lighthouse {self._ways}"
         if self.rank == 0:
             server = LighthouseServer(
-                bind="0.0.0.0:0", min_replicas=2, join_timeout_ms=20_000, quorum_tick_ms=20, heartbeat_timeout_ms=1000
+                bind="0.0.0.0:0", min_replicas=2, join_timeout_ms=20_000, quorum_tick_ms=20, heartbeat_timeout_ms=5000
             )
             self.shared.set(key, f"http://{self.address}:{server.address().rpartition(':')[2]}")
         return server, self.shared.get(key).decode()

@@ -107,7 +107,10 @@ def _class_of(wrapper: Any) -> Any:
             """Let go of the group. After an error what is under way is broken, here and on the others."""
             group, self._pg = self._pg, None
             super().abort(errored)  # torchft's log
-            _let_go(group, 0.0 if errored else _PATIENCE_S)
+            if errored and group is not None:
+                group.abort()  # its calls may look ended where a device has launched them, and wait for who is gone
+            else:
+                _let_go(group, _PATIENCE_S)
 
         def shutdown(self) -> None:
             """Let go of the group, once what is under way has ended."""

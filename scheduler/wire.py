@@ -204,9 +204,12 @@ def row_width(elements: int) -> int | None:
 @lru_cache(maxsize=1024)
 def wires_of_sum(formats: tuple[WireFormat, ...], elements: int) -> tuple[Wire, ...]:
     """The ``formats`` of an FP32 sum of which each rank gets so many ``elements``. INT8 has a scale for each 128 of them, in the
-    widest rows that divide the tensor, or in one row. Empty where scales take more than is saved: in a tensor of one element."""
+    widest rows that divide the tensor, or in one row of 1024 or less. Without it where only small rows divide a larger one: it
+    would be a single row, which one rank had to sum for all. Empty where none is left, as in a tensor of one element, whose scale
+    takes more than is saved: the sum goes as it is."""
     width = row_width(elements) or elements
-    wires = [NATIVE if each is WireFormat.NATIVE else _wire_of_sum(each, width) for each in formats]
+    usable = [each for each in formats if width <= ROW_ELEMENTS or not each.is_scaled]
+    wires = [NATIVE if each is WireFormat.NATIVE else _wire_of_sum(each, width) for each in usable]
     smaller = tuple(wire for wire in wires if wire.is_native or wire.ratio(4) < 1)
     return () if smaller == (NATIVE,) else smaller
 

@@ -125,14 +125,17 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         global_ranks=global_ranks,
         inner=inner,
         is_planning=job.cpu_planner is not None or job.settings.plan is not None or job.settings.reduction == "ordered",
-        make=make_group,
+        make=partial(make_group, stands_alone=request.stands_alone),
         options=options,
     )
     group.place_in_profile(job.places_of(global_ranks))
     group._register_backend(torch.device("cpu"), _CUSTOM, direct)
     group._set_default_backend(_CUSTOM)
     if is_usable():
-        nccl = make_nccl(store, rank, global_ranks, connect.timeout, name, options.nccl, is_default=is_default)
+        is_split = not request.stands_alone  # its ranks have other numbers in the job, or are not in it
+        nccl = make_nccl(
+            store, rank, global_ranks, connect.timeout, name, options.nccl, is_default=is_default, is_split=is_split
+        )
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl.backend)
         survey = connect.survey(job, "cuda")
         group.put_on_device("cuda", nccl, connect.choices(job, "cuda"), partial(connect.own_nccl, options.nccl), survey)

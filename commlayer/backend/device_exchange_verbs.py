@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllToAllOptions, Work
 
-from commlayer.backend.arithmetic import AVG, SUM
+from commlayer.backend.arithmetic import AVG
 from commlayer.backend.device_verbs import DeviceVerbs, LaunchedWork, is_dense
 from commlayer.backend.members import Members
+from commlayer.backend.own_sums import wires_for
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.device_splits import Counts, DeviceSplits
 from commlayer.engine.group_plans import Choices
 from commlayer.profiles.errors import DisagreementError, TensorError
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.wire import WireFormat, wires_of_sum
+from commlayer.scheduler.wire import WireFormat
 from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 from commlayer.wire.codecs import Codec
@@ -177,10 +178,9 @@ class DeviceExchangeVerbs(DeviceVerbs):
 
     def _encoded_sum(self, collective: str, source: torch.Tensor, target: torch.Tensor, op: Any) -> Work | None:
         """Launch one of the group's own sums in a format, where that is chosen; None where it is not. NaN and infinity pass."""
-        may_encode = source.dtype is torch.float32 and op in (SUM, AVG) and source.numel() > 0
-        if self._is_coalescing or not may_encode or not is_dense(source) or not is_dense(target):
+        if self._is_coalescing or not is_dense(source) or not is_dense(target):
             return None
-        wires = wires_of_sum(self._sum_formats, target.numel())
+        wires = wires_for(self._sum_formats, source, target, op)
         if not wires:
             return None
         self.find_out(source.device)

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 from commlayer.auditing.saved_calls import CallShape, MovesKind
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.options import timeout_of
+from commlayer.backend.own_sums import wires_for
 from commlayer.backend.running import Calls
 from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.signature_check import described
@@ -25,7 +26,7 @@ from commlayer.engine.group_plans import Choices
 from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan, Span
 from commlayer.scheduler.rails import exchange_over
-from commlayer.scheduler.wire import Wire, WireFormat, wires_of_sum
+from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.wire.codecs import Codec
 
 __all__ = ["Encodings"]
@@ -146,9 +147,7 @@ class Encodings:
     ) -> bool:
         """Run one of the group's own sums in one of ``formats``, where that is chosen; returns whether it has. In the group's
         order. An all_reduce (source is target) or reduce_scatter; NaN and infinity pass."""
-        if source.dtype is not torch.float32 or op not in (ReduceOp.SUM, AVG) or not source.numel():
-            return False
-        wires = wires_of_sum(formats, target.numel())
+        wires = wires_for(formats, source, target, op)
         if not wires:
             return False
         plan = self.plan(collective, source.nbytes, wires, source.element_size(), source)

@@ -73,7 +73,12 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         if nccl is not None and (not isinstance(nccl, _TorchOptions) or isinstance(nccl, GroupOptions)):
             _refuse("nccl", "ProcessGroupNCCL.Options", nccl)
         self.sum_formats = _sum_formats(wire)
-        self.lane, self.wire, self.plan, self.reduction = lane, _wire_words(wire), _plan_words(plan), reduction
+        self.lane, self.wire, self.plan, self.reduction = (
+            lane,
+            _wire_words(wire, self.sum_formats),
+            _plan_words(plan),
+            reduction,
+        )
         self.audit = None if audit is None else bool(audit)  # 1 is True, and one rank may say the one, one the other
         self.replan, self.shadow, self.nccl = replan, shadow, nccl
 
@@ -144,24 +149,24 @@ def _plan_words(plan: object) -> str | None:
     return strategy.value if chunks == 1 else f"{strategy.value}:{chunks}"
 
 
-def _wire_words(wire: str | None) -> str | None:
-    """The same of formats that :func:`_sum_formats` has read: ``BF16`` and ``native+bf16`` are ``bf16``."""
+def _wire_words(wire: object, formats: tuple[WireFormat, ...]) -> str | None:
+    """The same of the ``formats`` that ``wire`` means: ``BF16`` and ``native+bf16`` are ``bf16``."""
     if wire is None:
         return None
-    formats = parse_wire(wire.lower())
-    if formats == (WireFormat.NATIVE,):
+    if not formats:
         return str(WireFormat.NATIVE)
-    names = "+".join(sorted(str(each) for each in formats if each is not WireFormat.NATIVE))
+    names = "+".join(str(each) for each in formats if each is not WireFormat.NATIVE)
     return names + ("" if WireFormat.NATIVE in formats else "!")
 
 
 def _sum_formats(wire: object) -> tuple[WireFormat, ...]:
-    """The formats that sums may take; none where they go as they are."""
+    """The formats that sums may take, each once and in one order, however they were written; none where they go as they are."""
     if wire is None:
         return ()
     if not isinstance(wire, str):
         _refuse("wire", "bf16, int8, one of them with a ! behind it, or native", wire)
-    formats = parse_wire(wire.lower())
+    given = parse_wire(wire.strip().lower())
+    formats = tuple(each for each in WireFormat if each in given)
     if any(each in (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2) for each in formats):
         raise UsageError(
             f"GroupOptions.wire: FP8 keeps three or four bits, too few for a group's own sums; got {wire!r}: use int8 or bf16 "

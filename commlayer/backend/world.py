@@ -193,11 +193,11 @@ def agree(
 
 
 def _standing_alone(settings: Settings, options: GroupOptions) -> Settings:
-    """The settings of a group that is no part of the job: a profile that is named there is of the job's links, and a plan for
-    every call needs none."""
+    """The settings of a group that is no part of the job: a profile and a topology that are named there are of the job's links
+    and ranks, as its trace is, and may differ from replica to replica; and a plan for every call needs no profile."""
     settings = options.over(settings)
     is_measured = settings.plan is None and settings.profile != "none"
-    return replace(settings, profile="auto" if is_measured else "none")
+    return replace(settings, profile="auto" if is_measured else "none", topology=None, trace=None)
 
 
 def _of_the_machine(settings: Settings) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.profiles.errors import DisagreementError, UsageError
+from commlayer.scheduler.wire import WireFormat, wires_of_sum
 from commlayer.settings import Settings
 from commlayer.statistics import stats
 from commlayer.testing import StreamDelays, simulated_device
@@ -77,6 +79,8 @@ SAME_WORDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"plan": "flat:1"}, {"plan": "flat"}),
     ({"wire": "BF16"}, {"wire": "bf16"}),
     ({"wire": "native+bf16"}, {"wire": "bf16+native"}),
+    ({"wire": "bf16+int8!"}, {"wire": "int8+bf16!"}),
+    ({"wire": "int8+bf16"}, {"wire": " bf16+int8+bf16 "}),
     ({"audit": 1}, {"audit": True}),
     ({"lane": "ep", "shadow": 3}, {"shadow": 3, "lane": "ep"}),
 )
@@ -84,7 +88,9 @@ SAME_WORDS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 @pytest.mark.parametrize(("one", "other"), SAME_WORDS)
 def test_what_means_the_same_is_told_in_the_same_words(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert GroupOptions(**one).words() == GroupOptions(**other).words() != {}
+    ours, theirs = GroupOptions(**one), GroupOptions(**other)
+    assert ours.words() == theirs.words() != {}
+    assert ours.sum_formats == theirs.sum_formats, "of several formats that are equally fast the first is taken"
 
 
 def test_what_differs_is_told_in_other_words() -> None:
@@ -92,6 +98,16 @@ def test_what_differs_is_told_in_other_words() -> None:
     options += [GroupOptions(wire=each) for each in ("bf16", "bf16!", "native")]
     options += [GroupOptions(audit=each) for each in (True, False)]
     assert len({str(each.words()) for each in options}) == len(options)
+
+
+@pytest.mark.parametrize("elements", [1031, 2 * 1031, 15 * 1031])
+def test_what_would_be_a_single_long_row_goes_in_no_format_with_scales(elements: int) -> None:
+    native, bf16, int8 = WireFormat.NATIVE, WireFormat.BF16, WireFormat.INT8
+    assert wires_of_sum((int8,), elements) == ()
+    assert wires_of_sum((native, int8), elements) == ()
+    assert [each.format for each in wires_of_sum((bf16, int8), elements)] == [bf16]
+    assert [each.row_elements for each in wires_of_sum((int8,), 1021)] == [1021], "a short row is no burden"
+    assert [each.row_elements for each in wires_of_sum((int8,), 16 * 1031)] == [16]
 
 
 # What they do
@@ -144,6 +160,14 @@ def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> No
             dist.all_reduce(total, group=fine)
             apart = (total - torch.arange(float(count)) % 100 * 4 - 6).abs().max()
             assert apart <= (4 * 103 + 403 + 4) / 254 * (count > 1)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                total = torch.arange(1031.0) % 100 + rank  # a prime: it would be one row, and one rank's sum
+                dist.all_reduce(total, group=fine)
+                assert torch.equal(total, torch.arange(1031.0) % 100 * 4 + 6)
+        assert [str(each.message) for each in heard if "1031 FP32 elements" in str(each.message)], "it is told"
+        assert len(heard) == 1, "once"
         part = torch.empty(1024)
         dist.reduce_scatter_tensor(part, exact, group=fine)
         assert 0 < (part - wanted[rank * 1024 :][:1024]).abs().max() <= 4 * 258 / 254 + 1e-3

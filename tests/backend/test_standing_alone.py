@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 
-from commlayer.backend import world
+from commlayer.backend import create, world
 from commlayer.backend.create import make_group
 from commlayer.backend.group_options import GroupOptions
 from commlayer.failures.detector import job_detector
@@ -28,6 +28,30 @@ def total_of(group: Any) -> float:
     return float(x[0])
 
 
+class Asked(Exception):
+    """The communicator of a device was asked for, with these words."""
+
+
+@pytest.mark.cluster
+def test_its_communicator_on_cuda_is_no_part_of_the_jobs(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: Any, is_split: bool, **__: Any) -> None:
+        raise Asked(is_split)
+
+    monkeypatch.setattr(create, "is_usable", lambda: True)  # the ranks are forked
+    monkeypatch.setattr(create, "make_nccl", asked)
+
+    def job() -> bool:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        given: dict[str, Any] = {"store": store, "timeout": LIMIT, "stands_alone": True}
+        with pytest.raises(Asked) as found:
+            make_group(name="one", rank=0, global_ranks=[0], options=GroupOptions(plan="flat"), **given)
+        return bool(found.value.args[0])
+
+    assert emulated_cluster(1, 1).run(job, timeout_s=30) == [False]
+
+
 @pytest.mark.cluster
 def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_cluster: ClusterFactory) -> None:
     def job() -> None:
@@ -39,6 +63,9 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
         own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
         dist.init_process_group("commlayer", store=own, rank=0, world_size=1, timeout=LIMIT)
         replicas = world.current()
+        os.environ["COMMLAYER_TOPOLOGY"] = f"{rank + 1}x1"  # and replicas need not be alike
+        os.environ["COMMLAYER_PROFILE"] = ("emulated-2x4", "none", "auto")[rank]
+        os.environ["COMMLAYER_TRACE"] = f"/nowhere/{rank}"
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=rank == 0, wait_for_workers=False, timeout=LIMIT)
 
@@ -56,6 +83,11 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
         first = quorum(1, size)
         assert first.shape == (1,) * size
         assert total_of(first) == size * (size + 1) / 2
+        part = first.split_group([1, 2], opts=GroupOptions(plan="flat_direct"))
+        if part is not None:
+            assert part.shape == (1, 1), "a part stands alone as well"
+            assert total_of(part) == 3
+            part.leave(5.0)
         assert world.current() is replicas, "the job's own agreement stays"
         assert job_detector(range(size)) is None, "nobody else's groups are watched by it"
         first.leave(5.0)

@@ -140,8 +140,9 @@ def test_the_others_go_on_where_a_site_breaks_off() -> None:
     *stayed, left = results
     assert len(left.losses) < 3 * SYNC_EVERY
     for one in stayed:
-        assert one.sites[:2] == [3, 3]
         assert 0 in one.sites, "a broken synchronisation counts for nothing"
-        assert one.sites[-1] == 2
+        counted = [count for count in one.sites if count]
+        assert counted == sorted(counted, reverse=True), "nobody comes back"
+        assert (counted[0], counted[-1]) == (3, 2)
         assert sum(one.losses[-SYNC_EVERY:]) < sum(one.losses[:SYNC_EVERY])
     assert agree(stayed)

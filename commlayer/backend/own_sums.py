@@ -1,0 +1,38 @@
+"""In which wire formats one of a group's own sums may go (``GroupOptions.wire``): the same on the CPU and on a device."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+
+import torch
+from torch._C._distributed_c10d import ReduceOp
+
+from commlayer.backend.arithmetic import AVG, SUM
+from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, wires_of_sum
+
+__all__ = ["wires_for"]
+
+
+def wires_for(
+    formats: tuple[WireFormat, ...], source: torch.Tensor, target: torch.Tensor, op: ReduceOp.RedOpType
+) -> tuple[Wire, ...]:
+    """Return those of ``formats`` in which the sum of ``source`` into ``target`` may go; empty: as it is. The same on all ranks.
+    Warns once for a size that goes as it is where the options do not allow that."""
+    if source.dtype is not torch.float32 or op not in (SUM, AVG) or not source.numel():
+        return ()
+    wires = wires_of_sum(formats, target.numel())
+    if not wires:
+        _warn(formats, target.numel())
+    return wires
+
+
+@lru_cache(maxsize=1024)
+def _warn(formats: tuple[WireFormat, ...], elements: int) -> None:
+    if elements > 1 and NATIVE.format not in formats:
+        names = " or ".join(map(str, formats))
+        warnings.warn(
+            f"commlayer: a sum of {elements} FP32 elements for each rank goes as it is and not in {names}: no width from 16 to "
+            "1024 divides that number into rows with scales; pad the tensor, or allow bf16 too",
+            stacklevel=2,
+        )
