@@ -17,18 +17,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import runpy
 import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.first_words import planned_from, say_first
+from commlayer.integrations.moe.agreement import weights_error
 from commlayer.integrations.moe.dispatcher import TokenDispatcher
 from commlayer.integrations.moe.handle import DispatchHandle
+from commlayer.integrations.moe.planning import DISPATCH_KINDS
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import GroupError, TensorError, UsageError
 
@@ -44,10 +49,12 @@ def install_deep_ep(*, kind: str = "auto", replace: bool = False) -> None:
         kind: of dispatch, as :class:`~commlayer.integrations.TokenDispatcher` takes it.
         replace: also where the real DeepEP is installed, which is otherwise left in its place.
 
-    Raises UsageError where the real one is installed, or Megatron-Core has looked for it already.
+    Raises UsageError where the real one is installed, or Megatron-Core has looked for it already, and for another ``kind``.
     """
-    DeepEPBuffer.kind = kind
-    if getattr(sys.modules.get("deep_ep"), "is_commlayers", False):
+    if kind not in ("auto", *DISPATCH_KINDS):
+        raise UsageError(f"install_deep_ep: kind must be auto, {' or '.join(DISPATCH_KINDS)}, got {kind!r}")
+    if "is_commlayers" in vars(sys.modules.get("deep_ep", object)):
+        DeepEPBuffer.kind = kind
         return
     if not replace and ("deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None):
         raise UsageError(
@@ -58,7 +65,7 @@ def install_deep_ep(*, kind: str = "auto", replace: bool = False) -> None:
             "install_deep_ep: Megatron-Core's dispatchers are imported, and looked for deep_ep then: call this before any import "
             "of megatron"
         )
-    package, utils = ModuleType("deep_ep", __doc__), ModuleType("deep_ep.utils")
+    package, utils = _stand_in("deep_ep", is_package=True), _stand_in("deep_ep.utils")
     vars(utils).update(EventHandle=EventHandle, EventOverlap=EventOverlap)
     vars(package).update(
         Buffer=DeepEPBuffer,
@@ -69,6 +76,23 @@ def install_deep_ep(*, kind: str = "auto", replace: bool = False) -> None:
         __path__=[],
     )
     sys.modules["deep_ep"], sys.modules["deep_ep.utils"] = package, utils
+    DeepEPBuffer.kind = kind
+
+
+def _stand_in(name: str, *, is_package: bool = False) -> ModuleType:
+    """A module of this name, which says of what it has not whose it is."""
+    module = ModuleType(name, __doc__)
+
+    def missing(asked: str) -> NoReturn:
+        raise AttributeError(_not_offered(name, asked, vars(module)))
+
+    vars(module).update(__spec__=ModuleSpec(name, None, is_package=is_package), __getattr__=missing)
+    return module
+
+
+def _not_offered(of: str, asked: str, has: Iterable[str]) -> str:
+    offered = ", ".join(sorted(name for name in has if not name.startswith("_")))
+    return f"{of} has no {asked}: it is commlayer's stand-in for DeepEP, and offers {offered}"
 
 
 class DeepEPConfig:
@@ -88,7 +112,7 @@ class EventHandle:
     """The point that the current stream has come to; on the CPU, where every call has ended when it returns, nothing."""
 
     def __init__(self) -> None:
-        self._event: Any = torch.cuda.Event() if torch.cuda.is_available() else None
+        self._event: Any = torch.cuda.Event() if torch.cuda.is_initialized() else None
         if self._event is not None:
             self._event.record()
 
@@ -157,6 +181,11 @@ class DeepEPBuffer:
         self._tokens = TokenDispatcher(
             group.size(), ep=GroupCommunicator(group, "ep"), kind=self.kind, chunks=1, wire="native", used_by="deep_ep"
         )
+
+    if not TYPE_CHECKING:  # it would have every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(_not_offered("deep_ep.Buffer", name, vars(type(self))))
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
@@ -235,11 +264,19 @@ class DeepEPBuffer:
         if not isinstance(x, torch.Tensor) or num_worst_tokens:
             raise UsageError(f"{who()}deep_ep of commlayer sends plain tensors, of as many rows as there are")
         if handle is not None:
+            if x.dim() != 2 or x.shape[0] != handle.of_tokens.num_tokens:
+                raise TensorError(
+                    f"{who()}deep_ep: tokens {list(x.shape)} are to go the way of a handle of {handle.of_tokens.num_tokens} "
+                    "tokens"
+                )
             return self._go(x.contiguous(), handle.of_tokens), None, None, None, None, EventOverlap()
         if is_token_in_rank is None or num_tokens_per_expert is None or topk_idx is None or topk_weights is None:
             raise UsageError(
                 f"{who()}deep_ep: dispatch needs a handle, or topk_idx, topk_weights and what get_dispatch_layout returns"
             )
+        wrong = self._why_wrong(x, topk_idx, topk_weights, is_token_in_rank)
+        if wrong is not None:
+            self._tokens.refuse(wrong)  # the others wait in their dispatch
         targets = _targets(is_token_in_rank, min(topk_idx.shape[1], self.group_size))
         prepared = self._tokens.prepare(targets, like=x)
         say_first("deep_ep", self._first_words)
@@ -266,6 +303,20 @@ class DeepEPBuffer:
             raise UsageError(f"{who()}deep_ep of commlayer adds no bias: add it to what combine returns")
         weights = None if topk_weights is None else self._come(topk_weights.contiguous(), handle.of_tokens)
         return self._come(x.contiguous(), handle.of_tokens), weights, EventOverlap()
+
+    def _why_wrong(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, in_rank: torch.Tensor
+    ) -> TensorError | None:
+        """The error for tensors that do not fit each other, or weights that are no numbers; None where all is well."""
+        tokens = x.shape[:1]
+        fit = x.dim() == topk_idx.dim() == 2 and topk_idx.shape[:1] == tokens and topk_weights.shape == topk_idx.shape
+        if not fit or in_rank.shape != (*tokens, self.group_size) or in_rank.dtype != torch.bool:
+            return TensorError(
+                f"{who()}deep_ep: expected x [T, H], topk_idx and topk_weights [T, K], is_token_in_rank [T, {self.group_size}] "
+                f"bool, got {list(x.shape)}, {list(topk_idx.shape)}, {list(topk_weights.shape)} and {list(in_rank.shape)} "
+                f"{in_rank.dtype}"
+            )
+        return None if bool(topk_weights.isfinite().all()) else weights_error()
 
     def _choices(
         self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, way: _Way
@@ -328,6 +379,10 @@ def _run_program() -> None:
     named: Any = importlib.import_module(__spec__.name)  # this file's copy is called __main__
     named.install_deep_ep()
     sys.argv = sys.argv[1:]
+    if not getattr(
+        sys.flags, "safe_path", False
+    ):  # as python PROGRAM.py has it: -m has put the working directory there
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -43,7 +43,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 
 def _failed_where_skipped(report: Any, config: pytest.Config) -> Any:
-    if report.skipped and config.getoption(_SWITCH):
+    if report.skipped and not hasattr(report, "wasxfail") and config.getoption(_SWITCH):
         why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         report.outcome, report.longrepr = "failed", f"{_SWITCH}: nothing may be skipped here: {why}"
     return report

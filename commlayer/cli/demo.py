@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from commlayer.cli.option_types import json_option
-from commlayer.cli.place import Place, place_of, run_job
+from commlayer.cli.place import Place, check_has_links, place_of, run_job
 from commlayer.cli.tables import echo, echo_json, print_table
 from commlayer.profiles.files import write_file
 
@@ -46,6 +46,7 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
     check_drawing()
     place = place_of(shape, inter, intra, delay=0.0, timeout=10 * 60e6)
+    check_has_links(place, "--shape")
     from commlayer.cli.bench import bench_job, refuse_wrong
     from commlayer.measure.benchmark import BenchOptions
     from commlayer.measure.profiler import SweepOptions

@@ -110,12 +110,15 @@ def _can_shape(inter: str, intra: str | None, delay_us: float) -> bool:
         return decide_mode("auto", link_spec(inter, intra, delay_us)) == "netns"
 
 
-def check_has_links(place: Place) -> None:
-    """Refuse an emulated cluster of one rank before it is built. Raises TopologyError: there are no links to measure."""
+def check_has_links(place: Place, option: str = "--emulate") -> None:
+    """Refuse an emulated cluster of one rank before it is built. Raises TopologyError: there are no links to measure.
+
+    ``option``: by which it was asked for.
+    """
     if place.emulate is not None and place.emulate.world_size < 2:
         raise TopologyError(
-            f"--emulate {place.emulate.shape}: expected two ranks or more, got one, which has no links to measure; "
-            "say --emulate 2x4, for example"
+            f"{option} {place.emulate.shape}: expected two ranks or more, got one, which has no links to measure; "
+            f"say {option} 2x4, for example"
         )
 
 

@@ -104,7 +104,7 @@ class ThreadLog(msgspec.Struct, frozen=True, kw_only=True):
 class RankLog(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank knows. ``reason``: why it was written: ``timeout``, ``asked`` (by another rank) or ``signal``.
 
-    ``hidden``: threads of the program that are there, and of which it is not known where they are.
+    ``hidden``: threads of the program that are there, and of which it is not known where they are. ``main``: its main thread.
     ``gone``: ranks of which the failure detector knows that they have ended, and how. ``now_ns``: the rank's own clock.
     """
 
@@ -120,5 +120,6 @@ class RankLog(msgspec.Struct, frozen=True, kw_only=True):
     waits: tuple[WaitLog, ...] = ()
     threads: tuple[ThreadLog, ...] = ()
     hidden: tuple[int, ...] = ()
+    main: int = 0
     gone: dict[int, str] = {}
     format: int = LOG_FORMAT

@@ -156,7 +156,8 @@ def log_words(log: RankLog) -> str:
     lines = [f"rank {log.rank} (process {log.pid} on {printable(log.host)}):"]
     lines += [f"  thread {printable(thread.name)} is at {thread.site}" for thread in log.threads]
     if log.hidden:
-        lines.append(f"  {len(log.hidden)} more threads not shown")
+        among = ", among them the main thread" if log.main in log.hidden else ""
+        lines.append(f"  {len(log.hidden)} more threads not shown{among}")
     for wait in log.waits:
         lines.append(f"  waits at {wait.site} for {wait.kind} #{wait.number} of group {log.groups[wait.group]}")
     for group in log.groups:

@@ -10,6 +10,7 @@ A wait that fails stays where it is until its thread calls or waits again: who a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ __all__ = [
     "Waiting",
     "copied",
     "is_of_program",
+    "main_state",
     "open_track",
     "opened_tracks",
     "recorded_calls",
@@ -74,6 +76,7 @@ _is_inside = _Inside()
 _tracks: weakref.WeakSet[Track] = weakref.WeakSet()
 _waiting: dict[int, Waiting] = {}
 _calls: deque[Entry] = deque(maxlen=0)
+_main_state: int | None = None
 _usual: CodeType | None = None
 """The code whose caller is the program, in most calls."""
 
@@ -266,9 +269,24 @@ def open_track(
         return Silent()
     if _calls.maxlen != size and not _calls:  # groups that are there go on in the ring that they know
         _calls = deque(maxlen=size)
+    if _main_state is None and threading.current_thread() is threading.main_thread():
+        _keep_main_state()
     track = Track(_calls.append, key, name, ranks, describe, lane)
     _tracks.add(track)
     return track
+
+
+def main_state() -> int | None:
+    """Where the interpreter keeps the state of the main thread, which ends with the process; None: it has opened no track."""
+    return _main_state
+
+
+def _keep_main_state() -> None:
+    """Keep where the interpreter has the state of this thread, the main one."""
+    global _main_state
+    get = ctypes.pythonapi.PyThreadState_Get
+    get.restype = ctypes.c_void_p
+    _main_state = get()
 
 
 def recorded_calls() -> list[Entry]:
@@ -302,6 +320,8 @@ def _in_child() -> None:
     _calls = deque(maxlen=_calls.maxlen)
     _waiting.clear()
     _tracks.clear()
+    if _main_state is not None:
+        _keep_main_state()  # the main thread is now the one that forked
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -10,7 +10,7 @@ import re
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter_ns as now
 from types import CodeType
 from typing import IO, Any
@@ -22,6 +22,7 @@ from commlayer.diagnosis.ring import (
     Track,
     copied,
     is_of_program,
+    main_state,
     opened_tracks,
     recorded_calls,
     waiting_threads,
@@ -32,6 +33,8 @@ __all__ = ["rank_log"]
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):")
 _PLACE = re.compile(r'  File "(.*)", line (\d+|\?+) in (.*)')
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_CUT = "..."
+"""In place of further threads; where places of a thread are left out, it is indented."""
 OUR_THREADS = "commlayer"
 """The beginning of the names of our own threads, which no program waits in."""
 
@@ -50,7 +53,9 @@ def rank_log(
     index = {track: place for place, track in enumerate(tracks)}
     done = [_ended(track) for track in tracks]
     names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
-    threads = _threads(names)
+    made_elsewhere = {thread.ident for thread in threading.enumerate() if isinstance(thread, threading._DummyThread)}
+    stacks, is_cut = _stacks()
+    threads = _threads(names, stacks)
     return RankLog(
         job=job,
         rank=rank,
@@ -76,7 +81,8 @@ def rank_log(
             if track in index and not names.get(ident, "").startswith(OUR_THREADS)
         ),
         threads=tuple(threads),
-        hidden=_hidden(names, threads),
+        hidden=_hidden(names, made_elsewhere, threads) if is_cut else (),
+        main=threading.main_thread().ident or 0,
         gone=dict(gone),
     )
 
@@ -167,10 +173,10 @@ def _site(code: CodeType, offset: int) -> Site:
     return Site(code.co_filename, line or code.co_firstlineno, getattr(code, "co_qualname", code.co_name))
 
 
-def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
+def _threads(names: Mapping[int, str], stacks: Mapping[int, Sequence[Site]]) -> list[ThreadLog]:
     """The threads of the program, where they are: the innermost place that is neither torch's nor ours."""
     found = []
-    for ident, stack in _stacks().items():
+    for ident, stack in stacks.items():
         name = names.get(ident, "")
         if stack and not name.startswith(OUR_THREADS):  # the program's thread that asks is one that waits
             site = next((site for site in stack if is_of_program(site.file)), stack[0])
@@ -178,8 +184,9 @@ def _threads(names: Mapping[int, str]) -> list[ThreadLog]:
     return found
 
 
-def _stacks() -> dict[int, list[Site]]:
+def _stacks() -> tuple[dict[int, list[Site]], bool]:
     """The places of all threads, innermost first, by thread; of the 100 youngest threads and the main one, 100 places of each.
+    And whether there are more threads.
 
     Written by ``faulthandler`` and read again: it reads the interpreter's stacks as they lie there, while no thread runs. Walking
     the frame objects of running threads (``sys._current_frames``) would be handier, but it has ended a rank of a job with a
@@ -187,45 +194,48 @@ def _stacks() -> dict[int, list[Site]]:
     """
     with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
-        stacks = _read_stacks(file, {})
+        stacks, is_cut = _read_stacks(file, {})
     main = threading.main_thread().ident
-    if main is not None and main not in stacks:
+    if is_cut and main is not None and main not in stacks:
         with _memory_file() as file:
-            _dump_oldest(file)
+            _dump_main(file)
             _read_stacks(file, stacks, main)
-    return stacks
+    return stacks, is_cut
 
 
-def _dump_oldest(file: IO[bytes]) -> None:
-    """Have the interpreter write the places of its oldest thread, the main one.
+def _dump_main(file: IO[bytes]) -> None:
+    """Have the interpreter write the places of the main thread.
 
     faulthandler comes to it last, so not at all where there are more than a hundred. This calls what faulthandler itself calls
-    for each thread, with the interpreter's lock held. Nothing is written where an interpreter does not export it.
+    for each thread, with the interpreter's lock held. Its state was kept by that thread itself: to look for it among those of all
+    threads takes several calls, between which others end. Nothing is written where the interpreter does not export the call
+    (Python 3.13), or the main thread has made no group.
     """
-    api = ctypes.pythonapi
-    dump: Any = getattr(api, "_Py_DumpTraceback", None)
-    if dump is None:
+    dump: Any = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
+    state = main_state()
+    if dump is None or state is None:
         return
-    calls = api.PyInterpreterState_Get, api.PyInterpreterState_ThreadHead, api.PyThreadState_Next
-    for call in calls:
-        call.restype = ctypes.c_void_p
-    interpreter, first, following = calls
-    state = first(ctypes.c_void_p(interpreter()))
-    while older := following(ctypes.c_void_p(state)):
-        state = older
     dump.restype = None
     dump(ctypes.c_int(file.fileno()), ctypes.c_void_p(state))
 
 
-def _hidden(names: Mapping[int, str], shown: Sequence[ThreadLog]) -> tuple[int, ...]:
-    """The threads of the program that are not among those."""
-    known = {thread.ident for thread in shown}
+def _hidden(
+    names: Mapping[int, str], made_elsewhere: Collection[int | None], shown: Sequence[ThreadLog]
+) -> tuple[int, ...]:
+    """The threads of the program that are not among those. ``made_elsewhere``: by no Python code, of whose ends nobody hears."""
+    known = {*(thread.ident for thread in shown), *made_elsewhere}
     return tuple(ident for ident, name in names.items() if ident not in known and not name.startswith(OUR_THREADS))
 
 
-def _read_stacks(file: IO[bytes], stacks: dict[int, list[Site]], thread_of_all: int = 0) -> dict[int, list[Site]]:
-    """Add to ``stacks`` what was written. ``thread_of_all``: whose places those are before which no thread stands."""
+def _read_stacks(
+    file: IO[bytes], stacks: dict[int, list[Site]], thread_of_all: int = 0
+) -> tuple[dict[int, list[Site]], bool]:
+    """Add to ``stacks`` what was written, and return it, and whether threads were left out.
+
+    ``thread_of_all``: whose places those are before which no thread stands.
+    """
     file.seek(0)
+    is_cut = False
     stack: list[Site] = []
     if thread_of_all:
         stack = stacks.setdefault(thread_of_all, stack)
@@ -235,7 +245,8 @@ def _read_stacks(file: IO[bytes], stacks: dict[int, list[Site]], thread_of_all: 
         elif place := _PLACE.match(line):
             path = _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), place[1])
             stack.append(Site(path, int(place[2]) if place[2].isdigit() else 0, place[3]))
-    return stacks
+        is_cut = is_cut or line == _CUT
+    return stacks, is_cut
 
 
 def _memory_file() -> IO[bytes]:

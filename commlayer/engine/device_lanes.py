@@ -20,11 +20,16 @@ os.register_at_fork(after_in_child=_of_devices.clear)  # a child has other devic
 
 def lanes_of_device(device: AcceleratorDevice) -> DeviceLanes | None:
     """The lanes of a device, made when they are first asked for, which waits for it; None where its streams cannot be held: that
-    warns once."""
+    warns once. Ranks need not agree on it, as a hold only delays."""
     where = device.device
     if where not in _of_devices:
+        _of_devices[where] = None
         why = why_no_holds(where.type, os.environ)
+        if not why:
+            try:
+                _of_devices[where] = DeviceLanes(device)
+            except Exception as error:  # noqa: BLE001  whatever a compiler says: this rank alone would fail, and others wait for it
+                why = f"the kernel that holds a stream failed: {type(error).__name__}: {error}"
         if why:
             warnings.warn(f"commlayer: lower lanes are not held on {where}: {why}", stacklevel=2)
-        _of_devices[where] = None if why else DeviceLanes(device)
     return _of_devices[where]

@@ -75,6 +75,7 @@ def test_misspelt_command_gets_a_hint() -> None:
         (("profile", "--emulate", "2x2", "-f", "0.5"), "a factor above 1, got 4096 bytes"),
         (("profile", "--emulate", "1x1"), "expected two ranks or more, got one"),
         (("bench", "--emulate", "1x1"), "expected two ranks or more, got one"),
+        (("demo", "--shape", "1x1"), "say --shape 2x4, for example"),
     ],
 )
 def test_sizes_and_clusters_that_cannot_be_measured_are_refused_before_any_rank_starts(

@@ -43,6 +43,7 @@ FLAT = (
     Case("tensor parallel, experts not", layout=(2, 4, 1)),
     Case("recomputed", options={"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
     Case("flex, by deep_ep", deep_ep=True, steps=20),
+    Case("flex, by deep_ep, dropped by probability", deep_ep=True, options=DROPPING),
     Case(
         "shared experts beside",
         options={"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_overlap": True},

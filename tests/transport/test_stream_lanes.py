@@ -254,6 +254,21 @@ def test_a_device_that_cannot_hold_streams_says_so_once(monkeypatch: pytest.Monk
         assert device_lanes.lanes_of_device(device) is None
 
 
+def test_a_device_whose_kernel_cannot_be_compiled_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: object) -> NoReturn:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(device_lanes, "_of_devices", {})
+    monkeypatch.setattr(device_lanes, "why_no_holds", lambda kind, environment: "")
+    monkeypatch.setattr(device_lanes, "DeviceLanes", fails)
+    device = AcceleratorDevice(torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="not held on cuda:0: the kernel .* RuntimeError: Failed to find C compiler"):
+        assert device_lanes.lanes_of_device(device) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert device_lanes.lanes_of_device(device) is None
+
+
 def test_the_first_hold_of_each_kind_is_when_lanes_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have to be compiled, which is not to happen inside a step."""
     held = set[tuple[int, float]]()
