@@ -79,6 +79,11 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             _plan_words(plan),
             reduction,
         )
+        if self.plan not in (None, "auto") and WireFormat.NATIVE in self.sum_formats:
+            raise UsageError(
+                f"GroupOptions.wire: with a named plan no profile says whether {wire!r} is faster, so nothing would be encoded: "
+                f"give wire='{self.wire}!', or plan='auto'; got plan {plan!r}"
+            )
         self.audit = None if audit is None else bool(audit)  # 1 is True, and one rank may say the one, one the other
         self.replan, self.shadow, self.nccl = replan, shadow, nccl
 

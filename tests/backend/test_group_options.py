@@ -35,6 +35,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"wire": "fp8_e4m3"}, r"FP8 keeps three or four bits.*TokenDispatcher"),
     "format": ({"wire": "int3"}, r"a wire format must be one of native, bf16"),
     "wire": ({"wire": 16}, r"wire: expected bf16, int8, one of them with a ! behind it, or native, .*got 16"),
+    "faster by no profile": (
+        {"wire": "int8", "plan": "flat_direct"},
+        r"nothing would be encoded: give wire='int8!', or plan",
+    ),
     "reduction": ({"reduction": "random"}, r"reduction: expected one of 'native', 'ordered'"),
     "audit": ({"audit": "yes"}, r"audit: expected True or False, .*got 'yes'"),
     "replan": ({"replan": "maybe"}, r"replan: expected one of 'on', 'audit', 'off'"),
