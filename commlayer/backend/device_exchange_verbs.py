@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllToAllOptions, Work
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.device_verbs import DeviceVerbs, LaunchedWork, is_dense
 from commlayer.backend.members import Members
-from commlayer.backend.own_sums import wires_for
+from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.device_splits import Counts, DeviceSplits
 from commlayer.engine.group_plans import Choices
@@ -180,7 +180,7 @@ class DeviceExchangeVerbs(DeviceVerbs):
         """Launch one of the group's own sums in a format, where that is chosen; None where it is not. NaN and infinity pass."""
         if self._is_coalescing or not is_dense(source) or not is_dense(target):
             return None
-        wires = wires_for(self._sum_formats, source, target, op)
+        wires = wires_of_own_sum(self._sum_formats, source, target, op)
         if not wires:
             return None
         self.find_out(source.device)

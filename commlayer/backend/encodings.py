@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, Work
 from commlayer.auditing.saved_calls import CallShape, MovesKind
 from commlayer.backend.arithmetic import AVG
 from commlayer.backend.options import timeout_of
-from commlayer.backend.own_sums import wires_for
+from commlayer.backend.own_sums import wires_of_own_sum
 from commlayer.backend.running import Calls
 from commlayer.backend.shadow import ShadowedCall
 from commlayer.backend.signature_check import described
@@ -147,7 +147,7 @@ class Encodings:
     ) -> bool:
         """Run one of the group's own sums in one of ``formats``, where that is chosen; returns whether it has. In the group's
         order. An all_reduce (source is target) or reduce_scatter; NaN and infinity pass."""
-        wires = wires_for(formats, source, target, op)
+        wires = wires_of_own_sum(formats, source, target, op)
         if not wires:
             return False
         plan = self.plan(collective, source.nbytes, wires, source.element_size(), source)

@@ -11,10 +11,10 @@ from torch._C._distributed_c10d import ReduceOp
 from commlayer.backend.arithmetic import AVG, SUM
 from commlayer.scheduler.wire import NATIVE, Wire, WireFormat, wires_of_sum
 
-__all__ = ["wires_for"]
+__all__ = ["wires_of_own_sum"]
 
 
-def wires_for(
+def wires_of_own_sum(
     formats: tuple[WireFormat, ...], source: torch.Tensor, target: torch.Tensor, op: ReduceOp.RedOpType
 ) -> tuple[Wire, ...]:
     """Return those of ``formats`` in which the sum of ``source`` into ``target`` may go; empty: as it is. The same on all ranks.

@@ -141,7 +141,7 @@ def test_a_pickle_at_init_of_the_backend_is_refused_and_not_run(
         torch.set_num_threads(1)
         if int(os.environ["RANK"]) == HOSTILE:
 
-            def agree(gloo: Any, *_: Any) -> Any:
+            def agree(gloo: Any, *_: Any, **__: Any) -> Any:
                 words = torch.frombuffer(bytearray(pickle.dumps(Opens(trap))), dtype=torch.uint8)
                 length = torch.tensor([words.numel() if announced is None else announced], dtype=torch.int64)
                 for message in (length, words)[: 2 if announced is None else 1]:

@@ -143,8 +143,10 @@ def test_a_rank_that_never_agrees_is_named_on_all(
             tree._run = stay_away  # type: ignore[assignment]
         agree = world.agree
 
-        def for_five_seconds(gloo: Any, store: Any, rank: int, ranks: Any, _: timedelta, detector: Any) -> world.World:
-            return agree(gloo, store, rank, ranks, timedelta(seconds=5), detector)
+        def for_five_seconds(
+            gloo: Any, store: Any, rank: int, ranks: Any, _: timedelta, detector: Any, **how: Any
+        ) -> world.World:
+            return agree(gloo, store, rank, ranks, timedelta(seconds=5), detector, **how)
 
         world.agree = for_five_seconds  # type: ignore[assignment]  # whatever comes before it may take longer on a busy machine
         found = outcome()

@@ -335,14 +335,14 @@ def test_the_curve_of_the_one_call_stands_for_nothing_but_itself() -> None:
     [
         # The steps of replicated tokens, and those of whole groups: the sum in memory; on the world, a node, a rail and, in
         # nodes of more than two ranks, a pair five calls of the backend's own, and the exchange and the gather by messages that
-        # are not among the first; three of plans by leaders on the world. Then encoding and decoding of three wire formats.
-        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 10 + 6 + 6 + 7 + 6)),
-        ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6 + 6)),
-        ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6 + 7 + 6)),
-        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 10 + 6 + 6 + 6)),
-        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 36),  # too large for the one call
-        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 36),
-        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 36),  # rounded up to a multiple of 3
+        # are not among the first; three of plans by leaders on the world. Then encoding and decoding of four wire formats.
+        ("2x4", {}, 5 + 3 + 4 + 4 + 2 * (1 + 10 + 6 + 6 + 7 + 8)),
+        ("2x1", {}, 5 + 3 + 4 + 2 * (1 + 6 + 8)),
+        ("1x4", {}, 5 + 3 + 4 + 2 * (1 + 6 + 7 + 8)),
+        ("3x2", {}, 5 + 3 + 4 + 4 + 2 * (1 + 10 + 6 + 6 + 8)),
+        ("2x4", {"min_bytes": 1 << 18}, 2 + 1 + 1 + 38),  # too large for the one call
+        ("2x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 1 + 38),
+        ("3x4", {"min_bytes": 1 << 17, "max_bytes": 1 << 17}, 1 + 1 + 1 + 38),  # rounded up to a multiple of 3
     ],
 )
 def test_the_number_of_points_is_known_before(shape: str, changes: dict[str, int], expected: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,6 +38,11 @@ def load() -> None:
         import_module("torchtitan.tools.utils")
     for name in ("torchtitan.trainer", "torchtitan.models.qwen3", "commlayer.integrations.torchtitan"):
         import_module(name)
+    for module in [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]:
+        if (
+            getattr(module, "device_type", "cpu") != "cpu"
+        ):  # somebody imported it before, and it took this machine for one with GPUs
+            vars(module).update(device_type="cpu", device_module=torch.cpu)
 
 
 @dataclass(frozen=True)
