@@ -152,7 +152,7 @@ def test_a_pickle_at_init_of_the_backend_is_refused_and_not_run(
                     time.sleep(0.01)
                 raise ConnectionAbortedError
 
-            world.agree = agree  # type: ignore[assignment]
+            world.agree = agree
         heard = outcome(lambda: dist.init_process_group("commlayer", timeout=timedelta(seconds=HALF_AN_HOUR)))
         (tmp_path / f"heard-{os.environ['RANK']}").touch()
         return heard
