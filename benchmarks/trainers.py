@@ -62,7 +62,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank has seen: its losses, each step's seconds, and what ran."""
+    """The results of one rank: its losses, each step's seconds, and what ran."""
 
     losses: list[float]
     times_s: list[float]

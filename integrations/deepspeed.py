@@ -42,7 +42,7 @@ from commlayer.scheduler.plan import Strategy
 __all__ = ["plan_deepspeed_moe"]
 
 _Mover = Communicator | TokenDispatcher | str
-"""What moves the tokens of a layer; or why its own calls do."""
+"""The mover of a layer's tokens; or why its own calls move them."""
 _IN_CHUNKS = (Strategy.PIPELINED, Strategy.PIPELINED_COPY)
 _OF_REPLICATED = (Strategy.FLAT, Strategy.HIERARCHICAL, *_IN_CHUNKS)
 """The strategies that an all_to_all of replicated tokens has."""

@@ -327,7 +327,7 @@ def test_a_wait_is_seen_until_it_ends_well(track: Track) -> None:
 
 
 def log_beside(number: int) -> tuple[RankLog, set[int | None]]:
-    """What a thread of ours logs where the program has so many beside the main one, and which those are."""
+    """Return the log of a thread of ours where the program has so many beside the main one, and which those are."""
     over = threading.Event()
     beside = [threading.Thread(target=over.wait, name=f"loader {each}") for each in range(number)]
     found: list[RankLog] = []

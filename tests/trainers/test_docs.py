@@ -112,7 +112,7 @@ for entry in trainer.state.log_history if arguments.process_index == 0 else []:
     if "loss" in entry:
         print(f"loss {entry['loss']:.6f}")
 """
-"""What shows the losses that transformers' Trainer prints with four digits."""
+"""The lines that show the losses that transformers' Trainer prints with four digits."""
 
 
 def with_twenty_steps(name: str) -> str:
@@ -122,7 +122,7 @@ def with_twenty_steps(name: str) -> str:
 
 
 def noise(capfd: pytest.CaptureFixture[str]) -> set[str]:
-    """What was said since the last look on stderr, by others than commlayer, without numbers and the backend's name."""
+    """Return the lines on stderr since the last look, of others than commlayer, without numbers and the backend's name."""
     lines = capfd.readouterr().err.replace("distributed_backend=commlayer", "distributed_backend=gloo").splitlines()
     return {re.sub(r"\d+", "#", line) for line in lines if not line.startswith("commlayer: ")}
 

@@ -261,7 +261,7 @@ def run_case(case: Case, *, planned: bool) -> Trained:
 
 
 def begin(backend: str, environment: dict[str, str]) -> None:
-    """What comes first on every rank."""
+    """Prepare a rank, before all else."""
     torch.set_num_threads(1)
     os.environ.update({"COMMLAYER_PROFILE": "none", **environment})
     stand_in_for_cuda()
