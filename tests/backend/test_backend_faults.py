@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import HALF_AN_HOUR, be_absent, tell
+from ranks import HALF_AN_HOUR, be_absent, tell, wait_until
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it too, but not for type checkers
 
 import commlayer
@@ -354,7 +354,9 @@ def test_planned_calls_that_differ_in_more_than_sizes_are_named(
     def job() -> str:
         rank = start(plan)
         dist.all_reduce(torch.ones(COUNT))
-        dist.barrier()  # what breaks the next call breaks no end of this one
+        # What breaks the next call breaks no end of this one: a rank that is late in a barrier is woken by those who left.
+        tell("summed")
+        wait_until("summed", dist.get_world_size())
         is_odd = rank == 1
         x = torch.ones(COUNT, dtype=torch.int32 if differs == "dtype" and is_odd else torch.float32)
         try:

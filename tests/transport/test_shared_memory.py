@@ -519,6 +519,8 @@ def test_plans_give_what_gloo_gives(emulated_cluster: ClusterFactory, nodes: tup
             group = sharing(nodes, name)
             for size in (1, 1001, 60_000):
                 check_collectives(group, size)
+            # Where no plan is for these nodes nothing was called: who drops its group then has left before the others have come.
+            dist.barrier()
             shared = shared_by(group)
             if name == "flat_direct":
                 assert shared is not None
