@@ -72,13 +72,24 @@ class StepEstimate:
     memory_limit: float
     parts: Mapping[str, float]
     exposed_us: Mapping[str, float]
-    traffics: tuple[Traffics, ...]
+    traffics: tuple[Traffics, ...] = field(
+        repr=False
+    )  # hundreds of collectives, and thousands of steps: nobody reads them
     bubble: float
     bottleneck: str
-    forward: Forecast | None = None
-    backward: Forecast | None = None
+    forward: Forecast | None = field(default=None, repr=False)
+    backward: Forecast | None = field(default=None, repr=False)
     notes: tuple[str, ...] = field(default=())
     links_us: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        setup, needed = self.setup, f"{self.memory.total / 1e9:.1f} of {self.memory_limit / 1e9:.1f} GB"
+        degrees = " ".join(f"{name}={getattr(setup, name)}" for name in ("tp", "cp", "dp", "pp", "vpp", "ep", "etp"))
+        return (
+            f"{self.job.model.name} on {setup.gpus} GPUs of {self.cluster} by {self.software}, {degrees}: a step of "
+            f"{self.step_us / 1e3:,.1f} ms, {self.tokens_per_s / setup.gpus:,.0f} tokens/s and {self.tflops:,.0f} TFLOP/s a GPU, "
+            f"MFU {self.mfu:.1%}, most of it {self.bottleneck}, memory {needed}{'' if self.fits else ': does not fit'}"
+        )
 
     @property
     def tokens_per_s(self) -> float:

@@ -81,6 +81,20 @@ def test_parts_add_up_and_bounds_are_never_above(model: str, software: Software,
     assert sum(found.exposed_us.values()) < found.step_us
 
 
+def test_an_estimate_is_printed_as_a_line() -> None:
+    setup = Setup(gpus=64, tp=2, ep=8, pp=2)
+    found = estimator("deepseek-v3").estimate(setup, detail=True)
+    text = str(found)
+    assert text.startswith("deepseek-v3 on 64 GPUs of h100-eos by ")
+    assert "tp=2 cp=1 dp=16 pp=2 vpp=1 ep=8 etp=1: a step of " in text
+    assert f"{found.step_us / 1e3:,.1f} ms" in text
+    assert text.endswith(": does not fit") is not found.fits
+    assert replace(found, memory_limit=found.memory.total * 2).fits
+    assert not str(replace(found, memory_limit=found.memory.total * 2)).endswith("fit")
+    assert found.traffics
+    assert len(repr(found)) < 4000  # without every collective and every simulated step
+
+
 @settings(max_examples=30)
 @given(
     st.sampled_from(MODELS),
