@@ -49,7 +49,7 @@ class Trained:
 
 
 class Site:
-    """One site of ``count``, with what torchft wants there: a store of its own, and a way to the first site's."""
+    """One site of ``count``, with what torchft wants there: stores of its own, and a way to the first site's."""
 
     def __init__(self) -> None:
         self.rank, self.count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -58,8 +58,14 @@ class Site:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((master, port))
             self.address = probe.getsockname()[0]
-        self.own = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+        self._stores: list[TCPStore] = []
         self._ways = 0
+
+    def new_store(self) -> TCPStore:
+        """A store of this site's own, a new one for each way: a new lighthouse counts its quorums from 1 again, torchft names a
+        group's keys by that number, and who reads those of the way before dials a port that is closed."""
+        self._stores.append(TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=LIMIT))
+        return self._stores[-1]
 
     def lighthouse(self) -> tuple[Any, str]:
         """The server, on the first site, and its address, of a new one for each way."""
@@ -140,7 +146,7 @@ def _train(site: Site, way: Way) -> Trained:
         rank=0,
         world_size=1,
         store_addr=site.address,
-        store_port=site.own.port,
+        store_port=site.new_store().port,
         lighthouse_addr=lighthouse,
         replica_id=f"site_{site.rank}",
         hostname=site.address,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -51,8 +52,8 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Joined:
-    """A group's keys in the store, its size and number, and the detector that watches its ranks; ``is_own``: which was made for
-    it, and is not the job's."""
+    """A group's keys in the store, which of its name it is, and the detector that watches its ranks; ``is_own``: which was made
+    for it, and is not the job's."""
 
     store: Store
     generation: str
@@ -78,6 +79,8 @@ def join_group(request: GroupRequest) -> Joined:
     me, size, timeout_s = request.global_rank, len(request.global_ranks), request.timeout.total_seconds()
     where = f"rank {me}, group {request.name} of {size} ranks, which is being made"
     store, generation = own_keys(request.store, size, timeout_s, where)
+    if request.stands_alone:
+        generation += f".{_drawn(store, timeout_s, where)}"
     shared = None if request.is_default or request.stands_alone else job_detector(request.global_ranks)
     keys = PrefixStore("detector/", store)
     detector = shared or FailureDetector(keys, me, request.global_ranks, timeout_s)
@@ -92,14 +95,29 @@ def own_keys(store: Store, size: int, timeout_s: float, where: str) -> tuple[Sto
 
     Raises CollectiveTimeoutError where the store does not answer, PeerError where it is gone; both begin with ``where``.
     """
+    arrived = _asked(lambda: store.add(f"commlayer/arrivals/{size}", 1), timeout_s, where)
+    generation = f"{size}.{(arrived - 1) // size}"
+    return PrefixStore(f"{generation}/", store), generation
+
+
+def _drawn(store: Store, timeout_s: float, where: str) -> str:
+    """A number of one group, the same on its ranks: the first of them draws it.
+
+    A group that stands alone needs one. Whoever makes it counts its groups from the start again when he starts again, with
+    another store, and names of groups of before come back, which a rank has made too. Raises as ``own_keys``.
+    """
+    mine = token_hex(4)
+    return _asked(lambda: store.compare_set("commlayer/drawn", "", mine), timeout_s, where).decode()
+
+
+def _asked(ask: Callable[[], _Loaded], timeout_s: float, where: str) -> _Loaded:
+    """``ask()``, of the job's store, within the timeout. Raises as ``own_keys``."""
     host = "look at the process that hosts it (rank 0's, or torchrun's), and whether it can be reached from here"
     try:
-        arrived = within(timeout_s, lambda: store.add(f"commlayer/arrivals/{size}", 1))
+        return within(timeout_s, ask)
     except TimeoutError as error:
         raise CollectiveTimeoutError(
             f"{where}: the job's store did not answer within {timeout_s:g} s: {host}"
         ) from error
     except RuntimeError as error:
         raise PeerError(f"{where}: the job's store is gone: {host} ({error})") from error
-    generation = f"{size}.{(arrived - 1) // size}"
-    return PrefixStore(f"{generation}/", store), generation

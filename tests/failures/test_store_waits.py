@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from commlayer.backend.joining import own_keys
+from commlayer.backend.joining import GroupRequest, join_group, own_keys
 from commlayer.backend.signature_check import SignatureCheck
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.detector import FailureDetector
@@ -105,3 +106,27 @@ def test_whoever_hosts_a_store_that_is_gone_is_named(
     gone: Any = Gone()
     with pytest.raises(PeerError, match=f"its store is gone: {host}"):
         FailureDetector(gone, 1, range(2), 30.0)
+
+
+def test_a_group_that_stands_alone_has_another_key_in_another_store() -> None:
+    """Its name comes back where whoever makes it counts its groups from the start again; its ranks have one key nevertheless."""
+
+    def keys() -> set[str]:
+        store, found = HashStore(), []
+
+        def join(rank: int) -> None:
+            request = GroupRequest("quorum 1", rank, (0, 1), store, timedelta(seconds=20), stands_alone=True)
+            joined = join_group(request)
+            found.append(joined.generation)
+            joined.detector.close("ended")
+
+        ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert len(found) == 2
+        return set(found)
+
+    assert len(keys()) == 1
+    assert not keys() & keys()
