@@ -27,7 +27,7 @@ COMMLAYER := $(VENV)/bin/commlayer
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-deaths bench-sites bench-trainers papers clean
+.PHONY: help setup demo test test-gpu gpu trainers conformance lint docs docs-serve bench bench-collectives bench-groups bench-replan bench-noise bench-switch-faults bench-stale-start bench-moe bench-compressed bench-codecs bench-lanes bench-overlap bench-micro-batches bench-mappings bench-placement bench-deaths bench-sites bench-trainers papers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -119,6 +119,9 @@ bench-micro-batches: $(READY)  ## two micro-batches at a time in a pipeline, wit
 
 bench-mappings: $(READY)  ## steps of a small model on 16 mappings, against the simulated step; writes a dated document
 	$(RUN) benchmarks/mappings.py $(ARGS)
+
+bench-placement: $(READY)  ## placing experts: how long a solution takes, and what it is predicted to gain; writes a dated document
+	$(RUN) benchmarks/placement.py $(ARGS)
 
 bench-deaths: $(READY)  ## ranks killed at random moments of 300 jobs: when, and how, the others hear of it
 	$(RUN) benchmarks/deaths.py $(ARGS)

@@ -129,6 +129,9 @@ class MoELanguageModel(nn.Module):
         first = sum(sizes[: self.pp.rank])
         here = range(first, first + sizes[self.pp.rank])
         self.layers = nn.ModuleDict({str(index): config.layer(index, mesh) for index in here})
+        for index, layer in zip(here, self._layers(), strict=True):
+            if (record := layer.moe.dispatcher.record) is not None:
+                record.name = f"layer {index}"  # of the whole model, not of this stage
         self.norm = RMSNorm(config.hidden) if self.is_last else None
         self.head = (
             ReplicatedLinear(config.hidden, config.vocabulary, tp=self.tp, generator=generator)

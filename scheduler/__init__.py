@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED
     from commlayer.scheduler.mapping.space import Space
     from commlayer.scheduler.mapping.variations import ALTERNATIVES, Variation, compare, what_if
+    from commlayer.scheduler.placement.expert_loads import ExpertLoads
+    from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+    from commlayer.scheduler.placement.placement_price import ExpertWork
+    from commlayer.scheduler.placement.placing import PlacementDecision, PlacementRoom, place
+    from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
     from commlayer.scheduler.wire import Scaling, Wire, WireFormat, WirePolicy
 
 __all__ = [
@@ -44,6 +49,9 @@ __all__ = [
     "Cluster",
     "Decision",
     "Estimator",
+    "ExpertLoads",
+    "ExpertPlacement",
+    "ExpertWork",
     "FoldedMapping",
     "Gather",
     "Job",
@@ -51,6 +59,8 @@ __all__ = [
     "LayerShape",
     "ModelShape",
     "Op",
+    "PlacementDecision",
+    "PlacementRoom",
     "Plan",
     "Planner",
     "Policy",
@@ -73,8 +83,10 @@ __all__ = [
     "expansion",
     "explain",
     "moe_bytes",
+    "place",
     "price",
     "search",
+    "synthetic_loads",
     "what_if",
 ]
 

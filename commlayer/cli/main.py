@@ -40,6 +40,9 @@ _OFFLINE = {
     "audit": _Entry(
         "commlayer.cli.audit", "audit_command", "Hold what a job's calls were promised to take against what they took."
     ),
+    "routing": _Entry(
+        "commlayer.cli.routing", "routing", "Record how tokens choose experts, and predict other placements of them."
+    ),
     "diagnose": _Entry("commlayer.cli.diagnose", "diagnose_command", "Say who waits for whom in a job that hangs."),
     "replay": _Entry("commlayer.cli.replay", "replay", "Run a call again that COMMLAYER_SHADOW found to differ."),
     "doctor": _Entry("commlayer.cli.doctor", "doctor", "Check this machine and the environment."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import click
@@ -12,11 +13,14 @@ from commlayer.cli.option_types import COUNT, NameOrPath, in_order
 from commlayer.profiles import catalog as profile_catalog
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
 from commlayer.readers.cluster_files import resolve as resolve_cluster
 from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
+from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import SOFTWARE, Software, software
@@ -33,6 +37,7 @@ __all__ = [
     "read_request",
     "read_setup",
     "read_space",
+    "resolve_shape",
     "setup_options",
     "space_options",
 ]
@@ -90,6 +95,11 @@ job_options = in_order(
     click.option("--sequence", type=COUNT, required=True, help="Tokens in each."),
     click.option("--capacity-factor", type=_POSITIVE, help="Rows of an expert over its fair share.  [dropless]"),
     click.option("--imbalance", type=click.FloatRange(min=1), default=1.0, help="Busiest rank over the mean.  [1]"),
+    click.option(
+        "--routing",
+        type=click.Path(exists=True, path_type=Path),
+        help="Recorded routing: the imbalance follows from its experts' popularity.",
+    ),
     click.option(
         "--software",
         "software_name",
@@ -160,9 +170,19 @@ def read_request(given: dict[str, Any]) -> Request:
         sequence=given.pop("sequence"),
         capacity_factor=given.pop("capacity_factor"),
         imbalance=given.pop("imbalance"),
+        loads=_loads(given.pop("routing")),
     )
     cluster = read_cluster(given, job)
     return Request(job, cluster, software(given.pop("software_name")), given.pop("efficiency"))
+
+
+def _loads(routing: Path | None) -> Loads | None:
+    """The popularity of experts that was recorded. numpy is loaded only here."""
+    if routing is None:
+        return None
+    from commlayer.readers.routing_files import read_routing
+
+    return Loads.of_counts(read_routing(routing).popularity())
 
 
 def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
@@ -183,6 +203,21 @@ def read_cluster(given: dict[str, Any], job: Job) -> Cluster:
         if value is not None:
             _, cluster = vary(job, cluster, kind, value)
     return cluster
+
+
+def resolve_shape(cluster: str | None, shape: str | None, profile: str | None) -> tuple[Profile, float | None]:
+    """Find the profile of one group: of a declared cluster's GPUs in ``shape``, with the TFLOP/s that products reach there, or a
+    measured one.
+
+    Raises UsageError for both or neither, and for what is not known.
+    """
+    if (cluster is None) == (profile is None) or (shape is None) != (cluster is None):
+        raise UsageError("expected --cluster and --shape, such as -c h100-eos --shape 2x8, or else --profile")
+    if profile is not None:
+        return profile_catalog.load_profile(profile), None
+    found = resolve_cluster(str(cluster))
+    nodes = tuple(map(len, Topology.parse(str(shape)).nodes))
+    return found.profile_of(nodes), found.gpu.bf16_tflops * found.gpu.gemm
 
 
 def _is_profile(name: str) -> bool:

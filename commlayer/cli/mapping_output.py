@@ -28,6 +28,7 @@ def job_dict(job: Job) -> dict[str, Any]:
         "tokens": job.tokens,
         "capacity_factor": job.capacity_factor,
         "imbalance": job.imbalance,
+        "most_popular_expert": None if job.loads is None else rounded(max(job.loads.shares), 6),
     }
 
 

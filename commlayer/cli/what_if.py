@@ -55,6 +55,7 @@ _LABELS = {
     "split": "parts of each expert",
     "sequence": "tokens of a sequence",
     "global_batch": "sequences a step",
+    "skew": "exponent of experts' popularity (Zipf)",
 }
 _MEASURES: dict[str, tuple[str, Callable[[StepEstimate], float]]] = {
     "mfu": ("MFU", lambda each: each.mfu),

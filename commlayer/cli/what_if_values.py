@@ -8,7 +8,7 @@ __all__ = ["WORDS", "values_of"]
 
 WORDS = ("gpu", "precision")
 """The kinds whose values are words."""
-_REAL = ("inter_gbps", "intra_gbps", "inter_factor", "intra_factor")
+_REAL = ("inter_gbps", "intra_gbps", "inter_factor", "intra_factor", "skew")
 _MUCH = 8.0
 
 

@@ -59,6 +59,8 @@ def job_words(job: Job, cluster: str, software: str) -> str:
     )
     if job.capacity_factor is not None:
         words += f", capacity factor {job.capacity_factor:g}"
+    if job.loads is not None:
+        return f"{words}, skewed routing (the most popular expert gets {max(job.loads.shares):.1%})"
     return words + (f", imbalance {job.imbalance:g}" if job.imbalance != 1 else "")
 
 

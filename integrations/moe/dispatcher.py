@@ -36,6 +36,7 @@ from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.level_exchanges import LevelExchanges
 from commlayer.integrations.moe.levels import Levels
+from commlayer.integrations.moe.load_recorder import layer_record
 from commlayer.integrations.moe.planning import (
     DISPATCH_KINDS,
     DispatchDecision,
@@ -121,6 +122,8 @@ class TokenDispatcher:
         )
         self.weights_travel = weights_travel
         self._levels = LevelExchanges(self.grid, self.ways)
+        self.record = layer_record(self.grid)
+        self._keep = None if self.record is None else torch.compiler.disable(self.record.add)
         self.decision: DispatchDecision | None = None
 
     def prepare(
@@ -150,6 +153,8 @@ class TokenDispatcher:
             offer = Offer(_NO_INDICES, error=error)
         agree_on_experts(self.grid)
         layout = ChoiceCounts.exchange(self.grid, offer)
+        if self._keep is not None:
+            self._keep(layout)
         self.decision = decision = self._decide(layout, like, experts)
         self._count(decision.name, indices.shape[0])
         ways = {"all_gather": layout.gathered, "two_level": layout.two_level}

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.mapping.folded import FoldedMapping
+from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
 
 __all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
@@ -28,6 +29,7 @@ class Job:
         capacity_factor: experts take capacity_factor · tokens · top_k / experts rows each; None: every choice (dropless).
         imbalance: rows of the busiest rank of an expert group over their mean, at least 1; 1.0: routing is even.
             (:mod:`commlayer.scheduler.mapping.imbalance` has it from a distribution of experts' loads.)
+        loads: experts' popularity; in place of ``imbalance``, which then follows from ep.
 
     Raises:
         UsageError: a number out of its range.
@@ -39,6 +41,7 @@ class Job:
     sequence: int
     capacity_factor: float | None = None
     imbalance: float = 1.0
+    loads: Loads | None = None
 
     def __post_init__(self) -> None:
         _check_whole(self, "gpus", "global_batch", "sequence")

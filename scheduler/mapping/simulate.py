@@ -64,7 +64,7 @@ class Estimator:
         efficiency: factor on the GPU's declared rates of matrix products and attention; None: what was calibrated for the model's
             family, else the median of those that were; ``notes`` of every estimate say so then.
         compute: in place of the GPU's declared one, such as a measured one.
-        loads: experts' popularity; in place of ``job.imbalance``, which then follows from ep.
+        loads: experts' popularity, in place of ``job.loads``; and both in place of ``job.imbalance``, which then follows from ep.
 
     Raises:
         UsageError: loads of another number of experts than the model's.
@@ -80,6 +80,7 @@ class Estimator:
         compute: AnyCompute | None = None,
         loads: Loads | None = None,
     ) -> None:
+        loads = job.loads if loads is None else loads
         if loads is not None and len(loads.shares) != job.model.experts:
             raise UsageError(
                 f"loads: expected a share for each of {job.model.experts} experts, got {len(loads.shares)}"

@@ -12,6 +12,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.crossing import Crossover, crossover, crossover_of_values
+from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.result import StepEstimate, describe_memory
@@ -51,6 +52,7 @@ VariationKind = Literal[
     "split",
     "sequence",
     "global_batch",
+    "skew",
 ]
 KINDS: tuple[str, ...] = get_args(VariationKind)
 Value = float | int | str
@@ -60,6 +62,7 @@ Progress = Callable[[int, int], None]
 
 _REAL = ("inter_gbps", "inter_factor", "intra_gbps", "intra_factor")
 _WHOLE = ("gpus", "domain", "top_k", "split", "sequence", "global_batch")
+_SMOOTH = (*_REAL, "skew")
 _FINENESS = 0.002  # of the interval: to what a crossing of bandwidths is found
 
 
@@ -75,6 +78,7 @@ class Variation:
         precision: ``bf16`` or ``fp8``. sequence, global_batch: of the job.
         top_k: experts for each token. split: every expert into so many of which tokens take as many times more, with as many
             active parameters: fine-grained experts (DeepSeekMoE, arXiv:2401.06066).
+        skew: the exponent of experts' popularity, which is then Zipf's, in place of the job's; 0: even, 1: as words are.
 
     Raises:
         UsageError: an unknown kind, no values, or one of the wrong sort.
@@ -217,12 +221,12 @@ def compare(
         return times[0] - times[1]
 
     _check_links(cluster, variation.kind)
-    if variation.kind not in (*_REAL, *_WHOLE):
+    if variation.kind not in (*_SMOOTH, *_WHOLE):
         raise UsageError(f"{variation.kind} has no order in which two ways could cross: use what_if for each")
     values = sorted({float(value) for value in variation.values})
     if len(values) < 2:
         raise UsageError(f"{variation.kind}: expected at least two values to look between, got {variation.values!r}")
-    if variation.kind in _REAL:
+    if variation.kind in _SMOOTH:
         low, high = values[0], values[-1]
         return crossover(difference, low, high, (high - low) * _FINENESS, first=first.name, second=second.name)
     return crossover_of_values(
@@ -242,6 +246,8 @@ def vary(
     if kind in ("gpus", "sequence", "global_batch"):
         changes: dict[str, Any] = {kind: value}
         return replace(job, **changes), cluster
+    if kind == "skew":
+        return replace(job, loads=Loads.zipf(job.model.experts, float(value)), imbalance=1.0), cluster
     if kind == "top_k":
         return replace(job, model=_renamed(job.model, f"top-{value}", top_k=value)), cluster
     if kind == "split":
@@ -333,6 +339,8 @@ def _check(kind: VariationKind, value: Value) -> None:
             isinstance(value, (int, float)) and type(value) is not bool and 0 < value < float("inf"),
             "a positive number",
         )
+    elif kind == "skew":
+        sound, expected = type(value) in (int, float) and 0 <= float(value) < float("inf"), "an exponent of at least 0"
     elif kind == "precision":
         sound, expected = value in ("bf16", "fp8"), "bf16 or fp8"
     else:

@@ -1,0 +1,268 @@
+"""``commlayer routing``: record how tokens choose experts, look at it, and predict steps under other placements."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from commlayer.cli.mapping_options import resolve_shape
+from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PICTURE, PROFILE, NameOrPath, in_order, json_option
+from commlayer.cli.output_files import draw
+from commlayer.cli.progress_bars import progress_of
+from commlayer.cli.tables import echo, print_json, print_table, rounded, said_warnings
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.topology import Topology
+from commlayer.readers.model_files import resolve as resolve_model
+from commlayer.scheduler.mapping import catalog, clusters
+
+if TYPE_CHECKING:
+    from commlayer.scheduler.placement.expert_loads import ExpertLoads
+    from commlayer.scheduler.placement.load_replay import LoadReplay
+    from commlayer.scheduler.placement.placement_price import PlacementPrices
+
+__all__ = ["routing"]
+
+_FILE = click.Path(exists=True, path_type=Path)
+_SHOWN = 5
+
+
+@click.group(no_args_is_help=True)
+def routing() -> None:
+    """Record how tokens choose experts, show it, and predict steps under other placements of the experts."""
+
+
+@routing.command("record", context_settings={"allow_interspersed_args": False})
+@click.option("-o", "--output", type=OUTPUT_FILE, required=True, help="The routing file to write.")
+@click.option("--shape", default="2x2", show_default=True, help="Nodes x ranks on each, emulated.")
+@click.option("--inter", metavar="RATE", default="400mbit", show_default=True, help="Rate of a node's interface.")
+@click.option("--steps", type=COUNT, default=30, show_default=True, help="Of the example's training.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- CMD...]")
+def record(output: Path, shape: str, inter: str, steps: int, command: tuple[str, ...]) -> None:
+    """Run a training on an emulated cluster, and keep how its tokens chose.
+
+    Unless given, the command is our example with 16 experts. Where you train on a cluster of your own, set COMMLAYER_ROUTING to a
+    folder instead: the other commands take that folder, too.
+
+    \b
+      commlayer routing record -o routing.json
+      commlayer routing record -o routing.json --shape 2x4 -- python train.py
+    """
+    topology = Topology.parse(shape)
+    ranks = topology.world_size
+    example = [sys.executable, "-m", "commlayer.integrations.examples.train", "--ep", str(ranks), "--experts", "16"]
+    argv = list(command) or [*example, "--batch", str(2 * ranks), "--steps", str(steps)]
+    from commlayer.emulation import EmulatedCluster
+    from commlayer.readers.routing_files import read_routing_folder, write_routing
+
+    with tempfile.TemporaryDirectory() as folder:
+        with said_warnings("commlayer routing: "):
+            cluster = EmulatedCluster(topology.num_nodes, topology.ranks_per_node, inter=inter)
+        with cluster:
+            given = [f"COMMLAYER_ROUTING={folder}", *([] if command else ["COMMLAYER_PROFILE=none"])]
+            cluster.command(["env", *given, *argv], check=True, prefix=True)
+        if not any(Path(folder).iterdir()):
+            raise UsageError(
+                f"{argv[0]}: expected a program whose ranks train with commlayer's MoE layer or dispatcher, and that ends; "
+                "got one that ended, and recorded nothing"
+            )
+        loads = read_routing_folder(folder)
+    write_routing(output, loads)
+    echo(f"{output}: {loads.num_steps} steps of {loads.num_layers} layers with {loads.num_experts} experts", err=True)
+
+
+@routing.command("show")
+@click.argument("path", type=_FILE, metavar="FILE|FOLDER")
+@click.option(
+    "--ranks", type=COUNT, default=8, show_default=True, help="Ranks over which experts are laid out in order."
+)
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Of the picture, by its place.")
+@click.option("--picture", type=PICTURE, help="Draw a layer's load by expert and by rank over time (.svg, .png, .pdf).")
+@json_option
+def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool) -> None:
+    """Show recorded routing: which experts are popular in each layer, and what that makes of ranks.
+
+    \b
+      commlayer routing show routing.json --ranks 4 --picture load.svg
+    """
+    loads = _read(path)
+    by_rank = _by_rank(loads, ranks)
+    if picture is not None:
+        from commlayer.drawing.load_figures import loads_figure
+
+        if layer >= loads.num_layers:
+            raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
+        draw(picture, loads_figure(loads, layer, {f"{ranks} ranks, experts in order": by_rank[:, layer]}))
+    rows = [_layer_row(loads, by_rank, place) for place in range(loads.num_layers)]
+    if as_json:
+        names = ("steps", "stride", "experts", "top_k", "source")
+        values = (loads.num_steps, loads.stride, loads.num_experts, loads.top_k, loads.source)
+        print_json({**dict(zip(names, values, strict=True)), "ranks": ranks, "layers": rows})
+        return
+    echo(
+        f"{loads.num_steps} steps of {loads.stride} calls, {loads.num_experts} experts, top-{loads.top_k}: {loads.source}\n"
+    )
+    print_table(
+        ["layer", ">choices a step", ">busiest rank / mean", ">its worst step", "~most popular experts"],
+        [
+            [
+                row["name"],
+                f"{row['choices']:,.0f}",
+                f"{row['busiest']:.2f}",
+                f"{row['worst']:.2f}",
+                ", ".join(f"{expert} ({share:.1%})" for expert, share in row["popular"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+_place_options = in_order(
+    click.option(
+        "--cluster", "-c", "cluster_name", type=NameOrPath("cluster", clusters.names), help="A declared cluster."
+    ),
+    click.option("--shape", help="Of the expert group on it, such as 2x8."),
+    click.option("--profile", type=PROFILE, help="A measured profile of the group instead."),
+    click.option(
+        "--model", "-m", "model_name", type=NameOrPath("model", catalog.names), help="Whose experts' sizes count."
+    ),
+    click.option("--hidden", type=COUNT, help="Of a token, in place of --model."),
+    click.option("--width", type=COUNT, help="Of an expert's inner layer, in place of --model."),
+    click.option("--tflops", type=float, help="That experts' products reach.  [the cluster's GPU's]"),
+    click.option("--tokens", type=COUNT, help="Scale the loads to so many tokens a step, of all ranks."),
+    click.option("--micro-batches", type=COUNT, default=1, show_default=True, help="Of a step."),
+)
+
+
+@routing.command("replay")
+@click.argument("path", type=_FILE, metavar="FILE|FOLDER")
+@_place_options
+@click.option("--every", type=COUNT, default=16, show_default=True, help="Steps between two decisions.")
+@click.option("--horizon", type=COUNT, help="Steps in which a migration shall pay back.  [--every]")
+@click.option("--spare", type=BYTES, default=0, help="Memory of each rank for replicas, such as 2GB.  [0]")
+@click.option("--layer", type=click.IntRange(min=0), default=0, show_default=True, help="Of the picture, by its place.")
+@click.option("--picture", type=PICTURE, help="Draw a layer's load by rank, before and after (.svg, .png, .pdf).")
+@json_option
+def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, **given: Any) -> None:
+    """Predict steps of recorded routing: with experts where they are, as EPLB places them, and as commlayer does.
+
+    \b
+      commlayer routing replay routing.json -c h100-eos --shape 2x8 -m deepseek-v3 --tokens 65536 --spare 4GB
+      commlayer routing replay routing.json --profile mine.json --hidden 2048 --width 1408 --tflops 300
+    """
+    from commlayer.scheduler.placement.load_replay import replay_loads
+    from commlayer.scheduler.placement.placing import PlacementRoom
+
+    loads = _scaled(_read(path), given.pop("tokens"))
+    every, horizon, room = given.pop("every"), given.pop("horizon"), PlacementRoom(given.pop("spare"))
+    prices = _prices(**given)
+    if layer >= loads.num_layers:
+        raise UsageError(f"--layer {layer}: expected one of 0 to {loads.num_layers - 1}")
+    found = []
+    for way in ("static", "eplb", "place"):
+        with progress_of(way) as progress:
+            found.append(replay_loads(loads, prices, way, every=every, horizon=horizon, room=room, progress=progress))
+    if picture is not None:
+        from commlayer.drawing.load_figures import loads_figure
+
+        panels = {f"ranks, {each.way}": each.rank_rows[:, layer] for each in (found[0], found[2])}
+        draw(picture, loads_figure(loads, layer, panels))
+    if as_json:
+        print_json([_as_dict(each, found[0]) for each in found])
+        return
+    echo(
+        f"{loads.num_steps} steps on {prices.profile.name}, a decision every {every} of them; predicted, nothing was run\n"
+    )
+    columns = ["placement", ">mean step", ">/ static", ">busiest rank / mean", ">migrations", ">of which each takes"]
+    print_table(columns, [_replay_row(each, found[0]) for each in found])
+
+
+def _replay_row(each: LoadReplay, static: LoadReplay) -> list[str]:
+    content = _as_dict(each, static)
+    took = f"{content['migration_us'] / each.num_migrations / 1e3:,.2f} ms" if each.num_migrations else "–"
+    step = f"{content['step_us'] / 1e3:,.2f} ms"
+    return [each.way, step, f"{content['of_static']:.3f}", f"{each.busiest:.2f}", str(each.num_migrations), took]
+
+
+def _as_dict(each: LoadReplay, static: LoadReplay) -> dict[str, Any]:
+    return {
+        "placement": each.way,
+        "step_us": rounded(each.total_us / len(each.step_us)),
+        "of_static": rounded(each.total_us / static.total_us, 6),
+        "busiest": rounded(each.busiest),
+        "migrations": each.num_migrations,
+        "migration_us": rounded(each.migration_us),
+    }
+
+
+def _read(path: Path) -> ExpertLoads:
+    from commlayer.readers.routing_files import read_routing
+
+    return read_routing(path)
+
+
+def _by_rank(loads: ExpertLoads, ranks: int) -> Any:
+    """Choices of each rank's experts, [steps, layers, ranks], where they lie in order."""
+    import numpy as np
+
+    if ranks > loads.num_experts:
+        raise UsageError(f"--ranks {ranks}: expected at most the {loads.num_experts} experts")
+    sizes = [len(part) for part in np.array_split(np.arange(loads.num_experts), ranks)]
+    return np.add.reduceat(loads.counts, np.cumsum([0, *sizes[:-1]]), axis=2)
+
+
+def _layer_row(loads: ExpertLoads, by_rank: Any, place: int) -> dict[str, Any]:
+    counts, rows = loads.counts[:, place], by_rank[:, place]
+    whole = counts.sum()
+    if not whole:
+        return {"name": loads.layers[place], "choices": 0, "busiest": 1.0, "worst": 1.0, "popular": []}
+    each = rows[rows.sum(1) > 0]
+    ratios = each.max(1) / each.mean(1)
+    shares = counts.sum(0) / whole
+    popular = [(int(expert), rounded(float(shares[expert]), 4)) for expert in (-shares).argsort(kind="stable")[:_SHOWN]]
+    return {
+        "name": loads.layers[place],
+        "choices": float(whole) / loads.num_steps,
+        "busiest": rounded(float(ratios.mean())),
+        "worst": rounded(float(ratios.max())),
+        "popular": popular,
+    }
+
+
+def _scaled(loads: ExpertLoads, tokens: int | None) -> ExpertLoads:
+    """The loads with so many tokens a step, rounded."""
+    if tokens is None:
+        return loads
+    from dataclasses import replace
+
+    mean = float(loads.counts.sum()) / loads.num_steps / loads.num_layers / loads.top_k
+    if not mean:
+        raise UsageError("--tokens: expected recorded choices to scale, got none")
+    return replace(loads, counts=(loads.counts * (tokens / mean)).round().astype("int64"))
+
+
+def _prices(
+    cluster_name: str | None,
+    shape: str | None,
+    profile: str | None,
+    model_name: str | None,
+    hidden: int | None,
+    width: int | None,
+    tflops: float | None,
+    micro_batches: int,
+) -> PlacementPrices:
+    from commlayer.scheduler.placement.placement_price import ExpertWork, PlacementPrices
+
+    found, rate = resolve_shape(cluster_name, shape, profile)
+    tflops = tflops or rate
+    if model_name is not None:
+        model = resolve_model(model_name)
+        hidden, width = hidden or model.hidden, width or model.width
+    if hidden is None or width is None or tflops is None:
+        raise UsageError(
+            "expected --model, or --hidden and --width; and --tflops where --profile says nothing of a GPU"
+        )
+    return PlacementPrices(found, ExpertWork.of_shape(hidden, width, tflops=tflops, micro_batches=micro_batches))

@@ -1,0 +1,187 @@
+"""A placement: which expert's copy lies in which slot of which rank; the moves from one to another.
+
+As other programs take it (EPLB's), it is three arrays: ``phy2log``, the expert of each slot; ``log2phy``, the slots of each
+expert, padded with −1; ``logcnt``, how many those are. Slots are numbered rank after rank, all ranks having as many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from commlayer.profiles.errors import UsageError
+
+__all__ = ["Array", "ExpertMove", "ExpertPlacement"]
+
+Array = Any
+"""A numpy array, whose types are not loaded here."""
+
+
+class ExpertMove(NamedTuple):
+    """One copy of an expert's weights that is sent. ``is_replica``: the expert's home, and its optimizer state, stay."""
+
+    expert: int
+    source: int
+    target: int
+    is_replica: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlacement:
+    """The experts of one layer on the slots of ranks.
+
+    ``slots`` [ranks, slots of a rank]: the expert in each; −1: an empty slot, of which there are only some where memory for
+    replicas is left over. ``owners`` [experts]: the rank that shall be an expert's home, and have its optimizer state, where it
+    holds the expert; else, and where nobody is named, the first rank that does.
+
+    Raises UsageError: an expert that lies nowhere, or twice on one rank.
+    """
+
+    slots: Array
+    num_experts: int
+    owners: Array = None
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        slots = np.asarray(self.slots, dtype=np.int64)
+        if slots.ndim != 2 or not slots.size or slots.max() >= self.num_experts or slots.min() < -1:
+            raise UsageError(
+                f"a placement of {self.num_experts} experts: expected slots [ranks, slots] with −1 or an expert, "
+                f"got {slots.tolist()!r:.200}"
+            )
+        object.__setattr__(self, "slots", slots)
+        if (missing := np.flatnonzero(self.logcnt == 0)).size:
+            raise UsageError(f"a placement: expected every expert on some rank, got none for {missing[:8].tolist()}")
+        if self.copies.max() > 1:
+            expert, rank = np.argwhere(self.copies > 1)[0]
+            raise UsageError(
+                f"a placement: expected an expert once on a rank, got expert {expert} several times on rank {rank}"
+            )
+
+    @classmethod
+    def in_order(cls, num_experts: int, num_ranks: int, spare: int = 0) -> ExpertPlacement:
+        """Lay experts out in order, as many on each rank (the first ones one more where they do not divide), with ``spare`` empty
+        slots on each."""
+        import numpy as np
+
+        if not 1 <= num_ranks <= num_experts or spare < 0:
+            raise UsageError(f"expected 1 to {num_experts} ranks and no negative spare, got {num_ranks} and {spare}")
+        parts = np.array_split(np.arange(num_experts), num_ranks)
+        slots = np.full((num_ranks, len(parts[0]) + spare), -1)
+        for rank, part in enumerate(parts):
+            slots[rank, : len(part)] = part
+        return cls(slots, num_experts)
+
+    @classmethod
+    def from_slots(cls, phy2log: Array, num_experts: int, num_ranks: int) -> ExpertPlacement:
+        """Take ``phy2log`` [slots of all ranks] of another program. Raises UsageError where ranks do not divide it."""
+        if not len(phy2log) or len(phy2log) % num_ranks:
+            raise UsageError(f"{len(phy2log)} slots: expected as many on each of {num_ranks} ranks")
+        return cls(phy2log.reshape(num_ranks, -1), num_experts)
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.slots.shape[0])
+
+    @property
+    def phy2log(self) -> Array:
+        """The expert of each slot, [slots of all ranks]."""
+        flat: Array = self.slots.reshape(-1)
+        return flat
+
+    @cached_property
+    def logcnt(self) -> Array:
+        """The number of copies of each expert, [experts]."""
+        import numpy as np
+
+        return np.bincount(self.phy2log[self.phy2log >= 0], minlength=self.num_experts)
+
+    @cached_property
+    def log2phy(self) -> Array:
+        """The slots of each expert, home first, padded with −1, [experts, most copies]."""
+        import numpy as np
+
+        found = np.full((self.num_experts, int(self.logcnt.max())), -1)
+        held = np.flatnonzero(self.phy2log >= 0)
+        held = held[np.argsort(self.phy2log[held], kind="stable")]
+        experts = self.phy2log[held]
+        first = np.concatenate([[0], np.cumsum(self.logcnt)[:-1]])
+        found[experts, np.arange(len(held)) - first[experts]] = held
+        return found
+
+    @cached_property
+    def copies(self) -> Array:
+        """How often each expert lies on each rank, [experts, ranks]."""
+        import numpy as np
+
+        experts, ranks = self.held
+        flat = np.bincount(experts * self.num_ranks + ranks, minlength=self.num_experts * self.num_ranks)
+        return flat.reshape(self.num_experts, self.num_ranks)
+
+    @cached_property
+    def homes(self) -> Array:
+        """The rank of each expert's home, which has its optimizer state, [experts]."""
+        import numpy as np
+
+        first = self.copies.argmax(1)
+        if self.owners is None:
+            return first
+        return np.where(self.copies[np.arange(self.num_experts), self.owners] > 0, self.owners, first)
+
+    def owned_as(self, other: ExpertPlacement) -> ExpertPlacement:
+        """Return this placement with the homes of ``other`` wherever they still hold the expert."""
+        return replace(self, owners=other.homes)
+
+    @property
+    def has_replicas(self) -> bool:
+        return bool((self.logcnt > 1).any())
+
+    def even_shares(self) -> Array:
+        """The part of each expert's rows that each rank computes where copies share them evenly, [experts, ranks]."""
+        shares: Array = self.copies / self.logcnt[:, None]
+        return shares
+
+    def moves_from(self, other: ExpertPlacement, node_of: Array | None = None) -> tuple[ExpertMove, ...]:
+        """List what must be sent to come here from ``other``, by expert. Replicas come from a rank of the same node where one has
+        the expert (``node_of`` each rank), else from the old home.
+
+        Raises UsageError for a placement of other experts or ranks.
+        """
+        moved = self.sent_from(other, node_of)
+        rows = sorted(zip(*(part.tolist() for part in moved), strict=True), key=lambda row: (row[0], row[3], row[2]))
+        return tuple(ExpertMove(*row) for row in rows)
+
+    def sent_from(self, other: ExpertPlacement, node_of: Array | None = None) -> tuple[Array, Array, Array, Array]:
+        """Find what :meth:`moves_from` lists, as arrays: experts, sources, targets, and whether each is a replica."""
+        import numpy as np
+
+        if (other.num_experts, other.num_ranks) != (self.num_experts, self.num_ranks):
+            raise UsageError(
+                f"moves: expected {self.num_experts} experts on {self.num_ranks} ranks as here, got {other.num_experts} on "
+                f"{other.num_ranks}"
+            )
+        changed = np.flatnonzero(self.homes != other.homes)
+        experts, targets = self.held
+        is_new = (other.copies[experts, targets] == 0) & (self.homes[experts] != targets)
+        experts, targets = experts[is_new], targets[is_new]
+        sources = other.homes[experts]
+        if node_of is not None and len(experts):
+            near = (other.copies[experts] > 0) & (node_of[None] == node_of[targets][:, None])
+            sources = np.where(near.any(1), near.argmax(1), sources)
+        kinds = np.repeat([False, True], [len(changed), len(experts)])
+        return (
+            np.concatenate([changed, experts]),
+            np.concatenate([other.homes[changed], sources]),
+            np.concatenate([self.homes[changed], targets]),
+            kinds,
+        )
+
+    @cached_property
+    def held(self) -> tuple[Array, Array]:
+        """The expert and the rank of every copy."""
+        import numpy as np
+
+        ranks, slots = np.nonzero(self.slots >= 0)
+        return self.slots[ranks, slots], ranks

@@ -1,0 +1,349 @@
+"""The price of a placement: the time of a step of one MoE layer where experts lie so, under a load, by measured curves.
+
+Added up are, for each micro-batch, dispatch and combine with the same of their gradients, and the computation of the slowest
+rank; and for each step what replicas' gradients take. Exchanges end with the rank that has most to receive; a token goes once to
+each node that holds any of its experts, where that is faster than once for each choice
+(:mod:`commlayer.scheduler.rails`). Nothing is taken to be hidden, because skew is what overlap does not hide.
+
+How many tokens reach a node follows from the loads alone, which do not say what experts are chosen together. Two models are
+known: choices that are drawn independently, and experts that are taken or left independently. The smaller part of tokens
+that stay away counts, since each leaves something out that keeps choices apart.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.profile import Profile
+from commlayer.profiles.topology import Topology
+from commlayer.scheduler.group_strategies import build_group
+from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
+from commlayer.scheduler.plan import Span, Strategy
+from commlayer.scheduler.price import price
+from commlayer.scheduler.rails import exchange_over
+from commlayer.scheduler.traffic import Traffic
+
+__all__ = ["ExpertWork", "LayerLoad", "LayerPrice", "PlacementPrices", "Totals"]
+
+_EXCHANGES = 4
+"""Dispatch, combine, and the same of their gradients."""
+_BACKWARD = 2.0
+_OPTIMIZER_BYTES = 12
+"""Of a parameter: FP32 weights and two moments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWork:
+    """The work and the bytes of one expert of a layer.
+
+    Attributes:
+        row_bytes: of a token on the wire.
+        row_us: forward computation of one row; the backward pass takes twice that.
+        expert_us: of each expert of a rank, whatever its rows (launches).
+        weight_bytes, gradient_bytes: of one expert, as they are sent.
+        state_bytes: of its optimizer, which go with its home.
+        micro_batches: of a step, each with its own exchanges.
+
+    Raises:
+        UsageError: a number out of its range.
+    """
+
+    row_bytes: int
+    row_us: float
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    expert_us: float = 0.0
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        numbers = (self.row_us, self.expert_us, self.weight_bytes, self.gradient_bytes, self.state_bytes)
+        if self.row_bytes < 1 or self.micro_batches < 1 or not all(0 <= number < float("inf") for number in numbers):
+            raise UsageError(f"expected rows of at least a byte, a micro-batch, and nothing below 0, got {self}")
+
+    @classmethod
+    def of_shape(
+        cls, hidden: int, width: int, *, tflops: float, element_bytes: int = 2, micro_batches: int = 1
+    ) -> ExpertWork:
+        """Make the work of a SwiGLU expert: three matrices, whose products run at ``tflops`` as they are measured."""
+        if min(hidden, width, element_bytes) < 1 or not tflops > 0:
+            raise UsageError(
+                f"expected positive sizes and TFLOP/s, got {hidden}, {width}, {element_bytes} and {tflops}"
+            )
+        parameters = 3 * hidden * width
+        return cls(
+            row_bytes=hidden * element_bytes,
+            row_us=2 * parameters / (tflops * 1e6),
+            weight_bytes=parameters * element_bytes,
+            gradient_bytes=parameters * element_bytes,
+            state_bytes=parameters * _OPTIMIZER_BYTES,
+            micro_batches=micro_batches,
+        )
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer's choices in a step: ``counts`` [experts] of all ranks' tokens; each token has ``top_k``."""
+
+    counts: Array
+    top_k: int
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        counts = np.asarray(self.counts, dtype=np.float64)
+        if (
+            counts.ndim != 1
+            or not 1 <= self.top_k <= len(counts)
+            or not (counts >= 0).all()
+            or not np.isfinite(counts).all()
+        ):
+            raise UsageError(
+                f"a layer's load: expected a number of at least 0 for each expert, and 1 to that many choices, got shape "
+                f"{list(counts.shape)} and {self.top_k}"
+            )
+        object.__setattr__(self, "counts", counts)
+
+    @cached_property
+    def tokens(self) -> float:
+        return float(self.counts.sum()) / self.top_k
+
+    @cached_property
+    def chosen_by(self) -> Array:
+        """The part of all tokens that have each expert among their choices, [experts]."""
+        import numpy as np
+
+        return np.minimum(self.counts / max(self.tokens, 1e-300), 1 - 1e-12)
+
+
+class Totals(NamedTuple):
+    """Sums over the experts of each rank, or node: of rows, and of the logarithms of the parts of tokens that choose none."""
+
+    rows: Array
+    none: Array
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrice:
+    """The time of a layer's step, µs: all exchanges of tokens, the slowest rank's computation, replicas' gradients, spilling.
+
+    ``levels``: whether tokens go in two levels. ``busiest``: the busiest rank's rows over the mean.
+    """
+
+    exchange_us: float
+    compute_us: float
+    gradient_us: float = 0.0
+    spill_us: float = 0.0
+    levels: bool = False
+    busiest: float = 1.0
+
+    @property
+    def total_us(self) -> float:
+        return self.exchange_us + self.compute_us + self.gradient_us + self.spill_us
+
+
+class PlacementPrices:
+    """Prices of placements on the ranks of ``profile``'s topology, an expert group: the ranks of its nodes in order.
+
+    Curves are looked up once, at sizes a factor of the square root of two apart; what lies between follows as between a curve's
+    own points. So pricing takes microseconds.
+
+    Raises:
+        UsageError: nodes of different sizes.
+        PlanError: a profile without curves for such exchanges.
+    """
+
+    def __init__(self, profile: Profile, work: ExpertWork) -> None:
+        import numpy as np
+
+        self.profile, self.work = profile, work
+        topology = Topology.parse(profile.topology)
+        if not topology.is_uniform:
+            raise UsageError(f"placement: expected nodes with as many ranks each, got {profile.topology}")
+        self.num_nodes, self.per_node = topology.num_nodes, topology.ranks_per_node
+        self.num_ranks = topology.world_size
+        self.node_of = np.arange(self.num_ranks) // self.per_node
+        nodes = (self.per_node,) * self.num_nodes
+        self._flat = _table(
+            lambda size: (
+                price(build_group(Traffic.on_nodes("all_to_all_v", size, nodes), Strategy.FLAT), profile).total_us
+            )
+        )
+        self._rails = self._inside = self._flat
+        self.has_levels = self.num_nodes > 1 and self.per_node > 1
+        if self.has_levels:
+            self._rails = _table(lambda size: price(exchange_over(Span.RAIL, nodes, size), profile).total_us)
+            self._inside = _table(lambda size: price(exchange_over(Span.NODE, nodes, size), profile).total_us)
+
+    # One layer's step
+
+    def totals(
+        self, load: LayerLoad, placement: ExpertPlacement, spilled: Sequence[tuple[int, int, int, float]] = ()
+    ) -> tuple[Totals, Totals]:
+        """The totals of ranks and of nodes; ``spilled`` as for :meth:`layer`."""
+        import numpy as np
+
+        experts, ranks = placement.held
+        parts = 1.0 / placement.logcnt[experts]
+        if spilled:
+            those, sources, targets, moved = (np.array(each) for each in zip(*spilled, strict=True))
+            place = np.full((placement.num_experts, placement.num_ranks), -1)
+            place[experts, ranks] = np.arange(len(experts))
+            np.subtract.at(parts, place[those, sources], moved)
+            experts, ranks = np.concatenate([experts, those]), np.concatenate([ranks, targets])
+            parts = np.concatenate([parts, moved])
+        found = []
+        for where, count in ((ranks, self.num_ranks), (self.node_of[ranks], self.num_nodes)):
+            expert, at, share = experts, where, parts
+            if spilled or count != self.num_ranks:  # several copies may be there
+                together = np.bincount(experts * count + where, parts, minlength=placement.num_experts * count)
+                key = np.flatnonzero(together > 0)
+                expert, at, share = key // count, key % count, together[key]
+            none = np.log1p(-np.minimum(load.chosen_by[expert] * share, 1 - 1e-12))
+            rows = np.bincount(at, load.counts[expert] * share, minlength=count)
+            found.append(Totals(rows, np.bincount(at, none, minlength=count)))
+        return found[0], found[1]
+
+    def reached(self, load: LayerLoad, totals: Totals) -> Array:
+        """The part of tokens that have an expert there, for each of these ranks or nodes."""
+        import numpy as np
+
+        share = np.minimum(totals.rows / max(float(load.counts.sum()), 1e-300), 1.0)
+        found: Array = 1 - np.minimum(np.exp(totals.none), (1 - share) ** load.top_k)
+        return found
+
+    def exchanges_us(
+        self, load: LayerLoad, most_rows: Array, rank_reach: Array, node_reach: Array
+    ) -> tuple[Array, Array]:
+        """Time all exchanges of a step, flat and in two levels, by the busiest rank's rows and the largest parts of tokens that
+        have an expert on one rank, and on one node. Arrays of any one shape."""
+        size, count = self.work.row_bytes / self.work.micro_batches, _EXCHANGES * self.work.micro_batches
+        flat = self._flat(most_rows * size) * count
+        if not self.has_levels:
+            return flat, flat
+        tokens = load.tokens * size
+        levels = self._rails(tokens * node_reach / self.per_node) + self._inside(tokens * rank_reach)
+        return flat, levels * count
+
+    def compute_us(self, most_rows: Array) -> Array:
+        """Time what the slowest rank computes in a step, but for what each expert takes whatever its rows."""
+        return most_rows * (self.work.row_us * (1 + _BACKWARD))
+
+    def layer(
+        self, load: LayerLoad, placement: ExpertPlacement, spilled: Sequence[tuple[int, int, int, float]] = ()
+    ) -> LayerPrice:
+        """Price one layer's step under ``load``.
+
+        ``spilled``: (expert, from rank, to rank, part of the expert's rows) whose weights go along in each micro-batch, and whose
+        gradients come back.
+
+        Raises UsageError for a placement of other experts, or on another number of ranks.
+        """
+        if (placement.num_experts, placement.num_ranks) != (len(load.counts), self.num_ranks):
+            raise UsageError(
+                f"a placement on the profile's {self.num_ranks} ranks of {len(load.counts)} experts: got {placement.num_experts} "
+                f"experts on {placement.num_ranks} ranks"
+            )
+        import numpy as np
+
+        ranks, nodes = self.totals(load, placement, spilled)
+        most = ranks.rows.max()
+        flat, levels = self.exchanges_us(load, most, self.reached(load, ranks).max(), self.reached(load, nodes).max())
+        each = 0.0
+        if self.work.expert_us:
+            held = np.concatenate([placement.held[1], np.array([part[2] for part in spilled], dtype=np.int64)])
+            each = self.work.expert_us * (1 + _BACKWARD) * self.work.micro_batches * int(np.bincount(held).max())
+        mean = float(ranks.rows.mean())
+        return LayerPrice(
+            exchange_us=float(min(flat, levels)),
+            compute_us=float(self.compute_us(most)) + each,
+            gradient_us=self.gradients_us(placement),
+            spill_us=self.spill_us(spilled),
+            levels=self.has_levels and bool(levels < flat),
+            busiest=float(most) / mean if mean else 1.0,
+        )
+
+    # What is sent beside tokens
+
+    def gradients_us(self, placement: ExpertPlacement) -> float:
+        """Time the sums of replicas' gradients in a step: to the expert's home, and the sum back."""
+        if not placement.has_replicas:
+            return 0.0
+        import numpy as np
+
+        experts, targets = placement.held
+        homes = placement.homes[experts]
+        away = homes != targets
+        return 2 * self.sent_us(targets[away], homes[away], np.full(int(away.sum()), self.work.gradient_bytes))
+
+    def spill_us(self, spilled: Sequence[tuple[int, int, int, float]]) -> float:
+        """Time the weights that go along in a step, and their gradients."""
+        import numpy as np
+
+        if not spilled:
+            return 0.0
+        sources, targets = np.array([each[1] for each in spilled]), np.array([each[2] for each in spilled])
+        there = self.sent_us(sources, targets, np.full(len(spilled), self.work.weight_bytes))
+        back = self.sent_us(targets, sources, np.full(len(spilled), self.work.gradient_bytes))
+        return (there + back) * self.work.micro_batches
+
+    def migration_us(self, before: ExpertPlacement, after: ExpertPlacement) -> float:
+        """Time the way to another placement, once: weights, and the optimizer's state where an expert gets another home."""
+        import numpy as np
+
+        _, sources, targets, is_replica = after.sent_from(before, self.node_of)
+        work = self.work
+        return self.sent_us(sources, targets, work.weight_bytes + np.where(is_replica, 0, work.state_bytes))
+
+    def sent_us(self, sources: Array, targets: Array, sizes: Array) -> float:
+        """Time messages among ranks: those between nodes, and those inside, as exchanges of the rank that has most to send or to
+        receive."""
+        import numpy as np
+
+        crosses = self.node_of[sources] != self.node_of[targets]
+        total = 0.0
+        for chosen, table, count in (
+            (crosses, self._flat, self.num_ranks),
+            (~crosses, self._inside, self.per_node),
+        ):
+            if chosen.any():
+                sent, received = (
+                    np.bincount(ends[chosen], weights=sizes[chosen], minlength=self.num_ranks)
+                    for ends in (sources, targets)
+                )
+                own = count / (count - 1)  # of an even exchange a part stays where it is
+                total += float(table(max(sent.max(), received.max()) * own))
+        return total
+
+    @cached_property
+    def us_per_byte(self) -> float:
+        """The time of a byte in a large exchange over all ranks, µs."""
+        return float(self._flat(float(1 << 28))) / (1 << 28)
+
+
+def _table(time_us: Callable[[int], float]) -> Callable[[Array], Array]:
+    """``time_us`` of sizes, looked up between points that are computed once; nothing takes no time."""
+    import numpy as np
+
+    sizes = 2.0 ** np.arange(6, 38, 0.5)
+    logs, times = np.log(sizes), np.log(np.array([max(time_us(round(size)), 1e-9) for size in sizes]))
+
+    points, values = logs.tolist(), times.tolist()
+    slopes = [*(np.diff(times) / np.diff(logs)).tolist(), 0.0]
+
+    def looked_up(asked: Array) -> Array:
+        if np.ndim(asked) == 0:  # most are single numbers, for which numpy is slow
+            if asked <= 0:
+                return 0.0
+            log = min(max(math.log(asked), points[0]), points[-1])
+            at = bisect_right(points, log) - 1
+            return math.exp(values[at] + slopes[at] * (log - points[at]))
+        return np.where(asked > 0, np.exp(np.interp(np.log(np.maximum(asked, 1e-9)), logs, times)), 0.0)
+
+    return looked_up

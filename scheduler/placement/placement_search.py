@@ -1,0 +1,262 @@
+"""Better placements than one that is given: exchanges of two experts, replicas, and weights that go along in each step.
+
+Each searches by the price itself (:mod:`commlayer.scheduler.placement.placement_price`). Of an exchange only what it changes is
+computed, for all exchanges of the busiest rank's experts with those of light ranks at once, because a search over hundreds of
+experts has milliseconds. Its moves count with the bytes that they send, shared out over all ranks; what they take together is
+priced at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from commlayer.scheduler.placement.expert_placement import Array, ExpertPlacement
+from commlayer.scheduler.placement.placement_price import LayerLoad, PlacementPrices, Totals
+
+__all__ = ["Placer", "Spilled", "relabelled"]
+
+Spilled = tuple[tuple[int, int, int, float], ...]
+"""Experts' parts that are computed elsewhere: (expert, from rank, to rank, part of its rows)."""
+
+_LIGHT = 6
+"""The light ranks with which the busiest one exchanges."""
+_MOST_SPILLED = 32
+_PATIENCE = 2
+"""Prices of ever more replicas, or spilled parts, without a gain, after which no more are tried."""
+
+_State = TypeVar("_State")
+
+
+@dataclass(frozen=True)
+class Placer:
+    """The search for one layer: its load, where its experts lie, and over how many steps a migration pays back."""
+
+    prices: PlacementPrices
+    load: LayerLoad
+    before: ExpertPlacement
+    horizon: int
+
+    def total_us(self, placement: ExpertPlacement, spilled: Spilled = ()) -> float:
+        """The price of ``horizon`` steps, and of the way there."""
+        step_us = self.prices.layer(self.load, placement, spilled).total_us
+        return self.horizon * step_us + self.prices.migration_us(self.before, placement)
+
+    def exchanged(self, placement: ExpertPlacement, most: int = 12) -> ExpertPlacement:
+        """Exchange experts of the busiest rank, or give some to an empty slot, as long as that pays, ``most`` times at most."""
+        slots = placement.slots.copy()
+        layer = _Exchanges(self, placement, slots)
+        for _ in range(most):
+            if not layer.exchange_best():
+                break
+        return ExpertPlacement(slots, placement.num_experts, self.before.homes)
+
+    def replicated(self, placement: ExpertPlacement) -> ExpertPlacement:
+        """Fill empty slots with replicas of what the busiest rank has most of, as many as pay.
+
+        Which comes next follows from rows; how many there shall be, from the price after one, two, four and so on.
+        """
+        best, best_us, misses = placement, self.total_us(placement), 0
+        for slots in _sampled(self._with_replicas(placement)):
+            current = ExpertPlacement(slots, placement.num_experts, self.before.homes)
+            us = self.total_us(current)
+            misses += 1
+            if us < best_us:
+                best, best_us, misses = current, us, 0
+            if misses == _PATIENCE:
+                break
+        return best
+
+    def _with_replicas(self, placement: ExpertPlacement) -> Iterator[Array]:
+        """Slots with one more replica each time: on the lightest rank of the home's node, unless one elsewhere has much less to
+        do, because gradients go between nodes then."""
+        import numpy as np
+
+        slots, counts, copies = placement.slots.copy(), self.load.counts, placement.logcnt.copy()
+        holds, rows = placement.copies > 0, (counts / placement.logcnt) @ placement.copies
+        is_near = self.prices.node_of[None] == self.prices.node_of[placement.homes][:, None]
+        room = (slots < 0).sum(1)
+        while True:
+            busiest = slots[int(rows.argmax())]
+            busiest = busiest[busiest >= 0]
+            expert = int(busiest[(counts[busiest] / copies[busiest]).argmax()])
+            free = np.where((room > 0) & ~holds[expert], rows, np.inf)
+            far, near = int(free.argmin()), int(np.where(is_near[expert], free, np.inf).argmin())
+            each = counts[expert] / (copies[expert] + 1)
+            if not free[far] + each < rows.max():
+                return
+            target = near if free[near] < free[far] + each / 2 else far
+            slots[target, int((slots[target] < 0).argmax())] = expert
+            rows[holds[expert]] -= counts[expert] / copies[expert] - each
+            rows[target] += each
+            holds[expert, target] = True
+            copies[expert] += 1
+            room[target] -= 1
+            yield slots.copy()
+
+    def spilled(self, placement: ExpertPlacement) -> Spilled:
+        """Send parts of the busiest ranks' experts along with their weights, to be computed on light ranks, as many as pay."""
+        best: Spilled = ()
+        best_us, misses = self.prices.layer(self.load, placement).total_us, 0
+        for found in _sampled(self._with_spilled(placement)):
+            us = self.prices.layer(self.load, placement, found).total_us
+            misses += 1
+            if us < best_us:
+                best, best_us, misses = found, us, 0
+            if misses == _PATIENCE:
+                break
+        return best
+
+    def _with_spilled(self, placement: ExpertPlacement) -> Iterator[Spilled]:
+        """One more part each time, of the busiest rank's largest expert, until one of the two ranks has the mean."""
+        counts, shares = self.load.counts, placement.even_shares()
+        rows, found = counts @ shares, []
+        mean = rows.mean()
+        for _ in range(_MOST_SPILLED):
+            source, target = int(rows.argmax()), int(rows.argmin())
+            of_rank = counts * shares[:, source] * placement.copies[:, source]  # not what was sent there
+            expert = int(of_rank.argmax())
+            moved = min(float(of_rank[expert]), float(rows[source] - mean), float(mean - rows[target]))
+            if moved <= 0 or placement.copies[expert, target]:
+                return
+            part = moved / float(counts[expert])
+            shares[expert, source] -= part
+            shares[expert, target] += part
+            rows[source] -= moved
+            rows[target] += moved
+            found.append((expert, source, target, part))
+            yield tuple(found)
+
+
+def _sampled(states: Iterator[_State]) -> Iterator[_State]:
+    """The first of ``states``, the second, the fourth and so on, in steps of at most eight; and the last one."""
+    wanted, last, number = 1, None, 0
+    for number, state in enumerate(states, start=1):
+        last = state
+        if number == wanted:
+            yield state
+            wanted, last = number + min(number, 8), None
+    if last is not None:
+        yield last
+
+
+class _Exchanges:
+    """The slots of a search, changed in place, and the sums that prices need of them."""
+
+    def __init__(self, placer: Placer, placement: ExpertPlacement, slots: Array) -> None:
+        import numpy as np
+
+        self.placer, self.slots, self.prices, self.load = placer, slots, placer.prices, placer.load
+        copies = placement.logcnt
+        # One more entry for an empty slot, −1: of no rows, and at home everywhere.
+        self.rows_of = np.append(self.load.counts / copies, 0.0)
+        self.none_of = np.append(np.log1p(-self.load.chosen_by / copies), 0.0)
+        self.holds = np.vstack([placement.copies > 0, np.zeros((1, placement.num_ranks), dtype=bool)])
+        work = self.prices.work
+        each_us = (work.weight_bytes + work.state_bytes) * self.prices.us_per_byte / self.prices.num_ranks
+        away = np.where(placer.before.copies > 0, 0.0, each_us)
+        self.move_us = np.vstack([away, np.zeros((1, placement.num_ranks))])
+        shape = (self.prices.num_nodes, -1)
+        rows, none = self.rows_of[slots].sum(1), self.none_of[slots].sum(1)
+        self.ranks, self.nodes = Totals(rows, none), Totals(rows.reshape(shape).sum(1), none.reshape(shape).sum(1))
+
+    def exchange_best(self) -> bool:
+        """Do the exchange of the busiest rank that gains most. Whether there was one."""
+        import numpy as np
+
+        busy = int(self.ranks.rows.argmax())
+        light = np.argsort(self.ranks.rows, kind="stable")[:_LIGHT]
+        light = light[light != busy]
+        mine, theirs = self.slots[busy][:, None, None], self.slots[light][None]
+        us = self._step_us(busy, light, mine, theirs)
+        us += self.move_us[mine, light[None, :, None]] - self.move_us[mine, busy]
+        us += self.move_us[theirs, busy] - self.move_us[theirs, light[None, :, None]]
+        us[
+            np.broadcast_to((mine < 0) | self.holds[mine, light[None, :, None]] | self.holds[theirs, busy], us.shape)
+        ] = np.inf
+        at, rank, slot = np.unravel_index(int(us.argmin()), us.shape)
+        if not us[at, rank, slot] < self._now_us() * (1 - 1e-9):
+            return False
+        self._exchange(busy, int(at), int(light[rank]), int(slot))
+        return True
+
+    def _now_us(self) -> float:
+        most = self.ranks.rows.max()
+        reach = [self.prices.reached(self.load, totals).max() for totals in (self.ranks, self.nodes)]
+        flat, levels = self.prices.exchanges_us(self.load, most, *reach)
+        return self.placer.horizon * float(min(flat, levels) + self.prices.compute_us(most))
+
+    def _step_us(self, busy: int, light: Array, mine: Array, theirs: Array) -> Array:
+        """The price of all steps after each exchange, [slots of the busy rank, light ranks, their slots]."""
+        import numpy as np
+
+        rows, none = (of[theirs] - of[mine] for of in (self.rows_of, self.none_of))
+        here, there = self.prices.node_of[busy], self.prices.node_of[light]
+        crosses = (there != here)[None, :, None]
+        ranks = self._largest(self.ranks, busy, light, rows, none)
+        nodes = self._largest(self.nodes, here, there, rows * crosses, none * crosses)
+        flat, levels = self.prices.exchanges_us(self.load, ranks[0], ranks[1], nodes[1])
+        found: Array = self.placer.horizon * (np.minimum(flat, levels) + self.prices.compute_us(ranks[0]))
+        return found
+
+    def _largest(self, totals: Totals, busy: int, light: Array, rows: Array, none: Array) -> tuple[Array, Array]:
+        """The most rows, and the largest part of tokens, of any rank or node, where the busy one gets so much more, and a light
+        one so much less."""
+        import numpy as np
+
+        index, shown = np.arange(len(totals.rows)), light[None, :, None]
+        others = (index[None] != busy) & (index[None] != light[:, None])
+        reach = self.prices.reached(self.load, totals)
+        most = [np.where(others, of[None], 0.0).max(1)[None, :, None] for of in (totals.rows, reach)]
+        changed = (
+            Totals(totals.rows[busy] + rows, totals.none[busy] + none),
+            Totals(totals.rows[shown] - rows, totals.none[shown] - none),
+        )
+        largest = np.maximum(np.maximum(changed[0].rows, changed[1].rows), most[0])
+        reached = [self.prices.reached(self.load, each) for each in changed]
+        return largest, np.maximum(np.maximum(*reached), most[1])
+
+    def _exchange(self, busy: int, at: int, rank: int, slot: int) -> None:
+        mine, theirs = int(self.slots[busy, at]), int(self.slots[rank, slot])
+        self.slots[busy, at], self.slots[rank, slot] = theirs, mine
+        for expert, source, target in ((mine, busy, rank), (theirs, rank, busy)):
+            for totals, of in ((self.ranks, (source, target)), (self.nodes, self.prices.node_of[[source, target]])):
+                for sums, each in zip(totals, (self.rows_of, self.none_of), strict=True):
+                    sums[of[0]] -= each[expert]
+                    sums[of[1]] += each[expert]
+            if expert >= 0:
+                self.holds[expert, source], self.holds[expert, target] = False, True
+
+
+def relabelled(placement: ExpertPlacement, before: ExpertPlacement, node_of: Array) -> ExpertPlacement:
+    """Give each rank's experts to the rank that has most of them already: as good a placement, and fewer moves.
+
+    Nodes are matched first, so that experts that share a node still do.
+    """
+    import numpy as np
+
+    ours, theirs = (
+        each.copies.astype(np.float32) for each in (placement, before)
+    )  # products of whole numbers are slow
+    common = ours.T @ theirs  # [its ranks, ranks as they were]
+    num_nodes = int(node_of[-1]) + 1
+    per_node = len(node_of) // num_nodes
+    of_nodes = common.reshape(num_nodes, per_node, num_nodes, per_node).sum((1, 3))
+    slots = np.empty_like(placement.slots)
+    for node, place in _matched(of_nodes):
+        first, at = node * per_node, place * per_node
+        for mine, there in _matched(common[first : first + per_node, at : at + per_node]):
+            slots[at + there] = placement.slots[first + mine]
+    return ExpertPlacement(slots, placement.num_experts, before.homes)
+
+
+def _matched(common: Array) -> Iterator[tuple[int, int]]:
+    """Pairs of rows and columns, each once, the largest entry first."""
+    import numpy as np
+
+    left = common.astype(np.float64)
+    for _ in range(len(left)):
+        row, column = divmod(int(left.argmax()), len(left))
+        left[row], left[:, column] = -1.0, -1.0
+        yield row, column

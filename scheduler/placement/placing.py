@@ -1,0 +1,243 @@
+"""The choice of a placement: keep what is, or migrate experts, replicate some, or send weights along; and why.
+
+Nothing is chosen that is not predicted faster than keeping, by more than the error of the curves in what differs and by more
+than one in a hundred: loads are forecasts, and a migration that returns little is a risk. A decision depends on the load and the
+profile alone, so ranks that agree on these agree on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.placement.eplb import balanced_packs, eplb_placement
+from commlayer.scheduler.placement.expert_loads import ExpertLoads
+from commlayer.scheduler.placement.expert_placement import Array, ExpertMove, ExpertPlacement
+from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, LayerPrice, PlacementPrices
+from commlayer.scheduler.placement.placement_search import Placer, Spilled, relabelled
+
+__all__ = ["PlacementCandidate", "PlacementDecision", "PlacementKind", "PlacementRoom", "place", "place_layer"]
+
+PlacementKind = Literal["keep", "eplb", "greedy", "local", "spill"]
+_LEAST_GAIN = 0.01
+_MANY, _FEW = 8, 2
+"""How many exchanges are looked for; fewer from a packing that is even already."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementCandidate:
+    """A placement that was priced. ``migration_us``: once. ``total_us``: of all steps of the horizon and the migration."""
+
+    kind: PlacementKind
+    placement: ExpertPlacement
+    step: LayerPrice
+    migration_us: float
+    total_us: float
+    spilled: Spilled = ()
+
+
+@dataclass(frozen=True)
+class PlacementDecision:
+    """The decision for one layer.
+
+    ``moves``: which expert goes from which rank to which. ``spilled``: whose weights go along in each step. ``candidates``:
+    all that were priced, keeping first. ``error``: of the curves, as a fraction.
+    """
+
+    chosen: PlacementCandidate
+    candidates: tuple[PlacementCandidate, ...]
+    moves: tuple[ExpertMove, ...]
+    moved_bytes: int
+    horizon: int
+    error: float
+
+    @property
+    def placement(self) -> ExpertPlacement:
+        return self.chosen.placement
+
+    @property
+    def spilled(self) -> Spilled:
+        return self.chosen.spilled
+
+    @property
+    def kept(self) -> PlacementCandidate:
+        return self.candidates[0]
+
+    @property
+    def gain(self) -> float:
+        """The part of the time of all steps that is predicted to be saved, migration included; 0.0 where all is kept."""
+        return 1 - self.chosen.total_us / self.kept.total_us if self.kept.total_us else 0.0
+
+    def reason(self) -> str:
+        """Say what was decided, why, and what is expected of it."""
+        kept, chosen = self.kept.step, self.chosen.step
+        before = f"the busiest rank has {kept.busiest:.2f} times the mean, a step takes {_ms(kept.total_us)}"
+        if self.chosen.kind == "keep":
+            best = min(self.candidates, key=lambda each: each.total_us)
+            if best.kind == "keep":
+                return f"keep: {before}, and no placement is predicted to save anything over {self.horizon} steps"
+            gain = 1 - best.total_us / self.kept.total_us
+            saved = f"{best.kind} would save {gain:.1%} over {self.horizon} steps"
+            return f"keep: {before}; {saved}, less than the curves and a forecast allow to promise"
+        parts = {
+            "computation": kept.compute_us - chosen.compute_us,
+            "exchanges": kept.exchange_us - chosen.exchange_us,
+        }
+        costs = {"replicas' gradients": chosen.gradient_us, "weights that go along": chosen.spill_us}
+        saves = ", ".join(f"{_ms(us)} of {name}" for name, us in parts.items() if us > 0) or "nothing"
+        spends = ", ".join(f"{_ms(us)} of {name}" for name, us in costs.items() if us > 0)
+        words = f"{self.chosen.kind}: {before}; then {chosen.busiest:.2f} times, and {_ms(chosen.total_us)}: saves {saves} a step"
+        words += f", costs {spends}" if spends else ""
+        if self.moves:
+            pays = self.chosen.migration_us / max(kept.total_us - chosen.total_us, 1e-9)
+            words += (
+                f"; {len(self.moves)} copies move, {_gb(self.moved_bytes)}, once {_ms(self.chosen.migration_us)}, "
+                f"paid back after {max(1, round(pays))} of {self.horizon} steps"
+            )
+        return words
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRoom:
+    """The room that a placement has: ``spare_bytes`` of memory on each rank for replicas; groups of experts to which routing is
+    limited (EPLB's hierarchy). ``may_spill``: whether weights may go along in a step."""
+
+    spare_bytes: int = 0
+    num_groups: int = 1
+    may_spill: bool = True
+
+    def spare_slots(self, work: ExpertWork) -> int:
+        """Count the replicas that fit on a rank, with their gradients, and without an optimizer's state."""
+        each = work.weight_bytes + work.gradient_bytes
+        return self.spare_bytes // each if each else 0
+
+
+def place(
+    loads: ExpertLoads | Array,
+    profile: Profile,
+    horizon: int,
+    *,
+    work: ExpertWork,
+    top_k: int | None = None,
+    before: tuple[ExpertPlacement, ...] | None = None,
+    room: PlacementRoom | None = None,
+    prices: PlacementPrices | None = None,
+) -> tuple[PlacementDecision, ...]:
+    """Decide for every layer where its experts shall lie in the next ``horizon`` steps.
+
+    Args:
+        loads: recorded, of which the forecast counts; or the expected counts of a step, [layers, experts], with ``top_k``.
+        profile: of the expert group: its ranks on its nodes are those of the profile's topology.
+        before: where experts lie now, for each layer; unless given, in order.
+        room: for replicas; unless given, none.
+        prices: of the same profile and work, made before: their tables take some milliseconds.
+
+    Raises:
+        UsageError: a horizon below one, loads without choices of a token, placements of other layers, experts or ranks.
+        PlanError: a profile without curves for such exchanges.
+    """
+    if horizon < 1:
+        raise UsageError(f"a horizon of {horizon} steps: expected at least one")
+    prices, room = prices or PlacementPrices(profile, work), room or PlacementRoom()
+    if isinstance(loads, ExpertLoads):
+        expected, top_k = loads.forecast(horizon), loads.top_k
+    else:
+        expected = loads
+    if top_k is None or expected.ndim != 2:
+        raise UsageError("expected counts [layers, experts] and top_k, or recorded loads, which have both")
+    spare = room.spare_slots(work)
+    experts = expected.shape[1]
+    before = before or (ExpertPlacement.in_order(experts, prices.num_ranks, spare),) * len(expected)
+    if len(before) != len(expected):
+        raise UsageError(f"expected a placement for each of {len(expected)} layers, got {len(before)}")
+    return tuple(
+        place_layer(LayerLoad(counts, top_k), prices, placement, horizon, room)
+        for counts, placement in zip(expected, before, strict=True)
+    )
+
+
+def place_layer(
+    load: LayerLoad, prices: PlacementPrices, before: ExpertPlacement, horizon: int, room: PlacementRoom
+) -> PlacementDecision:
+    """Decide for one layer; see :func:`place`."""
+    placer = Placer(prices, load, before, horizon)
+    kept = _priced(placer, "keep", before)
+    found = [kept]
+    if kept.step.busiest > 1 + _LEAST_GAIN:  # else there is nothing to even out
+        found += _candidates(placer, room)
+    error = prices.profile.error
+    sound = [each for each in found[1:] if _is_sure(each, kept, horizon, error)]
+    chosen = min(sound, key=lambda each: each.total_us, default=kept)
+    moves = chosen.placement.moves_from(before, prices.node_of)
+    work = prices.work
+    moved = sum(work.weight_bytes + (0 if move.is_replica else work.state_bytes) for move in moves)
+    return PlacementDecision(chosen, tuple(found), moves, moved, horizon, error)
+
+
+def _candidates(placer: Placer, room: PlacementRoom) -> list[PlacementCandidate]:
+    prices, before = placer.prices, placer.before
+    found = []
+    slots = before.slots.size
+    packed = None
+    if slots <= before.num_experts * before.num_ranks and not before.num_experts % room.num_groups:
+        eplb = eplb_placement(
+            placer.load.counts, slots, before.num_ranks, num_nodes=prices.num_nodes, num_groups=room.num_groups
+        )
+        packed = relabelled(eplb, before, prices.node_of)
+        found.append(_priced(placer, "eplb", packed))
+    if slots > before.num_experts and not before.num_experts % before.num_ranks:
+        packed = relabelled(_packed(placer), before, prices.node_of)
+    has_room = slots > int(before.logcnt.sum())  # then replicas do what exchanges would
+    starts: list[tuple[PlacementKind, ExpertPlacement]] = [
+        ("local", placer.exchanged(before, _FEW if has_room else _MANY))
+    ]
+    if packed is not None:
+        starts.append(("greedy", packed if has_room else placer.exchanged(packed, _FEW)))
+    priced = [_priced(placer, kind, start) for kind, start in starts]
+    best = min(priced, key=lambda each: each.total_us)
+    found += priced
+    if (best.placement.slots < 0).any():
+        found.append(_priced(placer, best.kind, placer.replicated(best.placement)))
+    if room.may_spill:
+        best = min(found, key=lambda each: each.total_us)
+        bases = [best.placement, before] if best.migration_us > _LEAST_GAIN * best.total_us else [best.placement]
+        found += [_priced(placer, "spill", base, spilled) for base in bases if (spilled := placer.spilled(base))]
+    return found
+
+
+def _packed(placer: Placer) -> ExpertPlacement:
+    """One copy of each expert, packed evenly, beside the empty slots."""
+    import numpy as np
+
+    before = placer.before
+    rank_of = balanced_packs(placer.load.counts, before.num_ranks)
+    slots = np.full_like(before.slots, -1)
+    each = before.num_experts // before.num_ranks
+    slots[:, :each] = np.argsort(rank_of, kind="stable").reshape(before.num_ranks, each)
+    return ExpertPlacement(slots, before.num_experts)
+
+
+def _priced(
+    placer: Placer, kind: PlacementKind, placement: ExpertPlacement, spilled: Spilled = ()
+) -> PlacementCandidate:
+    step = placer.prices.layer(placer.load, placement, spilled)
+    way_us = placer.prices.migration_us(placer.before, placement)
+    return PlacementCandidate(kind, placement, step, way_us, placer.horizon * step.total_us + way_us, spilled)
+
+
+def _is_sure(each: PlacementCandidate, kept: PlacementCandidate, horizon: int, error: float) -> bool:
+    """Whether the gain is left where every curve errs against it by the profile's error, in what differs."""
+    step, was = each.step, kept.step
+    differs_us = abs(step.exchange_us - was.exchange_us) + abs(step.gradient_us - was.gradient_us) + step.spill_us
+    doubt_us = error * (horizon * differs_us + each.migration_us)
+    return kept.total_us - each.total_us > max(doubt_us, _LEAST_GAIN * kept.total_us)
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.4g} ms"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,217 @@
+"""The price of a placement and the choice of one: by hand where that goes, and never worse than keeping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commlayer.profiles.errors import UsageError
+from commlayer.profiles.links import Resource
+from commlayer.profiles.profile import Profile
+from commlayer.scheduler.mapping import clusters
+from commlayer.scheduler.placement.expert_placement import ExpertPlacement
+from commlayer.scheduler.placement.placement_price import ExpertWork, LayerLoad, PlacementPrices
+from commlayer.scheduler.placement.placement_search import Placer, _Exchanges, relabelled
+from commlayer.scheduler.placement.placing import PlacementRoom, place
+from commlayer.scheduler.placement.synthetic_loads import synthetic_loads
+from commlayer.scheduler.rails import distinct_nodes
+
+WORK = ExpertWork.of_shape(2048, 1408, tflops=400)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return clusters.load("h100-eos").profile_of((4, 4))
+
+
+@pytest.fixture(scope="module")
+def prices(profile: Profile) -> PlacementPrices:
+    return PlacementPrices(profile, WORK)
+
+
+def zipf(experts: int = 32, exponent: float = 1.0, seed: int = 0, top_k: int = 4) -> LayerLoad:
+    loads = synthetic_loads("zipf", experts=experts, tokens=32768, top_k=top_k, steps=1, exponent=exponent, seed=seed)
+    return LayerLoad(loads.counts[0, 0], top_k)
+
+
+def placed(load: LayerLoad, profile: Profile, prices: PlacementPrices, horizon: int = 200, **more: Any) -> Any:
+    return place(load.counts[None], profile, horizon, work=WORK, top_k=load.top_k, prices=prices, **more)[0]
+
+
+# The price
+
+
+def test_one_node_is_priced_by_its_curve() -> None:
+    profile = clusters.load("h100-eos").profile_of((4,))
+    prices = PlacementPrices(profile, ExpertWork.of_shape(1024, 512, tflops=100, micro_batches=2))
+    load = LayerLoad(np.array([4096, 2048, 1024, 1024, 0, 0, 0, 8192]), 2)
+    found = prices.layer(load, ExpertPlacement.in_order(8, 4))
+    curve = profile.curve("all_to_all_v", Resource.INTRA, 4)
+    assert found.exchange_us == pytest.approx(8 * curve.at(8192 * 2048 / 2), rel=0.01)
+    assert found.compute_us == pytest.approx(3 * 8192 * 6 * 1024 * 512 / 1e8)
+    assert (found.busiest, found.gradient_us, found.spill_us, found.levels) == (2.0, 0.0, 0.0, False)
+
+
+def test_tokens_that_reach_a_node_are_about_as_many_as_with_independent_choices(prices: PlacementPrices) -> None:
+    for top_k in (1, 2, 8):
+        load = LayerLoad(np.full(64, 1000.0), top_k)
+        ranks, nodes = prices.totals(load, ExpertPlacement.in_order(64, 8))
+        for totals, count in ((ranks, 8), (nodes, 2)):
+            expected = distinct_nodes(64, count, top_k) / count
+            assert prices.reached(load, totals) == pytest.approx(expected, rel=0.05)
+
+
+def test_an_expert_that_all_tokens_choose_brings_them_all_to_its_node(prices: PlacementPrices) -> None:
+    load = LayerLoad(np.array([700.0] + [100.0] * 7), 2)
+    _, nodes = prices.totals(load, ExpertPlacement.in_order(8, 8))
+    assert prices.reached(load, nodes)[0] == pytest.approx(1.0)
+
+
+def test_replicas_halve_the_rows_and_cost_gradients(prices: PlacementPrices) -> None:
+    load = LayerLoad(np.array([8000.0] + [1000.0] * 7), 1)
+    alone = prices.layer(load, ExpertPlacement.in_order(8, 8, spare=1))
+    slots = ExpertPlacement.in_order(8, 8, spare=1).slots.copy()
+    slots[4, 1] = 0
+    twice = prices.layer(load, ExpertPlacement(slots, 8))
+    assert twice.compute_us == pytest.approx(alone.compute_us * 5 / 8)
+    size = WORK.gradient_bytes * 8 / 7
+    curve = prices.profile.curve("all_to_all_v", Resource.INTER, 8)
+    assert twice.gradient_us == pytest.approx(2 * curve.at(size), rel=0.02)
+    spilled = prices.layer(load, ExpertPlacement.in_order(8, 8), ((0, 0, 4, 0.5),))
+    assert spilled.compute_us == pytest.approx(alone.compute_us * 5 / 8)
+    assert spilled.spill_us == pytest.approx(2 * curve.at(size), rel=0.02)
+
+
+def test_migration_sends_state_with_a_home_only(prices: PlacementPrices) -> None:
+    before = ExpertPlacement.in_order(8, 8, spare=1)
+    replica, home = before.slots.copy(), before.slots.copy()
+    replica[5, 1] = 0
+    home[0, 0], home[5, 1] = -1, 0
+    replica_us, home_us = (
+        prices.migration_us(before, ExpertPlacement(slots, 8, before.homes)) for slots in (replica, home)
+    )
+    assert prices.migration_us(before, before) == 0.0
+    assert 4 * replica_us < home_us < 8 * replica_us
+
+
+def test_other_ranks_are_refused(prices: PlacementPrices) -> None:
+    with pytest.raises(UsageError, match="profile's 8 ranks of 32 experts: got 32 experts on 4"):
+        prices.layer(zipf(), ExpertPlacement.in_order(32, 4))
+
+
+# The search
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_what_exchanges_change_is_the_price(prices: PlacementPrices, spare: int) -> None:
+    load, before = zipf(exponent=0.6), ExpertPlacement.in_order(32, 8, spare)
+    placer = Placer(prices, load, before, 100)
+    slots = before.slots.copy()
+    layer, done, last = _Exchanges(placer, before, slots), 0, np.inf
+    while layer.exchange_best() and done < 8:
+        done += 1
+        step = prices.layer(load, ExpertPlacement(slots.copy(), 32, before.homes))
+        assert layer._now_us() == pytest.approx(100 * step.total_us)
+        assert step.total_us < last
+        last = step.total_us
+    assert done >= 2
+
+
+def test_relabelling_keeps_who_is_together(prices: PlacementPrices) -> None:
+    before = ExpertPlacement.in_order(32, 8)
+    again = relabelled(ExpertPlacement(before.slots[[6, 7, 5, 4, 1, 0, 2, 3]], 32), before, prices.node_of)
+    assert again.moves_from(before) == ()
+
+
+# The choice
+
+
+def test_even_loads_are_left_alone(profile: Profile, prices: PlacementPrices) -> None:
+    decision = placed(LayerLoad(np.full(32, 5000.0), 4), profile, prices)
+    assert (decision.chosen.kind, decision.moves, decision.gain) == ("keep", (), 0.0)
+    assert decision.reason().startswith("keep: the busiest rank has 1.00 times the mean")
+
+
+def test_skew_is_evened_out_better_than_by_eplb(profile: Profile, prices: PlacementPrices) -> None:
+    room = PlacementRoom(2 * 2 * WORK.weight_bytes)
+    decision = placed(zipf(), profile, prices, room=room)
+    eplb = next(each for each in decision.candidates if each.kind == "eplb")
+    assert decision.gain > 0.3
+    assert decision.chosen.total_us < eplb.total_us < decision.kept.total_us
+    assert len(decision.moves) > 0
+    assert all(decision.placement.copies[move.expert, move.target] for move in decision.moves)
+    assert "copies move" in decision.reason()
+    assert "paid back after" in decision.reason()
+
+
+def test_a_short_horizon_pays_for_no_migration(profile: Profile, prices: PlacementPrices) -> None:
+    decision = placed(zipf(exponent=0.4), profile, prices, horizon=1, room=PlacementRoom(may_spill=False))
+    assert decision.chosen.kind == "keep"
+    assert decision.moved_bytes == 0
+
+
+def test_weights_go_along_where_no_memory_is_left(profile: Profile, prices: PlacementPrices) -> None:
+    decision = placed(zipf(exponent=1.5), profile, prices, horizon=1)
+    assert decision.chosen.kind == "spill"
+    rows = decision.placement.even_shares()
+    for expert, source, target, part in decision.spilled:
+        rows[expert, source] -= part
+        rows[expert, target] += part
+    assert (rows > -1e-9).all()
+    assert rows.sum(1) == pytest.approx(1.0)
+
+
+@settings(max_examples=25)
+@given(
+    counts=st.lists(st.integers(0, 5000), min_size=16, max_size=16).filter(any),
+    top_k=st.integers(1, 4),
+    horizon=st.sampled_from([1, 10, 1000]),
+    spare=st.integers(0, 2),
+    turned=st.booleans(),
+)
+def test_no_decision_is_predicted_worse_than_keeping(
+    profile: Profile,
+    prices: PlacementPrices,
+    counts: list[int],
+    top_k: int,
+    horizon: int,
+    spare: int,
+    turned: bool,
+) -> None:
+    load = LayerLoad(np.array(counts), top_k)
+    before = ExpertPlacement.in_order(16, 8, spare)
+    if turned:  # some placement, as an earlier decision left it
+        before = placed(
+            zipf(16, seed=1), profile, prices, before=(before,), room=PlacementRoom(may_spill=False)
+        ).placement
+    room = PlacementRoom(spare * 2 * WORK.weight_bytes)
+    decision = placed(load, profile, prices, horizon, before=(before,), room=room)
+    assert decision.chosen.total_us <= decision.kept.total_us
+    assert decision.placement.slots.shape == before.slots.shape
+    assert decision.moves == decision.placement.moves_from(before, prices.node_of)
+    assert decision.reason().startswith(decision.chosen.kind)
+    again = placed(load, profile, prices, horizon, before=(before,), room=room)
+    assert (again.placement.slots == decision.placement.slots).all()
+
+
+def test_recorded_loads_are_forecast(profile: Profile) -> None:
+    loads = synthetic_loads("zipf", experts=32, layers=2, tokens=32768, top_k=4, steps=8)
+    first, second = place(loads, profile, 100, work=WORK)
+    assert first.gain > 0
+    assert (first.placement.slots != second.placement.slots).any()
+
+
+def test_what_does_not_fit_is_refused(profile: Profile) -> None:
+    counts = np.ones((1, 32))
+    with pytest.raises(UsageError, match="a horizon of 0"):
+        place(counts, profile, 0, work=WORK, top_k=2)
+    with pytest.raises(UsageError, match="and top_k"):
+        place(counts, profile, 1, work=WORK)
+    with pytest.raises(UsageError, match="each of 1 layers, got 2"):
+        place(counts, profile, 1, work=WORK, top_k=2, before=(ExpertPlacement.in_order(32, 8),) * 2)
+    with pytest.raises(UsageError, match="as many ranks each"):
+        PlacementPrices(clusters.load("h100-eos").profile_of((4, 2)), WORK)
