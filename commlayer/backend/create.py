@@ -39,7 +39,7 @@ from commlayer.failures.detector import set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.waits import Watched, bounded
-from commlayer.profiles.errors import BLAMING
+from commlayer.profiles.errors import BLAMING, UsageError
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.lanes import LanePolicy
 from commlayer.statistics import print_at_exit
@@ -47,6 +47,7 @@ from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.gloo_groups import gloo_in_order, needed_descriptors
 from commlayer.transport.inner_messages import InnerMessenger
 from commlayer.transport.nccl import Nccl, connect_now, is_usable, like_options, make_nccl
+from commlayer.wire.kernels import row_kernels
 
 __all__ = ["create_group", "make_group"]
 
@@ -117,7 +118,7 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
     signatures = connect.signatures(planned, gloo)
     # What C++ calls without asking Python goes to the inner backend of the device: one of its own, because a Gloo group whose
     # collectives come from two threads (theirs, and the progress thread) mixes them up.
-    direct = connect.gloo("direct", beside=gloo, note=options.words()) if len(global_ranks) > 1 else gloo
+    direct = connect.gloo("direct", beside=gloo, note=_notes(options)) if len(global_ranks) > 1 else gloo
     inner = InnerGroups(gloo, direct, planned, store, signatures)
     group = CommlayerGroup(
         name=name,
@@ -152,6 +153,20 @@ def _make(connect: _Connector, request: GroupRequest, options: GroupOptions) -> 
         if rank == 0 and jobs.planner is not None and len(jobs.nodes_of(global_ranks)) > 1:
             tell_after_first_step()
     return group
+
+
+def _notes(options: GroupOptions) -> dict[str, str]:
+    """Return what the ranks of a group compare when it is made: what they were given, and what one of them lacks for it.
+
+    A rank that could not encode would refuse its first sum on CUDA alone, and the others would wait for it.
+    """
+    words = options.words()
+    if options.sum_formats and is_usable():
+        try:
+            row_kernels()
+        except UsageError as error:
+            words["wire on CUDA"] = f"impossible here: {error}"
+    return words
 
 
 def _keep_records(connect: _Connector, gloo: Any, request: GroupRequest, job: world.World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 
 from commlayer.auditing.ledger import Ledger
 from commlayer.backend.batches import Batches
@@ -60,7 +61,8 @@ class Ending:
         self._free_inner()
 
     def is_over_within(self, patience_s: float) -> bool:
-        """Wait so long for what is under way; whether all of it has ended then."""
+        """Wait so long for what is under way, on the host and on devices; whether all of it has ended then. Warns of calls that
+        a device has not run by then, by their names."""
         if self._inner.is_ended:
             return True
         until = time.monotonic() + patience_s
@@ -69,6 +71,16 @@ class Ending:
             has_ended &= self._batches.sender.drain(max(0.001, until - time.monotonic()))
         if self._order.latest is not None:
             has_ended &= self._order.latest.settle(max(0.001, until - time.monotonic()))
+        for kind, each in self._inner.on_devices.items():
+            words = each.under_way_after(max(0.001, until - time.monotonic()))
+            if words:
+                has_ended = False
+                warnings.warn(
+                    f"commlayer: {self._members.who}: {words} had not run on {kind} {patience_s:g} s after the group was to end; "
+                    "it is broken off: look at the log of the rank that is late, or wait for calls before the end",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return has_ended
 
     def disown(self) -> None:

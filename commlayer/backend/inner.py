@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from commlayer.statistics import GroupCounters
 from commlayer.transport.nccl import Nccl
 
 __all__ = ["Destroyed", "Inherited", "InnerGroups", "OnDevice"]
+
+_LOOK_S = 0.002
 
 
 class Destroyed:
@@ -59,6 +62,17 @@ class OnDevice:
     ) -> None:
         self.inner, self.plans = inner, plans
         self.verbs = DeviceExchangeVerbs(inner, plans, counters, members, tell, sum_formats)
+
+    def under_way_after(self, patience_s: float) -> str:
+        """Wait so long for what was launched; what has not run by then in words, empty: all has, or the device has failed, on
+        which nothing runs any more."""
+        until = monotonic() + patience_s
+        try:
+            while (words := self.plans.under_way()) and monotonic() < until:
+                sleep(_LOOK_S)
+            return words or self.inner.under_way_after(max(0.001, until - monotonic()))
+        except RuntimeError:  # a device's error, which whoever waits for its work is told
+            return ""
 
     def end(self, *, drain: bool) -> None:
         """Let go of communicators, when what was launched has run (``drain``), or at once."""

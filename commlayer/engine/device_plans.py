@@ -224,6 +224,10 @@ class DevicePlans:
             each.messenger.set_timeout(timeout)
         self._change_place()  # which also bounds holds
 
+    def under_way(self) -> str:
+        """The latest planned call in words, while some of what was launched has not run; empty afterwards. Does not wait."""
+        return "" if self._runner is None else self._transport.under_way()
+
     def abort(self) -> None:
         """Break its communicators."""
         if self._runner is not None:

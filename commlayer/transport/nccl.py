@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 from torch.distributed import distributed_c10d as c10d
 
+from commlayer.failures.waits import within
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.lanes import LANES, level_of
 
@@ -53,6 +55,7 @@ for registered buffers and the other for copy engines, and ``min_ctas``, which w
 _UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT, a field that nobody has set."""
 _HIGH_LEVELS = 2
+_LOOK_S = 0.002
 
 
 class Inner(Protocol):
@@ -69,6 +72,22 @@ class Nccl:
     options: Any = None
     verbs: Any = None
     """The verbs of c10d by all their names, of which a backend by itself has some; None: ``backend`` has all."""
+
+    def under_way_after(self, patience_s: float) -> str:
+        """Wait so long for the calls that it was given; what has not run by then in words, empty: all have.
+
+        NCCL's are waited for on a thread, which ends when they do, or when the communicator is broken off.
+        """
+        if self.verbs is None:  # a registered device's, which can be asked
+            until, asked = monotonic() + patience_s, self.backend.under_way
+            while (words := asked()) and monotonic() < until:
+                sleep(_LOOK_S)
+            return str(words)
+        try:
+            within(patience_s, self.verbs._wait_for_pending_works)
+        except TimeoutError:
+            return "calls of NCCL's own"
+        return ""
 
 
 def is_usable() -> bool:

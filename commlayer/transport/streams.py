@@ -124,6 +124,7 @@ class StreamTransport:
         """The end of the latest call on each stream: calls share staging memory, whichever stream they are made on."""
         self._is_in_graph = False
         self._latest: weakref.ref[StreamCall] | None = None
+        self._latest_plan: Plan | None = None
         self._announced: tuple[StreamLane, Stream] | None = None  # the latest call that was: where, on which stream
         self._staged: list[weakref.ref[torch.Tensor]] = []
         self._of_graphs: list[torch.Tensor] = []  # staging memory that a graph may be replayed on
@@ -139,9 +140,17 @@ class StreamTransport:
             self._of_graphs = [memory for each in self._staged if (memory := each()) is not None]
         return self.ended
 
-    def began(self, call: StreamCall) -> None:
-        """Note the latest call."""
+    def began(self, call: StreamCall, plan: Plan) -> None:
+        """Note the latest call, one of ``plan``."""
         self._latest = weakref.ref(call)  # which holds the program's memory
+        self._latest_plan = plan
+
+    def under_way(self) -> str:
+        """The latest call in words, while some of what was launched has not run; empty afterwards. Does not wait."""
+        plan = self._latest_plan
+        if plan is None or self._is_in_graph or all(ended.is_done() for ended in self.ended.values()):
+            return ""
+        return f"{plan.traffic.collective} by plan {plan.name}"
 
     def announced(self, lane: StreamLane, stream: Stream) -> None:
         """Note where, and on which stream, the latest call tells lower lanes that it begins."""
@@ -251,7 +260,7 @@ class StreamCall:
         self._holds: Sequence[float] = () if lane is None else lane.holds(script.plan)
         self._announced_until = -1
         ready, before = transport.device.current.record(), transport.calls_before()
-        transport.began(self)
+        transport.began(self, script.plan)
         for resource, tensors in bound.kept:
             stream = transport.streams[resource]
             stream.wait(ready)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from torch.nn import functional
 import commlayer
 from commlayer.testing import StreamDelays, simulated_device
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport.nccl import Nccl
 from commlayer.transport.streams import StreamCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -133,6 +138,50 @@ def without_a_wait() -> bool:
 def test_a_wait_that_is_left_out_shows(emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMMLAYER_PLAN", "hierarchical")
     assert not any(emulated_cluster(2, 2).run(without_a_wait))
+
+
+# The end
+
+
+def rank_1_is_late() -> None:
+    """Rank 1 comes to each call only when rank 0 has seen that it is not over."""
+    device = simulated_device(StreamDelays(chance=0.0))
+    dist.init_process_group("commlayer")
+    aside = dist.new_group(group_desc="aside")
+    world: Any = dist.group.WORLD
+    x = torch.ones(64, device=device)
+    dist.all_reduce(x)  # connects
+    for verb, words in ((dist.all_reduce, "all_reduce by plan flat_direct"), (partial(dist.reduce, dst=0), "reduce, ")):
+        if dist.get_rank() == 0:
+            work = verb(x, async_op=True)
+            with pytest.warns(RuntimeWarning, match=f"rank 0.*{words}.* had not run on simulated"):
+                assert not world._ending.is_over_within(0.05)
+            dist.barrier(aside)
+        else:
+            dist.barrier(aside)
+            work = verb(x, async_op=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert world._ending.is_over_within(30.0)
+        work.wait()
+    assert dist.get_rank() or x.eq(8).all().item()
+    dist.destroy_process_group()
+
+
+def test_a_group_is_not_over_while_its_calls_run_on_a_device(
+    emulated_cluster: ClusterFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMMLAYER_PLAN", "flat_direct")
+    emulated_cluster(1, 2).run(rank_1_is_late)
+
+
+def test_calls_of_nccls_own_are_waited_for_so_long_and_no_longer() -> None:
+    has_run = threading.Event()
+    verbs: Any = SimpleNamespace(_wait_for_pending_works=has_run.wait)
+    inner = Nccl(verbs, verbs=verbs)
+    assert inner.under_way_after(0.01) == "calls of NCCL's own"
+    has_run.set()
+    assert inner.under_way_after(30.0) == ""
 
 
 # Messages

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from commlayer.backend import create
 from commlayer.backend.group_options import GroupOptions, options_of
 from commlayer.profiles.errors import DisagreementError, UsageError
 from commlayer.scheduler.wire import WireFormat, wires_of_sum
@@ -191,6 +192,31 @@ def test_a_group_goes_by_its_own_options(emulated_cluster: ClusterFactory) -> No
     emulated_cluster(2, 2).run(job, timeout_s=40)
 
 
+def in_int8(device: torch.device, given: torch.Tensor) -> None:
+    """The same of INT8, in several orders of the streams: every collective that has a format, by every operation that has."""
+    group: Any = dist.new_group(pg_options=GroupOptions(wire="int8!"), group_desc="int8")
+    for seed in range(3):
+        simulated_device(StreamDelays(seed, chance=0.9))
+        found = []
+        for where in (torch.device("cpu"), device):
+            x = given.to(where)
+            tensors = []
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                tensors += [x.clone(), x.new_empty(256)]
+                dist.all_reduce(tensors[-2], op, group=group)
+                dist.reduce_scatter_tensor(tensors[-1], x, op, group=group)
+            found.append([each.cpu() for each in tensors])
+        assert all(map(torch.equal, *found)), seed
+    exact = given.to(device)
+    dist.all_reduce(exact, group=dist.new_group(group_desc="exact"))
+    apart = (found[1][0] - exact.cpu()).abs().max()
+    assert 0 < apart < 0.1, "rounded, by eight bits"
+    calls = [call for each in stats()["groups"] if each["description"] == "int8" for call in each["calls"]]
+    assert {(call["collective"], call["plan"], call["calls"]) for call in calls} == {
+        (collective, "flat_direct/int8", 12) for collective in ("all_reduce", "reduce_scatter")
+    }
+
+
 @pytest.mark.cluster
 def test_a_groups_sums_take_its_format_on_a_device_too(emulated_cluster: ClusterFactory) -> None:
     """The CPU's bits, by the same plan; what is gathered is not rounded. Ranks may write the format as they like."""
@@ -218,6 +244,7 @@ def test_a_groups_sums_take_its_format_on_a_device_too(emulated_cluster: Cluster
         assert torch.equal(whole.chunk(2)[rank], given), "not rounded"
         calls = [call for group in stats()["groups"] for call in group["calls"] if call["plan"] == "flat_direct/bf16"]
         assert {(call["collective"], call["calls"]) for call in calls} == {("all_reduce", 2), ("reduce_scatter", 2)}
+        in_int8(device, given)
         dist.destroy_process_group()
 
     emulated_cluster(1, 2).run(job)
@@ -260,6 +287,24 @@ def test_ranks_must_give_the_same(emulated_cluster: ClusterFactory) -> None:
     for words in emulated_cluster(2, 2).run(job, timeout_s=40):
         assert "ranks disagree on pg_options of the group" in words
         assert "(plan): rank 0 has nothing, rank 2 has 'flat'" in words
+
+
+def test_a_rank_that_cannot_encode_on_cuda_says_so_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it refuses its first sum alone, and they wait for it."""
+
+    def without_triton() -> None:
+        raise UsageError("Triton could not be loaded")
+
+    options = GroupOptions(wire="int8!")
+    monkeypatch.setattr(create, "row_kernels", without_triton)
+    monkeypatch.setattr(create, "is_usable", lambda: False)
+    assert create._notes(options) == options.words(), "on the CPU nobody needs it"
+    monkeypatch.setattr(create, "is_usable", lambda: True)
+    assert create._notes(options).keys() - options.words().keys() == {"wire on CUDA"}
+    assert "Triton could not be loaded" in create._notes(options)["wire on CUDA"]
+    assert create._notes(GroupOptions(lane="ep")) == GroupOptions(lane="ep").words(), "nothing is encoded"
+    monkeypatch.setattr(create, "row_kernels", lambda: None)
+    assert create._notes(options) == options.words()
 
 
 @pytest.mark.cluster

@@ -153,6 +153,12 @@ class TorchCommunicator:
         self._gloo._set_default_timeout(timeout)
         self._messages._set_default_timeout(timeout)
 
+    def under_way(self) -> str:
+        """The first call that has not run yet, in words; empty where all have. Does not wait."""
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft()
+        return self._under_way[0]._label if self._under_way else ""
+
     def shutdown(self) -> None:
         """Let go of connections, when what was called has ended."""
         if not self._is_over:
@@ -183,8 +189,7 @@ class TorchCommunicator:
         self._stream.wait_event(current.record_event())
         runner.launch_steps(self._stream.queue, label, lambda: self._watched(label, steps()))
         made = work(self._told, label, self._stream.record_event(), outs, (ins, outs))
-        while self._under_way and self._under_way[0].is_completed():
-            self._under_way.popleft()
+        self.under_way()  # lets go of what has run
         self._under_way.append(made)
         return made
 

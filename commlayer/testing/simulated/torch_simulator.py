@@ -79,8 +79,8 @@ class TorchEvent:
         self._simulator.runner.wait_for((stream or self._simulator.current).queue, self._mark)
 
     def query(self) -> bool:
-        """Whether it was reached."""
-        return self._mark.is_done
+        """Whether it was reached. Raises what the device's work raised, after which nothing is reached any more."""
+        return self._simulator.runner.has_reached(self._mark)
 
     def synchronize(self) -> None:
         """Make the host wait for it."""

@@ -132,6 +132,12 @@ class QueueRunner:
         if not mark.is_done:
             self._put(queue, _Piece("a wait for an event", after=mark))
 
+    def has_reached(self, mark: QueueMark) -> bool:
+        """Whether ``mark`` is reached. Raises what the device's work raised, where it never will be."""
+        if not mark.is_done:
+            self._raise_error()
+        return mark.is_done
+
     def until(self, mark: QueueMark, purpose: str) -> None:
         """Have the host wait for ``mark``.
 
