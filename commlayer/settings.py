@@ -61,6 +61,8 @@ class Settings:
         shadow: of how many planned calls of each group one runs flat too, and is compared (docs/shadow.md); None: none.
         trace: the folder into which every rank writes what it did and when, for ``commlayer trace`` and Perfetto
             (docs/tracing.md).
+        routing: the folder into which one rank of each expert group writes how many tokens its layers' experts got, at exit, for
+            ``commlayer routing`` (docs/placement.md).
         ring: how many of its last calls each rank remembers, for who asks what a job that hangs waits for; 0: none
             (docs/diagnose.md).
         diagnose_dir: the folder into which ranks write what they remember, when a call times out or on SIGUSR1; without it, one
@@ -86,6 +88,7 @@ class Settings:
     audit: str | None = None
     shadow: int | None = None
     trace: str | None = None
+    routing: str | None = None
     ring: float = 1024
     diagnose_dir: str | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypedDict
@@ -102,6 +103,18 @@ class Row:
         else:
             self.is_known = False
 
+    def take(self, other: Row, shares: tuple[float, float]) -> None:
+        """Add the calls of ``other``, of a group with these ``shares``."""
+        self.calls += other.calls
+        self.logical_bytes += other.logical_bytes
+        self.time_ns += other.time_ns
+        sent = other.wire_bytes(shares)
+        if sent is None:
+            self.is_known = False
+        else:
+            self.inter += sent["inter"]
+            self.intra += sent["intra"]
+
     def wire_bytes(self, shares: tuple[float, float]) -> dict[str, int] | None:
         """The bytes that were sent, by link class; None where only the inner backend knows."""
         if not self.is_known:
@@ -119,6 +132,7 @@ class GroupCounters:
         self.shares = 0.0, 0.0
         """How much of an even all_to_all leaves the node, and goes to others on it."""
         self._reasons_before: dict[str, int] = {}
+        self.is_closed = False
         self.flat: defaultdict[str, Row] = defaultdict(Row)
         """Counters of the inner backend's own calls, by collective."""
         self.planned: defaultdict[tuple[str, str], Row] = defaultdict(Row)
@@ -135,6 +149,19 @@ class GroupCounters:
         """Note that the group is gone: keep its numbers, but nothing of it."""
         reasons, description = dict(self.reasons()), self.describe()
         self.reasons, self.describe = (lambda: reasons), (lambda: description)
+        self.is_closed = True
+        _fold_closed()
+
+    def take(self, other: GroupCounters) -> None:
+        """Add the numbers of ``other``, a group that is gone."""
+        for kept, rows in ((self.flat, other.flat), (self.planned, other.planned)):
+            for key, row in rows.items():
+                kept[key].take(row, other.shares)  # type: ignore[index]  # both tables have keys of one kind
+        reasons = dict(self.reasons())
+        for reason, count in other.read()["unplanned"].items():
+            reasons[reason] = reasons.get(reason, 0) + count
+        self.reasons = lambda: reasons
+        self.ranks = sorted({*self.ranks, *other.ranks})
 
     def reset(self) -> None:
         self.flat.clear()
@@ -163,9 +190,29 @@ class GroupCounters:
         }
 
 
+_MOST_CLOSED = 64
+"""The groups that are gone and still have numbers of their own: a job that makes one with every quorum has no end of them."""
+_ENDED = "ended groups"
+
 _groups: list[GroupCounters] = []
+_ended: GroupCounters | None = None
+"""The sum of all that were gone before those."""
+_folding = threading.Lock()
 _dispatches: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
 """Calls and tokens, by dispatcher, ranks and kind."""
+
+
+def _fold_closed() -> None:
+    """Add up the groups that have been gone for longest, and forget which of them did what."""
+    global _ended
+    with _folding:
+        closed = [group for group in _groups if group.is_closed]
+        for group in closed[:-_MOST_CLOSED]:
+            if _ended is None:
+                _ended = GroupCounters(_ENDED, _groups[0].rank, [])
+                _groups.insert(0, _groups.pop(_groups.index(_ended)))  # its rank is that of the first group
+            _ended.take(group)
+            _groups.remove(group)
 
 
 def count_dispatch(dispatcher: str, ranks: tuple[int, ...], kind: str, num_tokens: int) -> None:
@@ -178,9 +225,11 @@ def count_dispatch(dispatcher: str, ranks: tuple[int, ...], kind: str, num_token
 def stats() -> Stats:
     """Return what this rank has moved over the groups of the backend ``commlayer`` since the start, or :func:`reset_stats`.
 
-    Plain data (:class:`Stats`), also of groups that are destroyed. Not collective: every rank has its own numbers.
+    Plain data (:class:`Stats`), also of groups that are destroyed: the last 64 of these each, all earlier ones as one group,
+    ``ended groups``. Not collective: every rank has its own numbers.
     """
-    groups = [group.read() for group in _groups]
+    with _folding:
+        groups = [group.read() for group in _groups]
     return {
         "rank": _groups[0].rank if _groups else None,
         "groups": [group for group in groups if group["calls"] or group["unplanned"]],
@@ -193,8 +242,9 @@ def stats() -> Stats:
 
 def reset_stats() -> None:
     """Start counting anew."""
-    for group in _groups:
-        group.reset()
+    with _folding:
+        for group in _groups:
+            group.reset()
     _dispatches.clear()
 
 
@@ -211,7 +261,8 @@ def print_at_exit() -> None:
 
 def _in_child() -> None:
     """A forked child's calls are its own, and its parent prints what it has counted before."""
-    global _is_announced
+    global _is_announced, _ended, _folding
+    _folding, _ended = threading.Lock(), None  # another thread of the parent may hold it
     _groups.clear()
     _dispatches.clear()
     atexit.unregister(_print)

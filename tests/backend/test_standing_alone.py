@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +18,7 @@ from commlayer.backend import create, world
 from commlayer.backend.create import make_group
 from commlayer.backend.group_options import GroupOptions
 from commlayer.failures.detector import job_detector
-from commlayer.profiles.errors import GroupError, PeerError
+from commlayer.profiles.errors import CollectiveTimeoutError, CommlayerError, GroupError, PeerError
 from commlayer.testing.plugin import ClusterFactory
 
 LIMIT = timedelta(seconds=20)
@@ -118,3 +121,93 @@ def test_a_group_between_replicas_is_made_anew_with_those_who_are_left(emulated_
             store.wait([f"done {each}" for each in range(1, size)], LIMIT)
 
     emulated_cluster(3, 1).run(job, timeout_s=60)
+
+
+def held() -> tuple[int, int, int]:
+    """The open files, the threads and the mapped memory files of this process."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        shared = sum("memfd" in line or "/dev/shm" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), threading.active_count() + len(os.listdir("/proc/self/task")), shared
+
+
+class Member:
+    """A member of many quorums of up to three ranks, over one store."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ["RANK"])
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_host = self.rank == 0
+        self.store = TCPStore(address, port, is_master=is_host, wait_for_workers=False, timeout=LIMIT)
+
+    def meet(self, what: str) -> None:
+        self.store.set(f"{what} {self.rank}", "")
+        self.store.wait([f"{what} {each}" for each in range(3)], LIMIT)
+
+    def quorum(self, number: int, count: int, limit: timedelta = LIMIT) -> Any:
+        own = PrefixStore(f"{number}/", self.store)
+        ranks, options = range(count), GroupOptions(plan="flat_direct")
+        given: dict[str, Any] = {"store": own, "timeout": limit, "options": options, "stands_alone": True}
+        return make_group(name=f"quorum {number}", rank=self.rank, global_ranks=ranks, **given)
+
+    def breaks(self, number: int) -> None:
+        group = self.quorum(number, 3)
+        self.meet(f"made {number}")
+        if self.rank < 2:
+            with pytest.raises(CommlayerError):  # the last one is gone
+                group.allreduce([torch.ones(1 << 20)], AllreduceOptions()).wait()
+        group.abort()
+
+    def misses_one(self, number: int) -> None:
+        if self.rank < 2:
+            with pytest.raises((CollectiveTimeoutError, PeerError)):  # its own, or that of the other
+                self.quorum(number, 3, timedelta(seconds=0.2))
+
+    def works(self, number: int, count: int) -> None:
+        if self.rank < count:
+            group = self.quorum(number, count)
+            assert total_of(group) == count * (count + 1) / 2
+            group.leave(5.0)
+
+    def several(self, first: int, last: int) -> None:
+        for number in range(first, last):
+            if number % 16 == 3:
+                self.misses_one(number)
+            elif number % 8 == 1:
+                self.breaks(number)
+            else:
+                self.works(number, 3 - number % 2)
+            self.meet(f"over {number}")
+
+    def end(self) -> None:
+        if self.rank:  # the store's host ends last
+            self.store.set(f"done {self.rank}", "")
+        else:
+            self.store.wait(["done 1", "done 2"], LIMIT)
+
+
+def has_grown(before: tuple[int, int, int]) -> bool:
+    return any(now > then for now, then in zip(held(), before, strict=True))
+
+
+@pytest.mark.cluster
+def test_many_quorums_leave_nothing_open(emulated_cluster: ClusterFactory) -> None:
+    """Members come and go; some groups break in a call, and some are never made, because a member does not come."""
+
+    def job() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        torch.set_num_threads(1)
+        member = Member()
+        member.several(0, 4)  # one of each kind: what a first group opens for good is open then
+        time.sleep(1.0)  # what ended is freed beside the program
+        before = held()
+        member.several(4, 56)
+        until = time.monotonic() + 10
+        while time.monotonic() < until and has_grown(before):
+            time.sleep(0.05)
+        after = held()
+        member.meet("ended")
+        member.end()
+        return before, after
+
+    for before, after in emulated_cluster(3, 1).run(job, timeout_s=100):
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
