@@ -63,7 +63,7 @@ def synthetic_loads(
             popularity[turn + period :] = np.exp(target)
     elif kind == "bursty":
         chances: Array = draw.random((steps, layers))
-        for step, layer in np.argwhere(np.less(chances, 1.0 / period)):
+        for step, layer in np.argwhere(chances < 1.0 / period):
             expert, length = draw.integers(experts), draw.integers(2, 9)
             popularity[step : step + length, layer, expert] += zipf.sum()
     shares = popularity / popularity.sum(-1, keepdims=True)
@@ -77,7 +77,7 @@ def _limited(counts: Array, tokens: int) -> Array:
     """Array of which no expert has more than one choice of each token; what is too much goes to the others."""
     import numpy as np
 
-    found: Array = np.minimum(counts, tokens)
+    found: Array = counts.clip(max=tokens)
     for step, layer in np.argwhere((counts > tokens).any(-1)):
         row = found[step, layer]
         over = int(counts[step, layer].sum() - row.sum())
