@@ -85,13 +85,17 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def assert_close(got: torch.Tensor | None, expected: torch.Tensor | None, what: object) -> None:
-    """Within the dtype's tolerance of the largest expected value."""
+def assert_close(
+    got: torch.Tensor | None, expected: torch.Tensor | None, what: object, beside: torch.Tensor | None = None
+) -> None:
+    """Within the dtype's tolerance of the largest expected value, or of ``beside``'s, where what is expected is nothing but
+    rounding errors."""
     assert got is not None
     assert expected is not None
     assert got.shape == expected.shape, f"{what}: {got.shape}, expected {expected.shape}"
     if expected.numel():
-        error = ((got - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+        scale = (expected if beside is None else beside).abs().max().clamp(min=1e-30)
+        error = ((got - expected).abs().max() / scale).item()
         assert error <= TOLERANCE[got.dtype], f"{what}: off by {error:.2g}"
 
 
@@ -203,7 +207,9 @@ def check_attention(case: Case, tp: GroupCommunicator, cp: GroupCommunicator, ag
     assert_close(mine.grad, split_sequence(x.grad, cp=cp, tp=tp), (case, "input's gradient"))
     for name, weight in weights.items():
         layer: Any = model.get_submodule(name)
-        assert_close(cp.all_reduce(layer.weight.grad), layer.shard(weight.grad), (case, f"{name}'s gradient"))
+        # The softmax over one key is 1, whatever the scores: then queries and keys have gradients of 0, but for rounding.
+        beside = weights["v"].grad if case.seq_len == 1 and name in ("q", "k") else None
+        assert_close(cp.all_reduce(layer.weight.grad), layer.shard(weight.grad), (case, f"{name}'s gradient"), beside)
 
 
 HEADS = ((4, 4), (4, 2), (4, 1), (6, 2), (6, 3), (6, 6), (12, 3), (2, 1))

@@ -156,7 +156,10 @@ def run_on(mesh: FoldedMesh, case: Case) -> list[str]:
         errors["gradient of x"] = error(of_x, mine(wanted.of_x), wanted.of_x)
     for name, parameter in layer.named_parameters():
         whole = wanted.of_parameters[pp.rank][name]
-        errors[name] = error(parameter.grad, shard(layer, name, whole), whole)
+        # The softmax over one key is 1, whatever the scores: then queries and keys have gradients of 0, but for rounding.
+        is_nothing = case.rows == 1 and name in ("attention.q.weight", "attention.k.weight")
+        beside = wanted.of_parameters[pp.rank]["attention.v.weight"] if is_nothing else whole
+        errors[name] = error(parameter.grad, shard(layer, name, whole), beside)
     bad = {name: size for name, size in errors.items() if not size <= TOLERANCE[case.dtype]}
     return [f"rank {dist.get_rank()}, {case}: {name} off by {size:.2g}" for name, size in bad.items()]
 
