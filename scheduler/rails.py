@@ -25,9 +25,13 @@ LEAST_GAIN = 0.1
 ranks' tokens."""
 
 
-def distinct_nodes(num_experts: int, num_nodes: int, top_k: int) -> float:
+@lru_cache(maxsize=_MOST_KEPT)
+def distinct_nodes(num_experts: int, num_nodes: int, top_k: int, groups: int = 1, limit: int = 1) -> float:
     """The expected number of nodes that hold any of a token's ``top_k`` different experts, all choices being as likely, where
     every node holds as many of ``num_experts``: ``n · (1 − C(E − E/n, k) / C(E, k))``. Of ranks in place of nodes as well.
+
+    ``groups``, ``limit``: of a router that chooses among the experts of only so many groups (DeepSeek-V3, arXiv:2412.19437,
+    section 2.1.2: 4 of 8), all choices of groups being as likely; a group's experts are consecutive, as a node's are.
 
     Raises UsageError for numbers that cannot be.
     """
@@ -35,8 +39,26 @@ def distinct_nodes(num_experts: int, num_nodes: int, top_k: int) -> float:
         raise UsageError(
             f"expected experts that {num_nodes} nodes share evenly, and at most as many choices; got {num_experts} and {top_k}"
         )
-    elsewhere = num_experts - num_experts // num_nodes
-    return num_nodes * (1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k))
+    if groups < 1 or num_experts % groups or not 1 <= limit <= groups or top_k > limit * (num_experts // groups):
+        raise UsageError(
+            f"expected groups that share {num_experts} experts evenly, and as many experts in those that are chosen as choices; "
+            f"got {limit} of {groups} groups, and {top_k} choices"
+        )
+    each, size = num_experts // num_nodes, num_experts // groups
+    reachable = limit * size
+    total = 0.0
+    for node in range(num_nodes):  # one node's experts, by the group that they are in
+        held = [max(0, min((node + 1) * each, (g + 1) * size) - max(node * each, g * size)) for g in range(groups)]
+        ways = [
+            {0: 1} if not count else {} for count in range(limit + 1)
+        ]  # how many choices of groups hold so many of them
+        for here in held:
+            for count in range(limit, 0, -1):
+                for known, number in ways[count - 1].items():
+                    ways[count][known + here] = ways[count].get(known + here, 0) + number
+        missed = sum(number * math.comb(reachable - known, top_k) for known, number in ways[limit].items())
+        total += 1 - missed / (math.comb(groups, limit) * math.comb(reachable, top_k))
+    return total
 
 
 class SplitRows:

@@ -23,7 +23,7 @@ from commlayer.scheduler.mapping.exports import TRAINERS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import SOFTWARE, Software, software
+from commlayer.scheduler.mapping.software import DISPATCHERS, SOFTWARE, Software, software, with_dispatcher
 from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.variations import vary
 
@@ -109,6 +109,9 @@ job_options = in_order(
         help="Whose way to run a step.",
     ),
     click.option(
+        "--dispatcher", type=click.Choice(DISPATCHERS), help="By what tokens go to experts.  [the software's own]"
+    ),
+    click.option(
         "--efficiency",
         type=_POSITIVE,
         help="Factor on the GPU's declared rates.  [the model family's, else the median of all]",
@@ -173,7 +176,10 @@ def read_request(given: dict[str, Any]) -> Request:
         loads=_loads(given.pop("routing")),
     )
     cluster = read_cluster(given, job)
-    return Request(job, cluster, software(given.pop("software_name")), given.pop("efficiency"))
+    runs = software(given.pop("software_name"))
+    if (dispatcher := given.pop("dispatcher")) is not None:
+        runs = with_dispatcher(runs, dispatcher)
+    return Request(job, cluster, runs, given.pop("efficiency"))
 
 
 def _loads(routing: Path | None) -> Loads | None:

@@ -43,7 +43,6 @@ _HARMLESS = frozenset(
         "ep_size",
         "layer_norm_eps",
         "max_window_layers",
-        "n_group",
         "no_repeat_ngram_size",
         "num_beam_groups",
         "num_beams",
@@ -52,7 +51,6 @@ _HARMLESS = frozenset(
         "num_return_sequences",
         "org_vocab_size",
         "top_k",
-        "topk_group",
     )
 )
 
@@ -283,7 +281,10 @@ def _deepseek(config: _Config) -> dict[str, Any]:
     dense = [layer for layer in range(layers) if layer < first or layer % frequency]
     width = config.whole("intermediate_size")
     count = config.leading(dense, layers, f"moe_layer_freq={frequency}, first_k_dense_replace={first}")
+    groups = config.whole("n_group", 1)
     return found | {
+        "router_groups": max(1, groups),
+        "router_group_limit": config.whole("topk_group", 1) if groups > 1 else 1,
         "experts": config.whole("n_routed_experts"),
         "top_k": config.whole("num_experts_per_tok"),
         "shared_width": config.whole("n_shared_experts", 0) * found["width"],

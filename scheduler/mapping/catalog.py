@@ -75,6 +75,8 @@ _MORE: dict[str, dict[str, Any]] = {
         "source": "config.json of deepseek-ai/deepseek-moe-16b-base; size: arXiv:2401.06066",
     },
     "deepseek-v3": {
+        "router_groups": 8,
+        "router_group_limit": 4,
         "shared_width": 2048,
         "dense_layers": 3,
         "dense_width": 18432,

@@ -51,7 +51,8 @@ class DispatchLevels:
         if not (is_ours and is_flat_kind and is_over_rails) or model.experts % setup.ep:
             return None
         tokens = rows_of_rank(job, setup) * setup.micro_batch
-        nodes, ranks = (distinct_nodes(model.experts, count, model.top_k) for count in (len(shape), setup.ep))
+        groups = (model.router_groups, model.router_group_limit)
+        nodes, ranks = (distinct_nodes(model.experts, count, model.top_k, *groups) for count in (len(shape), setup.ep))
         rails, inside = (
             round(tokens * min(most, count * job.imbalance)) for most, count in ((len(shape), nodes), (setup.ep, ranks))
         )

@@ -28,6 +28,7 @@ from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_
 from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.software import Software, splits_ffn
 from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, layer_backward, layer_forward
+from commlayer.scheduler.mapping.token_routes import TokenRoutes
 from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
 from commlayer.scheduler.plan import Span, Strategy
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
@@ -64,6 +65,7 @@ class LayerBuilder:
     def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
         self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
         self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
+        self._known_routes: dict[tuple[object, ...], TokenRoutes | None] = {}
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
         """The call of an exchange (once), by the plan that the run time would choose."""
@@ -71,6 +73,9 @@ class LayerBuilder:
         if exchange.collective == SEND_RECV:
             us = exchange.count * self.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
             plan, durations_us = build(_around(exchange, nodes), Strategy.FLAT), (us,)
+        elif (kernels_us := self.kernels_us(setup, exchange)) is not None:
+            traffic = Traffic.on_nodes(exchange.collective, exchange.logical_bytes, nodes)
+            plan, us, durations_us = build(traffic, Strategy.FLAT), kernels_us, (kernels_us,)
         elif exchange.over is not Span.GROUP:
             (plan, us), durations_us = self.pricer.over(exchange.over, exchange.logical_bytes, nodes), None
         else:
@@ -82,13 +87,48 @@ class LayerBuilder:
         return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part)
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
-        """List the exchanges of ``setup`` as they go: those of tokens in two levels where that takes less time."""
+        """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels where it has any, or in two
+        levels where that takes less time."""
+        if (routes := self._routes(setup)) is not None:
+            return routes.replaced(tuple(exchanges))
         levels = self._chosen(setup)[0]
         return exchanges if levels is None else levels.replaced(exchanges)
 
     def dispatch_note(self, setup: Setup) -> str:
-        """Why tokens go to their experts in two levels; empty where they do not."""
-        return self._chosen(setup)[1]
+        """Why tokens go to their experts in two levels, or how kernels send them; empty where they go flat, as they should."""
+        if self.software.kernels is None:
+            return self._chosen(setup)[1]
+        if (routes := self._routes(setup)) is not None:
+            return routes.note()
+        name = self.software.kernels.name
+        is_asked = setup.ep > 1 and setup.dispatch == "all_to_all"
+        why = "it takes whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
+        return f"{name} does not dispatch this mapping, whose tokens go by all_to_all: {why}" if is_asked else ""
+
+    def kernels_us(self, setup: Setup, exchange: StepCollective) -> float | None:
+        """The time of an exchange that goes by the software's kernels, µs; None for another."""
+        routes = self._routes(setup)
+        return routes.us(self.cluster) if routes is not None and routes.takes(exchange) else None
+
+    def _routes(self, setup: Setup) -> TokenRoutes | None:
+        kernels = self.software.kernels
+        if kernels is None:
+            return None
+        key = (
+            setup.tp,
+            setup.cp,
+            setup.pp,
+            setup.ep,
+            setup.etp,
+            setup.micro_batch,
+            setup.dispatch,
+            setup.folded,
+            setup.gpus,
+        )
+        if key not in self._known_routes:
+            nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
+            self._known_routes[key] = TokenRoutes.of(kernels, self.job, setup, nodes, self.software.activation_bytes)
+        return self._known_routes[key]
 
     def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
         """The levels in which tokens go, and why; none where they go flat. Of one setup always the same."""

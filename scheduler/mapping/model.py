@@ -33,6 +33,8 @@ class ModelShape:
         layers: in all; the first ``dense_layers`` of them have one dense FFN of width ``dense_width``, the others experts.
         hidden, heads, kv_heads, head_dim: of attention. ``kv_heads`` is heads / m in MegaScale-MoE's table 1.
         experts, top_k, width: routed experts of a MoE layer, how many each token takes, and an expert's inner width.
+        router_groups, router_group_limit: experts are in so many equal groups (DeepSeek's n_group), and those of a token in at
+            most so many of them (topk_group).
         shared_width: inner width of what every token passes through beside them; 0: none.
         vocabulary: of the embedding, and of the head unless ``ties_embeddings``.
         gated: an FFN has three matrices (SwiGLU), else two.
@@ -55,6 +57,8 @@ class ModelShape:
     top_k: int
     width: int
     vocabulary: int
+    router_groups: int = 1
+    router_group_limit: int = 1
     shared_width: int = 0
     dense_layers: int = 0
     dense_width: int = 0
@@ -77,6 +81,12 @@ class ModelShape:
         rules = {
             "kv_heads": (self.heads % self.kv_heads == 0, f"a divisor of heads={self.heads}"),
             "top_k": (self.top_k <= self.experts, f"at most experts={self.experts}"),
+            "router_groups": (not self.experts % self.router_groups, f"a divisor of experts={self.experts}"),
+            "router_group_limit": (
+                self.router_group_limit <= self.router_groups
+                and self.top_k * self.router_groups <= self.router_group_limit * self.experts,
+                f"at most router_groups={self.router_groups}, and room for top_k={self.top_k} in them",
+            ),
             "dense_layers": (self.dense_layers <= self.layers, f"at most layers={self.layers}"),
             "dense_width": (bool(self.dense_width) or not self.dense_layers, "the width of the dense layers"),
         }

@@ -67,7 +67,7 @@ class Estimator:
         loads: experts' popularity, in place of ``job.loads``; and both in place of ``job.imbalance``, which then follows from ep.
 
     Raises:
-        UsageError: loads of another number of experts than the model's.
+        UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a measured cluster.
     """
 
     def __init__(
@@ -84,6 +84,11 @@ class Estimator:
         if loads is not None and len(loads.shares) != job.model.experts:
             raise UsageError(
                 f"loads: expected a share for each of {job.model.experts} experts, got {len(loads.shares)}"
+            )
+        if software.kernels is not None and cluster.measured:
+            raise UsageError(
+                f"cluster {cluster.name!r} was measured, and nobody measured {software.kernels.name} on it: take a declared "
+                "cluster, or the dispatcher nccl or commlayer"
             )
         self.notes: tuple[str, ...] = ()
         if efficiency is None and compute is None:
@@ -393,6 +398,8 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, coun
     collective, size = exchange.collective, exchange.logical_bytes
     if collective == SEND_RECV:
         us, plan, link = builder.pricer.us(SEND_RECV, size, nodes), SEND_RECV, link_over(nodes).value
+    elif (kernels_us := builder.kernels_us(setup, exchange)) is not None and builder.software.kernels is not None:
+        us, plan, link = kernels_us, builder.software.kernels.name, link_over(nodes).value
     elif exchange.over is not Span.GROUP:
         over, us = builder.pricer.over(exchange.over, size, nodes)
         plan, link = over.steps[0].leg.name, over.steps[0].resource.value

@@ -7,9 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.dispatch_kernels import DISPATCH_KERNELS, DispatchKernels
 from commlayer.scheduler.plan import Strategy
 
-__all__ = ["COMMLAYER", "MEGATRON", "PLANNED", "SOFTWARE", "Software", "software", "splits_ffn"]
+__all__ = [
+    "COMMLAYER",
+    "DISPATCHERS",
+    "MEGATRON",
+    "PLANNED",
+    "SOFTWARE",
+    "Software",
+    "software",
+    "splits_ffn",
+    "with_dispatcher",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +37,7 @@ class Software:
         lanes: traffic yields by class (:mod:`commlayer.scheduler.lanes`).
         hides_dispatch: tokens go to experts in chunks, beside the experts' work (:mod:`commlayer.scheduler.overlap`).
         two_levels: a dispatch by all_to_all goes in two levels where that is predicted faster (docs/moe.md).
+        kernels: by which tokens are dispatched, in place of calls of all_to_all; None: by these.
         activation_bytes, parameter_bytes: of an element that travels; 2: BF16.
         gathers_again: a sequence that was gathered for a product is not kept, but gathered once more for the weight's gradient
             (Megatron-LM's linear layers).
@@ -53,6 +65,7 @@ class Software:
     lanes: bool = False
     hides_dispatch: bool = False
     two_levels: bool = False
+    kernels: DispatchKernels | None = None
     activation_bytes: int = 2
     parameter_bytes: int = 2
     gathers_again: bool = True
@@ -97,6 +110,27 @@ def software(name: str) -> Software:
     if name not in SOFTWARE:
         raise UsageError(f"software: expected {', '.join(SOFTWARE)}, got {name!r}")
     return SOFTWARE[name]
+
+
+DISPATCHERS = ("nccl", *DISPATCH_KERNELS, "commlayer")
+"""The names of dispatchers, which send tokens to their experts."""
+
+
+def with_dispatcher(software: Software, dispatcher: str) -> Software:
+    """The same software with another dispatcher, of DISPATCHERS.
+
+    ``nccl``: an all_to_all, without chunks. ``deepep``, ``hybridep``: their kernels (mapping/dispatch_kernels.py). ``commlayer``:
+    ours, in chunks or in two levels.
+
+    Raises UsageError for an unknown one.
+    """
+    if dispatcher not in DISPATCHERS:
+        raise UsageError(f"dispatcher: expected {', '.join(DISPATCHERS)}, got {dispatcher!r}")
+    name = software.name if dispatcher == software.name else f"{software.name}, {dispatcher} dispatcher"
+    if dispatcher == "commlayer":
+        return replace(software, name=name, hides_dispatch=True, two_levels=True, sends_weights=False, kernels=None)
+    kernels = DISPATCH_KERNELS.get(dispatcher)
+    return replace(software, name=name, hides_dispatch=False, two_levels=False, kernels=kernels)
 
 
 def splits_ffn(software: Software, attention: str) -> bool:

@@ -210,6 +210,16 @@ def test_estimate_shows_every_part_and_every_call() -> None:
     assert "R = " in output
 
 
+def test_a_dispatcher_by_name() -> None:
+    across = ("--ep", "8", "--pp", "1", "--recompute", "full", "--domain", "4", "--software", "megatron")
+    flat, kernels = (call_json("estimate", *JOB, *across, "--dispatcher", name) for name in ("nccl", "deepep"))
+    assert kernels["estimate"]["step_us"] < flat["estimate"]["step_us"]
+    assert {each["plan"] for each in kernels["traffics"] if each["name"] in ("dispatch", "combine")} == {"deepep"}
+    assert any(note.startswith("deepep: a token crosses to") for note in kernels["estimate"]["notes"])
+    assert "deepep" in call("search", *JOB, *FEW, "--software", "megatron", "--dispatcher", "deepep").stdout
+    assert "--dispatcher" in call("estimate", *JOB, "--dispatcher", "nvshmem", status=2).stderr
+
+
 def test_closed_forms_are_megascales() -> None:
     forms = call_json("estimate", *JOB, *ONE)["closed_forms"]
     tokens, hidden, tp, ep = 4096, 4096, 2, 8

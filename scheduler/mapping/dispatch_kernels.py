@@ -1,0 +1,48 @@
+"""Libraries of kernels that dispatch tokens to experts in one call, by the rates that they reach.
+
+Published rates count what stays on a rank, or in a node, as sent ("logical bandwidth"); here that is taken out. Nothing was
+fitted to a training throughput. :mod:`commlayer.scheduler.mapping.token_routes` has what such a call sends, and its time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["DEEPEP", "DISPATCH_KERNELS", "HYBRIDEP", "DispatchKernels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchKernels:
+    """One library: the parts of the links' peaks that its large calls reach.
+
+    ``network``: of a GPU's card, counting what crosses it. ``inside``: of NVLink, counting what leaves a GPU.
+    """
+
+    name: str
+    network: float
+    inside: float
+    source: str
+
+
+DEEPEP = DispatchKernels(
+    name="deepep",
+    # EP 32 over 4 nodes: dispatch 58, combine 57 GB/s, of which 3/4 cross; EP 64 over 8: 51 and 50, of which 7/8 cross: 43.5,
+    # 42.8, 44.6 and 43.8 of a card's 50 GB/s. (EP 16 over 2 nodes waits for NVLink: 43 GB/s, half of which cross.)
+    network=0.87,
+    # EP 8: 153 and 158 GB/s, 7/8 of which leave the GPU: 134 and 138 of an H800's 200. 8 B200, 24 multiprocessors: 494 and 420,
+    # which is 0.48 and 0.41 of 900: with so few it is the multiprocessors that bound it there, as on GB200.
+    inside=0.68,
+    source="deepseek-ai/DeepEP, docs/legacy.md, performance of normal kernels: H800, 400 Gb/s cards, 4096 tokens, hidden 7168, "
+    "top-8 in 4 groups",
+)
+HYBRIDEP = DispatchKernels(
+    name="hybridep",
+    network=DEEPEP.network,
+    # GB200, 8 to 36 ranks, 32 multiprocessors, times of the whole call in BF16: dispatch 546 … 479, combine 569 … 448 GB/s; of 32
+    # ranks 484 and 465, 31/32 of which leave the GPU: 469 and 450 of 900.
+    inside=0.51,
+    source="deepseek-ai/DeepEP, branch hybrid-ep, its table of GB200; over the network nothing is published there: as DeepEP, "
+    "which is our assumption",
+)
+DISPATCH_KERNELS = {each.name: each for each in (DEEPEP, HYBRIDEP)}
+"""The known libraries, by name."""

@@ -1,0 +1,109 @@
+"""The ways of tokens to their experts by a library's kernels: a token crosses once to each node that holds any of its experts,
+and is passed on inside it, over NVLink, to each rank that holds any.
+
+Rows cross the network and are passed on at the same time, so a call takes the longer of the two (:meth:`TokenRoutes.us`). On how
+many nodes and ranks a token has experts is expected, all choices being as likely
+(:func:`~commlayer.scheduler.rails.distinct_nodes`), within a router's limit of groups where the model has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commlayer.profiles.links import Resource
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
+from commlayer.scheduler.rails import distinct_nodes
+
+__all__ = ["TokenRoutes"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRoutes:
+    """The ways of the tokens of one micro-batch on one rank of an EP group that lies evenly on nodes.
+
+    ``num_nodes``, ``ranks_per_node``: of the group. ``nodes``, ``ranks``: on how many of either a token has an expert, as
+    expected; of the busiest rank, where routing is uneven. ``row_bytes``: of a token.
+    """
+
+    kernels: DispatchKernels
+    num_nodes: int
+    ranks_per_node: int
+    tokens: int
+    nodes: float
+    ranks: float
+    row_bytes: int
+
+    @classmethod
+    def of(
+        cls, kernels: DispatchKernels, job: Job, setup: Setup, shape: tuple[int, ...], element_bytes: int
+    ) -> TokenRoutes | None:
+        """The ways of a setup whose EP group lies as ``shape`` on nodes; None where such kernels do not dispatch."""
+        model, count = job.model, len(shape)
+        is_flat_kind = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None
+        if not is_flat_kind or setup.ep == 1 or len(set(shape)) > 1 or model.experts % setup.ep:
+            return None
+        groups = (model.router_groups, model.router_group_limit)
+        nodes, ranks = (
+            min(parts, distinct_nodes(model.experts, parts, model.top_k, *groups) * min(job.imbalance, setup.ep))
+            for parts in (count, setup.ep)
+        )
+        tokens = rows_of_rank(job, setup) * setup.micro_batch
+        return cls(kernels, count, shape[0], tokens, nodes, ranks, model.hidden * element_bytes)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank's tokens are at the ranks of their experts, each once a rank, its own included."""
+        return round(self.tokens * self.ranks * self.row_bytes)
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes that cross a rank's card: a token once for each node but its own."""
+        return self.tokens * self.nodes * (self.num_nodes - 1) / self.num_nodes * self.row_bytes
+
+    @property
+    def inside_bytes(self) -> float:
+        """Bytes that a rank passes on over NVLink: what comes over the rail goes to each other rank of the node."""
+        return self.tokens * self.ranks * (self.ranks_per_node - 1) / self.ranks_per_node * self.row_bytes
+
+    def us(self, cluster: Cluster) -> float:
+        """The time of one call, µs: the longer of its two ways, with the latencies of the links that it uses.
+
+        Raises PlanError for a measured cluster: its curves are of other calls.
+        """
+        longest, latency_us = 0.0, 0.0
+        ways = (
+            (Resource.INTER, self.network_bytes, self.kernels.network),
+            (Resource.INTRA, self.inside_bytes, self.kernels.inside),
+        )
+        for resource, nbytes, reached in ways:
+            if nbytes:
+                latency_us += cluster.link(resource).latency_us
+                longest = max(longest, nbytes / (reached * cluster.peaks.of(resource) * 1e3))
+        return longest + latency_us
+
+    def replaced(self, exchanges: tuple[StepCollective, ...]) -> tuple[StepCollective, ...]:
+        """Put these kernels' rows in place of the flat ones to the experts and back; weights travel with them."""
+        return tuple(
+            each.renamed("", logical_bytes=self.sent_bytes) if self.takes(each) else each
+            for each in exchanges
+            if not each.name.startswith("dispatch_weights")
+        )
+
+    def takes(self, exchange: StepCollective) -> bool:
+        """Whether an exchange goes by these kernels."""
+        is_rows = exchange.name.partition("_")[0] in ("dispatch", "combine")
+        return is_rows and exchange.axis == "ep" and exchange.collective == "all_to_all_v"
+
+    def note(self) -> str:
+        """The way of tokens in words, for people to read."""
+        others, num_ranks = self.num_nodes - 1, self.num_nodes * self.ranks_per_node
+        across = (
+            f"crosses to {self.nodes * others / self.num_nodes:.2g} of {others} other nodes, and " if others else ""
+        )
+        return (
+            f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; the multiprocessors that its "
+            "kernels take are not missing elsewhere"
+        )

@@ -1,0 +1,160 @@
+"""Dispatch by kernels that send a token once to each node: what crosses, what that takes, and what an estimate says of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from commlayer.profiles import catalog as profile_catalog
+from commlayer.profiles.errors import PlanError, UsageError
+from commlayer.scheduler.mapping import catalog, clusters, hardware
+from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
+from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.simulate import Estimator
+from commlayer.scheduler.mapping.software import COMMLAYER, DISPATCHERS, MEGATRON, with_dispatcher
+from commlayer.scheduler.mapping.token_routes import TokenRoutes
+from commlayer.scheduler.rails import distinct_nodes
+
+H800, EOS = clusters.load("h800"), clusters.load("h100-eos")
+DEEPSEEK, QWEN = catalog.load("deepseek-v3"), catalog.load("qwen3-235b-a22b")
+JOB = Job(model=QWEN, gpus=64, global_batch=256, sequence=4096)
+SETUP = Setup(gpus=64, ep=16, recompute="full")
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize(("groups", "limit"), [(1, 1), (2, 1), (4, 2), (4, 3), (4, 4), (8, 4)])
+def test_distinct_nodes_of_a_router_with_groups(nodes: int, groups: int, limit: int) -> None:
+    experts, top_k, size = 8, 2, 8 // groups
+    found = [
+        len({choice * nodes // experts for choice in choices})
+        for chosen in combinations(range(groups), limit)
+        for choices in combinations([g * size + each for g in chosen for each in range(size)], top_k)
+    ]
+    expected = sum(found) / len(found) if found else None
+    if expected is None:
+        with pytest.raises(UsageError, match="groups"):
+            distinct_nodes(experts, nodes, top_k, groups, limit)
+    else:
+        assert distinct_nodes(experts, nodes, top_k, groups, limit) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("groups", "limit"), [(3, 1), (4, 5), (4, 0), (8, 1)])
+def test_groups_that_cannot_be(groups: int, limit: int) -> None:
+    with pytest.raises(UsageError, match="groups"):
+        distinct_nodes(8, 2, 2, groups, limit)
+    with pytest.raises(UsageError, match="router_group"):
+        replace(DEEPSEEK, experts=8, top_k=2, router_groups=groups, router_group_limit=limit)
+
+
+@pytest.mark.parametrize(("ep", "dispatch", "combine"), [(8, 153, 158), (16, 43, 43), (32, 58, 57), (64, 51, 50)])
+def test_rates_that_deepep_publishes(ep: int, dispatch: float, combine: float) -> None:
+    """Its table counts what stays as sent: over NVLink of EP 8, else over the network. Its router's groups are the nodes."""
+    nodes = ep // 8
+    model = replace(DEEPSEEK, router_groups=nodes, router_group_limit=min(nodes, 4))
+    job = Job(model=model, gpus=ep, global_batch=ep, sequence=4096)
+    for published, element_bytes in ((dispatch, 1), (combine, 2)):
+        routes = TokenRoutes.of(DEEPEP, job, Setup(gpus=ep, ep=ep), (8,) * nodes, element_bytes)
+        assert routes is not None
+        assert routes.row_bytes == 7168 * element_bytes
+        counted = routes.ranks if nodes == 1 else routes.nodes
+        logical = 4096 * counted * routes.row_bytes / routes.us(H800) * 1e-3
+        assert logical == pytest.approx(published, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "gpus", "batch", "degrees", "published"),
+    [
+        # Megatron-MoE-ModelZoo, Qwen3-235B, cross-node EP, DeepEP, without 1F1B overlap
+        (QWEN, EOS, 256, 2048, {"tp": 2, "ep": 32, "pp": 8, "vpp": 4, "recompute": "selective"}, 245),
+        # Megatron-Core MoE report, DeepSeek-V3 on H100; its batch is assumed
+        (DEEPSEEK, EOS, 1024, 8192, {"tp": 2, "ep": 64, "pp": 8, "vpp": 4, "precision": "fp8"}, 368),
+    ],
+    ids=["qwen3", "deepseek"],
+)
+def test_published_runs_with_experts_between_nodes(
+    model: ModelShape, cluster: Cluster, gpus: int, batch: int, degrees: dict[str, object], published: float
+) -> None:
+    job = Job(model=model, gpus=gpus, global_batch=batch, sequence=4096)
+    setup = Setup(gpus=gpus, **degrees)  # type: ignore[arg-type]
+    found = Estimator(job, cluster, with_dispatcher(MEGATRON, "deepep")).estimate(setup, detail=False)
+    assert found.tflops == pytest.approx(published, rel=0.15)
+    flat = Estimator(job, cluster, MEGATRON).estimate(setup, detail=False)
+    assert flat.tflops < 0.7 * published
+
+
+@pytest.mark.parametrize("kernels", [DEEPEP, HYBRIDEP], ids=lambda each: each.name)
+def test_a_step_by_kernels(kernels: object) -> None:
+    name = getattr(kernels, "name", "")
+    software = with_dispatcher(MEGATRON, name)
+    estimator = Estimator(JOB, EOS, software, efficiency=0.8)
+    found, flat = estimator.estimate(SETUP), Estimator(JOB, EOS, MEGATRON, efficiency=0.8).estimate(SETUP)
+    assert found.software == f"megatron, {name} dispatcher"
+    assert found.step_us < flat.step_us
+    assert sum(found.parts.values()) == pytest.approx(found.step_us)
+    plans = {traffic.name: traffic for traffic in found.traffics}
+    assert "dispatch_weights" not in plans
+    assert {
+        plans[each].plan for each in ("dispatch", "combine", "dispatch_gradient", "combine_gradient", "dispatch_again")
+    } == {name}
+    ranks = distinct_nodes(QWEN.experts, 16, QWEN.top_k)
+    assert plans["dispatch"].logical_bytes == round(4096 * ranks * QWEN.hidden * 2)
+    assert [note for note in found.notes if note.startswith(f"{name}: a token crosses to 1 of 1 other nodes")]
+    for level in range(4):
+        assert estimator.bound_us(SETUP, level) <= found.step_us * (1 + 1e-9)
+
+
+def test_inside_a_node_nothing_crosses() -> None:
+    routes = TokenRoutes.of(DEEPEP, JOB, replace(SETUP, ep=8), (8,), 2)
+    assert routes is not None
+    assert routes.network_bytes == 0
+    ranks = distinct_nodes(QWEN.experts, 8, QWEN.top_k)
+    assert routes.us(EOS) == pytest.approx(12 + 4096 * ranks * 7 / 8 * QWEN.hidden * 2 / (0.68 * 450e3))
+    assert "crosses" not in routes.note()
+
+
+def test_busy_ranks_send_more_but_a_token_only_once() -> None:
+    even, skewed, worst = (
+        TokenRoutes.of(DEEPEP, replace(JOB, imbalance=ratio), SETUP, (8, 8), 2) for ratio in (1.0, 1.2, 9.0)
+    )
+    assert even is not None
+    assert skewed is not None
+    assert worst is not None
+    assert skewed.ranks == pytest.approx(1.2 * even.ranks)
+    assert (worst.nodes, worst.ranks) == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("setup", "job"),
+    [(replace(SETUP, etp=2), JOB), (SETUP, replace(JOB, capacity_factor=1.0))],
+    ids=["etp", "capacity"],
+)
+def test_flat_and_said_so_where_kernels_do_not_dispatch(setup: Setup, job: Job) -> None:
+    found = Estimator(job, EOS, with_dispatcher(MEGATRON, "deepep"), efficiency=0.8).estimate(setup)
+    flat = Estimator(job, EOS, MEGATRON, efficiency=0.8).estimate(setup)
+    assert found.step_us == flat.step_us
+    assert [note for note in found.notes if "deepep does not dispatch this mapping" in note]
+
+
+def test_dispatchers_by_name() -> None:
+    assert DISPATCHERS == ("nccl", "deepep", "hybridep", "commlayer")
+    with pytest.raises(UsageError, match="dispatcher: expected nccl, deepep"):
+        with_dispatcher(MEGATRON, "nvshmem")
+    assert with_dispatcher(COMMLAYER, "commlayer") == COMMLAYER
+    flat = with_dispatcher(COMMLAYER, "nccl")
+    assert (flat.hides_dispatch, flat.two_levels, flat.kernels) == (False, False, None)
+    ours = with_dispatcher(MEGATRON, "commlayer")
+    assert (ours.hides_dispatch, ours.two_levels, ours.sends_weights) == (True, True, False)
+
+
+def test_measured_clusters_have_no_rates_of_kernels() -> None:
+    cluster = Cluster.from_profile(profile_catalog.load("emulated-2x4-8to1"), hardware.GPUS["h100"])
+    with pytest.raises(UsageError, match="nobody measured deepep on it: take a declared cluster"):
+        Estimator(JOB, cluster, with_dispatcher(MEGATRON, "deepep"))
+    routes = TokenRoutes.of(DEEPEP, JOB, SETUP, (8, 8), 2)
+    assert routes is not None
+    with pytest.raises(PlanError, match="nothing is declared"):
+        routes.us(cluster)
