@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from commlayer.profiles.errors import UsageError
+from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
 
@@ -21,8 +22,9 @@ _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 
 
-def megatron(job: Job, setup: Setup) -> list[str]:
+def megatron(job: Job, setup: Setup, kernels: DispatchKernels | None = None) -> list[str]:
     """The arguments of the job's model, batch and mapping, as pretrain_gpt.py takes them; data, optimizer and schedule are yours.
+    ``kernels``: those of its flexible dispatcher; None: an all_to_all.
 
     Raises:
         UsageError: what Megatron-Core has no flags for (groups that are not of the folded kind, chunks without a pipeline), or
@@ -36,7 +38,7 @@ def megatron(job: Job, setup: Setup) -> list[str]:
         *_degrees(setup),
         *_pipeline(job.model, setup),
         *_batch(job, setup),
-        *_moe(job, setup),
+        *_moe(job, setup, kernels),
         *_memory(job, setup),
     ]
 
@@ -64,7 +66,7 @@ def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         notes.append(f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1")
     if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
         notes.append(
-            "the router's groups, scores and bias, and multi-token prediction, do not change the mapping: add their flags"
+            "the router's scores and bias, and multi-token prediction, do not change the mapping: add their flags"
         )
     return tuple(notes)
 
@@ -140,6 +142,9 @@ def _model(model: ModelShape) -> Iterator[str]:
     yield from _flag("num-experts", model.experts)
     yield from _flag("moe-ffn-hidden-size", model.width)
     yield from _flag("moe-router-topk", model.top_k)
+    if model.router_groups > 1:
+        yield from _flag("moe-router-num-groups", model.router_groups)
+        yield from _flag("moe-router-group-topk", model.router_group_limit)
     if model.dense_layers:
         yield from _flag("moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.moe_layers})")
     if model.shared_width:
@@ -204,8 +209,13 @@ def _batch(job: Job, setup: Setup) -> Iterator[str]:
     yield from _flag("max-position-embeddings", job.sequence)
 
 
-def _moe(job: Job, setup: Setup) -> Iterator[str]:
-    yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.dispatch == "all_to_all" else "allgather")
+def _moe(job: Job, setup: Setup, kernels: DispatchKernels | None) -> Iterator[str]:
+    takes_kernels = setup.dispatch == "all_to_all" and setup.etp == 1 and job.capacity_factor is None  # as token_routes
+    if kernels is None or not takes_kernels:
+        yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.dispatch == "all_to_all" else "allgather")
+    else:
+        yield from _flag("moe-token-dispatcher-type", "flex")
+        yield from _flag("moe-flex-dispatcher-backend", kernels.name)
     yield "--moe-grouped-gemm"
     if job.capacity_factor is not None:
         yield from _flag("moe-expert-capacity-factor", f"{job.capacity_factor:g}")

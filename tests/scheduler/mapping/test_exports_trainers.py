@@ -15,6 +15,7 @@ import pytest
 
 from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.scheduler.mapping import catalog
+from commlayer.scheduler.mapping.dispatch_kernels import DEEPEP, HYBRIDEP
 from commlayer.scheduler.mapping.exports import TRAINERS, deepspeed, export, megatron, torchtitan
 from commlayer.scheduler.mapping.job import Job, Setup
 
@@ -106,6 +107,21 @@ def test_latent_attention_dense_layers_and_shared_experts_have_their_flags() -> 
     assert "--moe-layer-freq '([0]*3+[1]*58)'" in exported.text
     assert "--group-query-attention" not in exported.values
     assert any("router" in note for note in exported.notes)
+    assert "--moe-router-num-groups 8" in exported.text
+    assert "--moe-router-group-topk 4" in exported.text
+
+
+def test_kernels_of_a_dispatch_have_their_flags_or_a_note() -> None:
+    setup = Setup(gpus=128, ep=16, pp=8)
+    flags = export("megatron", QWEN, setup, HYBRIDEP).text
+    assert "--moe-token-dispatcher-type flex" in flags
+    assert "--moe-flex-dispatcher-backend hybridep" in flags
+    for without in (export("megatron", QWEN, setup), export("megatron", QWEN, replace(setup, ep=8, etp=2), HYBRIDEP)):
+        assert "--moe-token-dispatcher-type alltoall" in without.text
+        assert "flex" not in without.text
+    plain, noted = (export("deepspeed", JOB, Setup(gpus=128, ep=8), kernels) for kernels in (None, DEEPEP))
+    assert (noted.text, len(noted.notes)) == (plain.text, len(plain.notes) + 1)
+    assert "deepep is to be added by hand" in noted.notes[-1]
 
 
 def test_an_unfolded_mapping_beyond_cp_has_no_flags() -> None:
