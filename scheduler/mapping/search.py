@@ -267,11 +267,40 @@ def _is_by_itself(setup: Setup) -> bool:
 
 
 def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
+    why = "; ".join(_impossible(job, cluster, space)) or (
+        "the data-parallel degree must divide the batch, tp·cp·pp and etp·ep·pp the GPUs; try another number of GPUs or "
+        "sequences, or allow more degrees"
+    )
     return (
         f"no mapping of {job.model.name} onto {job.gpus} GPUs of {cluster.name} is valid with global_batch={job.global_batch}, "
-        f"sequence={job.sequence} ({space}): the data-parallel degree must divide the batch, tp·cp·pp and etp·ep·pp the GPUs; "
-        "try another number of GPUs or sequences, or allow more degrees"
+        f"sequence={job.sequence} ({space}): {why}"
     )
+
+
+def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
+    """The choices that no mapping can have, whatever the others are."""
+    model, gpu = job.model, cluster.gpu
+    if not gpu.fp8_tflops and set(space.precision) == {"fp8"}:
+        yield f"{gpu.name} has no FP8: take precision bf16"
+    divided = {
+        "tp": (f"heads of {model.name}", model.heads),
+        "cp": ("sequence", job.sequence),
+        "ep": (f"experts of {model.name}", model.experts),
+        "etp": (f"width of an expert of {model.name}", model.width),
+    }
+    for axis in ("tp", "cp", "ep", "etp", "pp"):
+        values = getattr(space, axis) or ()
+        name, number = divided.get(axis, ("", 0))
+        if values and all(number % value for value in values):
+            yield f"{axis} {_or(values)}: expected a divisor of the {name}, {number}"
+        elif values and all(job.gpus % value for value in values):
+            yield f"{axis} {_or(values)}: expected a divisor of the GPUs, {job.gpus}"
+    if space.pp and min(space.pp) > model.layers:
+        yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
+
+
+def _or(values: tuple[int, ...]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[Memory, Setup]) -> str:

@@ -318,6 +318,30 @@ def test_a_search_refuses_what_it_cannot_do() -> None:
         search(job, Fake(job, NODE, seed=0), Space(tp=(3,)))
 
 
+@pytest.mark.parametrize(
+    ("space", "reason"),
+    [
+        (Space(precision=("fp8",)), "A100 SXM 80GB has no FP8: take precision bf16"),
+        (Space(tp=(3, 5)), "tp 3 or 5: expected a divisor of the heads of small, 8"),
+        (Space(cp=(3,)), "cp 3: expected a divisor of the sequence, 256"),
+        (Space(ep=(16,)), "ep 16: expected a divisor of the experts of small, 4"),
+        (Space(etp=(3,)), "etp 3: expected a divisor of the width of an expert of small, 128"),
+        (Space(pp=(3,)), "pp 3: expected a divisor of the GPUs, 4"),
+        (Space(tp=(8,)), "tp 8: expected a divisor of the GPUs, 4"),
+        (
+            Space(pp=(8,)),
+            "pp 8: expected a divisor of the GPUs, 4; pp 8: expected at most as many stages as layers of small, 6",
+        ),
+        (Space(tp=(4,), cp=(4,)), "the data-parallel degree must divide the batch"),
+    ],
+)
+def test_nothing_is_valid_and_why(space: Space, reason: str) -> None:
+    job, cluster = job_of(4), NODE.replace(gpu=clusters.load("a100").gpu)
+    with pytest.raises(UsageError) as refused:
+        search(job, Fake(job, cluster, seed=0), space)
+    assert reason in str(refused.value)
+
+
 @pytest.mark.parametrize("software", [COMMLAYER, MEGATRON])
 def test_the_real_estimator_is_searched_as_by_brute_force(software: Software) -> None:
     model = replace(catalog.load("mixtral-8x7b"), layers=4)
