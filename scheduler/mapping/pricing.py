@@ -22,8 +22,8 @@ from commlayer.scheduler.traffic import Traffic, link_over
 
 __all__ = ["Pricer"]
 
-_MOST_DECISIONS = 512
-"""A decision keeps all its alternatives, up to some 100 KB."""
+_MOST_DECISIONS = 4096
+"""A decision keeps all its alternatives, some 20 KB: a search of 16,384 GPUs asks for 2,000, and forgets none of them."""
 _MOST_IDENTITIES = 4096
 
 _Times = dict[tuple[str, float, str], float]

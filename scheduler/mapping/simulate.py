@@ -229,8 +229,10 @@ class Estimator:
 
     def _layer_key(self, setup: Setup, is_moe: bool) -> tuple[object, ...]:
         """The key on which a layer's program depends: not on the pipeline, unless it sends to the whole stage."""
-        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch, setup.folded)
-        ways = (setup.recompute, setup.precision, setup.dispatch, setup.attention, max(setup.zero, 1))
+        degrees: tuple[object, ...] = (setup.tp, setup.cp, setup.micro_batch)
+        if is_moe:
+            degrees += (setup.ep, setup.etp, setup.dispatch, setup.folded)
+        ways = (setup.recompute, setup.precision, setup.attention, max(setup.zero, 1))
         # The ranks of a stage matter to what is sent to all of them, and to groups that lie in dp.
         size = setup.gpus // setup.pp if setup.zero > 1 or self.software.balances or not setup.folded else 0
         return (is_moe, *degrees, *ways, size)
@@ -287,7 +289,7 @@ class Estimator:
 
     def _computed_us(self, setup: Setup, is_moe: bool) -> tuple[float, float, float]:
         """Time one layer without its calls: forward, backward, both."""
-        degrees = (setup.tp, setup.cp, setup.ep, setup.etp, setup.micro_batch)
+        degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
         def times() -> tuple[float, float, float]:
