@@ -16,6 +16,8 @@ curves were measured with all of them at it.
   what it says.
 - Steps of different calls share a resource (:mod:`commlayer.scheduler.step_model`), and resources slow each other down
   as the profile says, COMPUTE among them.
+- What is computed while calls run lacks the multiprocessors that their kernels hold: it goes on at 1 less their parts,
+  unless the memory bounds it.
 - With lanes, an exchange of a lower lane is not posted while a higher lane has issued work, but for no longer than
   ``longest_hold_us``; of each leg ``CHUNKS_IN_FLIGHT`` are posted at a time. What is posted goes on: nothing is
   pre-empted, so a higher lane waits for that many chunks at most. While a call is held nothing behind that step in
@@ -130,7 +132,7 @@ def simulate(
     for item in program:
         began = clock.now
         if isinstance(item, Compute):
-            clock.compute(item.us)
+            clock.compute(item)
             computed.append((item.name, began, clock.now))
         elif isinstance(item, Issue):
             issued[item.call.name] = clock.issue(item.call, loads[item.call.name])
@@ -192,6 +194,8 @@ _NEVER = math.inf
 _ROUNDING = 1e-12
 """A step with less than this part of it left has ended: two that end together must not differ by a rounding."""
 _COMPUTING = Load(Resource.COMPUTE, 0.0)
+_LEAST_LEFT = 0.1
+"""The part of the multiprocessors that is left to compute beside however many calls: kernels beyond wait for theirs."""
 
 
 @dataclass(slots=True)
@@ -243,6 +247,7 @@ class _Running:
     index: int
     load: Load
     left_us: float  # of its time alone
+    is_streaming: bool = False
 
 
 class _Clock:
@@ -280,10 +285,10 @@ class _Clock:
         self._settle()
         return state
 
-    def compute(self, us: float) -> None:
-        """The program computes, which takes ``us`` alone."""
-        since, debt_us = self._debt
-        task = _Running(None, -1, _COMPUTING, us + debt_us if us and since == self.now else us)
+    def compute(self, work: Compute) -> None:
+        """The program computes, which takes ``work.us`` alone."""
+        (since, debt_us), us = self._debt, work.us
+        task = _Running(None, -1, _COMPUTING, us + debt_us if us and since == self.now else us, work.is_streaming)
         self._running.append(task)
         while task.left_us > 0:
             self._advance()
@@ -318,7 +323,17 @@ class _Clock:
         shared: dict[Resource, Iterator[float]] = {}
         for resource in busy:
             shared[resource] = iter(speeds([task.load for task in self._running if task.load.resource is resource]))
-        return [next(shared[task.load.resource]) / self._stretch(task.load.resource, busy) for task in self._running]
+        return [
+            next(shared[task.load.resource])
+            / self._stretch(task.load.resource, busy)
+            * (self._left_to_compute() if task.state is None and not task.is_streaming else 1.0)
+            for task in self._running
+        ]
+
+    def _left_to_compute(self) -> float:
+        """The part of the multiprocessors that the calls under way leave to what is computed."""
+        calls = {id(task.state): task.state.call for task in self._running if task.state is not None}
+        return max(_LEAST_LEFT, 1.0 - sum(call.multiprocessors for call in calls.values()))
 
     def _stretch(self, resource: Resource, busy: frozenset[Resource]) -> float:
         """How many times as long ``resource`` takes in the company of ``busy``; in one order, so that sums repeat."""

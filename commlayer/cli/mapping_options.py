@@ -22,6 +22,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.exports import TRAINERS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import DISPATCHERS, SOFTWARE, Software, software, with_dispatcher
 from commlayer.scheduler.mapping.space import Space
@@ -60,6 +61,7 @@ _WORDS = {
     "dispatch": (get_args(Dispatch), "How tokens go to experts."),
     "attention": (get_args(Attention), "How tp splits attention."),
     "zero": (("0", "1", "2", "3"), "What data parallelism shards."),
+    "schedule": (SCHEDULES, "Of micro-batches in the pipeline."),
 }
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["what_if_command"]
 
 _NAMES = {kind.replace("_", "-"): kind for kind in KINDS}
-_CHOICES = {"folding": "folded", "attention": "attention", "dispatch": "dispatch"}
+_CHOICES = {"folding": "folded", "attention": "attention", "dispatch": "dispatch", "schedule": "schedule"}
 """In what the two ways of a comparison differ; by software, in nothing of the space."""
 _LABELS = {
     "gpus": "GPUs",

@@ -15,7 +15,7 @@ from commlayer.drawing.trace_figure import LANE_COLOURS
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.conflicts import CallTimes, Forecast
-from commlayer.scheduler.mapping.pipeline_schedule import Task, timetable
+from commlayer.scheduler.mapping.pipeline_orders import Task, timetable
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.traces.chrome_of_job import lane_place
 from commlayer.traces.chrome_of_plan import metadata_event

@@ -1,12 +1,12 @@
 """Factors on a GPU's declared rates of products and attention, by model: with them estimates have a published MFU.
 
-Written by `make papers ARGS=--calibrate` on 2026-11-22, for h100-eos. The rows: MoE Parallel Folding (arXiv:2504.14960), table 3,
+Written by `make papers ARGS=--calibrate` on 2026-11-24, for h100-eos. The rows: MoE Parallel Folding (arXiv:2504.14960), table 3,
 MCore without folding.
 """
 
 FACTORS = {
-    "mixtral-8x22b": 0.8667,  # MFU 0.463 on 128 GPUs: TP2 CP1 EP4 ETP2 PP8 VPP7 DP8, micro-batch 1, unfolded
-    "qwen2-57b-a14b": 0.8382,  # MFU 0.353 on 64 GPUs: TP2 CP1 EP4 ETP2 PP4 VPP7 DP8, micro-batch 1, unfolded
-    "mixtral-8x22b-g8t8": 0.6365,  # MFU 0.171 on 128 GPUs: TP2 CP1 EP8 ETP2 PP8 VPP7 DP8, micro-batch 1, unfolded
-    "llama3-8x70b": 0.9908,  # MFU 0.388 on 256 GPUs: TP8 CP1 EP4 ETP8 PP8 VPP10 DP4, micro-batch 1, unfolded
+    "mixtral-8x22b": 0.8727,  # MFU 0.463 on 128 GPUs: TP2 CP1 EP4 ETP2 PP8 VPP7 DP8, micro-batch 1, unfolded
+    "qwen2-57b-a14b": 0.8464,  # MFU 0.353 on 64 GPUs: TP2 CP1 EP4 ETP2 PP4 VPP7 DP8, micro-batch 1, unfolded
+    "mixtral-8x22b-g8t8": 0.6383,  # MFU 0.171 on 128 GPUs: TP2 CP1 EP8 ETP2 PP8 VPP7 DP8, micro-batch 1, unfolded
+    "llama3-8x70b": 0.9912,  # MFU 0.388 on 256 GPUs: TP8 CP1 EP4 ETP8 PP8 VPP10 DP4, micro-batch 1, unfolded
 }

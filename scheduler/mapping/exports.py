@@ -97,7 +97,7 @@ def torchtitan(job: Job, setup: Setup) -> Section:
         config["activation_checkpoint"]["selective_ac_option"] = "op"
     if setup.pp > 1:
         config["parallelism"] |= {
-            "pipeline_parallel_schedule": "Interleaved1F1B" if setup.vpp > 1 else "1F1B",
+            "pipeline_parallel_schedule": _torchtitan_schedule(setup),
             "pipeline_parallel_microbatch_size": setup.micro_batch,
             "pipeline_parallel_first_stage_less_layers": 0,
             "pipeline_parallel_last_stage_less_layers": 0,
@@ -108,6 +108,12 @@ def torchtitan(job: Job, setup: Setup) -> Section:
         config["quantize.linear.float8"] = {"filter_fqns": ["output", "router.gate"]}
         config["quantize.grouped_mm.float8"] = {"fqns": ["experts"]}
     return config
+
+
+def _torchtitan_schedule(setup: Setup) -> str:
+    if setup.schedule == "dualpipev":
+        return "DualPipeV"
+    return "Interleaved1F1B" if setup.vpp > 1 else "1F1B"
 
 
 _DEFAULT_CHUNKS = (1, 2)
@@ -141,6 +147,9 @@ def _torchtitan_limits(job: Job, setup: Setup) -> dict[str, bool]:
             setup.zero == 0 and setup.dp > 1 and setup.ep * setup.etp > setup.cp * setup.tp
         ),
         "chunks of layers need a pipeline": setup.vpp > 1 and setup.pp == 1,
+        f"it has no {setup.schedule}: choose the schedule 1f1b or dualpipev": (
+            setup.schedule in ("1f1b-overlap", "dualpipe")
+        ),
         f"{model.layers} layers do not make pp · vpp = {setup.pp * setup.vpp} equal stages: choose vpp 1 or 2": (
             setup.pp > 1 and setup.vpp not in _DEFAULT_CHUNKS and stages != setup.pp * setup.vpp
         ),
@@ -206,6 +215,7 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
         f"sequence={job.sequence} is no multiple of the {ulysses} ranks of Ulysses": job.sequence % ulysses > 0,
         "it has no context parallelism beside Ulysses: set cp=1, or attention ulysses with tp": setup.cp > 1,
         "its pipeline is 1F1B without chunks: set vpp=1": setup.vpp > 1,
+        f"it has no {setup.schedule}: choose the schedule 1f1b": setup.schedule != "1f1b",
         "its pipeline engine takes ZeRO 0 or 1": setup.pp > 1 and setup.zero >= 2,
         "its expert parallelism (AutoEP) has no expert tensor parallelism: set etp=1": setup.etp > 1,
         "AutoEP with tensor parallelism takes pp=1": is_tensor and setup.ep > 1 and setup.pp > 1,

@@ -15,9 +15,13 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
 
+_MERGED = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+"""The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on their
+way."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 
@@ -39,6 +43,7 @@ def megatron(job: Job, setup: Setup, kernels: DispatchKernels | None = None) -> 
         *_pipeline(job.model, setup),
         *_batch(job, setup),
         *_moe(job, setup, kernels),
+        *(_MERGED if setup.schedule == "1f1b-overlap" else ()),
         *_memory(job, setup),
     ]
 
@@ -61,6 +66,11 @@ def megatron_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         notes.append(
             f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
             "more tp than query groups"
+        )
+    if setup.schedule == "1f1b-overlap":
+        notes.append(
+            "merged passes need Transformer Engine 2.8 or later, and more than 1 in CUDA_DEVICE_MAX_CONNECTIONS (32), although "
+            "tp and cp ask for 1 on Hopper"
         )
     if setup.zero >= 2:
         notes.append(f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1")
@@ -106,6 +116,10 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
         f"width={model.width} of an expert is no multiple of etp={setup.etp}": model.width % setup.etp > 0,
         f"sequence={job.sequence} is no multiple of 2 x cp={cp}": job.sequence % halves > 0,
         f"the {job.sequence // cp} tokens of a cp rank are no multiple of tp={tp}": job.sequence // cp % tp > 0,
+        f"it has no {setup.schedule}: choose the schedule 1f1b or 1f1b-overlap": is_dual(setup.schedule),
+        "it merges passes for an exchange by all_to_all: choose that dispatch": (
+            setup.schedule == "1f1b-overlap" and setup.dispatch == "all_gather"
+        ),
         f"chunks need micro-batches in whole rounds: {micro_batches} is no multiple of pp={setup.pp}": (
             setup.vpp > 1 and micro_batches % setup.pp > 0
         ),

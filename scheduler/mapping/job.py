@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from commlayer.profiles.errors import GroupError, UsageError
+from commlayer.scheduler.mapping import pipeline_schedule
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.pipeline_schedule import Schedule, chunks_of, merges, num_chunks, unfit
 
 __all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
 
@@ -62,7 +64,7 @@ class Setup:
 
     Attributes:
         gpus, tp, cp, pp, ep, etp: as :class:`~commlayer.scheduler.mapping.folded.FoldedMapping`.
-        vpp: chunks of layers that each pipeline rank has (interleaved 1F1B); 1: plain 1F1B.
+        vpp: chunks of layers that each pipeline rank has, interleaved; 1: none are, as with DualPipe.
         micro_batch: sequences of a micro-batch of one data-parallel rank.
         recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input
             stays).
@@ -71,9 +73,11 @@ class Setup:
         zero: what data parallelism shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
         folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp,
             and where it is more than that (or another factor of it) of cp too.
+        schedule: of micro-batches in the pipeline (:mod:`commlayer.scheduler.mapping.pipeline_schedule`).
 
     Raises:
-        UsageError: a number or a word out of its range.
+        UsageError: a number or a word out of its range; a schedule that does not go with the other degrees, with what is
+            recomputed, or with what is sharded.
         GroupError: degrees that do not divide, or that are not of the unfolded kind although ``folded`` is False.
     """
 
@@ -91,23 +95,46 @@ class Setup:
     attention: Attention = "tensor"
     zero: int = 1
     folded: bool = True
+    schedule: Schedule = "1f1b"
 
     def __post_init__(self) -> None:
         _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
         if type(self.zero) is not int or not 0 <= self.zero <= 3:
             raise UsageError(f"zero: expected 0, 1, 2 or 3, got {self.zero!r}")
-        words = {"recompute": Recompute, "precision": Precision, "dispatch": Dispatch, "attention": Attention}
+        words = {
+            "recompute": Recompute,
+            "precision": Precision,
+            "dispatch": Dispatch,
+            "attention": Attention,
+            "schedule": Schedule,
+        }
         for name, kind in words.items():
             if getattr(self, name) not in get_args(kind):
                 raise UsageError(f"{name}: expected {' or '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if self.gpus % (self.tp * self.cp * self.pp) or self.gpus % (self.etp * self.ep * self.pp):
             # its message names the nearest degrees that do divide
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
+        if self.schedule != "1f1b":
+            self._check_schedule()
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
                 f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "
                 f"cp={self.cp}: change them, or let the mapping fold"
             )
+
+    def _check_schedule(self) -> None:
+        why = unfit(self.schedule, self.pp, self.vpp)
+        if self.schedule == "1f1b-overlap" and self.ep == 1:
+            why = why or "there is no exchange of tokens to hide, got ep=1: take 1f1b"
+        if self.recompute == "full":
+            why = why or "its merged layers cannot be computed again as a whole: set recompute to selective or none"
+        if self.zero > 1 and self.pp > 1:
+            why = (
+                why
+                or f"its gradients are summed once a step, got zero={self.zero} with pp={self.pp}: set zero to 0 or 1"
+            )
+        if why:
+            raise UsageError(f"schedule {self.schedule}: {why}")
 
     @property
     def dp(self) -> int:
@@ -164,12 +191,43 @@ class Setup:
             )
         return job.global_batch // each
 
+    def passes(self, job: Job) -> int:
+        """Count the micro-batches that go through each of a rank's layers in a step. Raises as :meth:`micro_batches`."""
+        return pipeline_schedule.passes(self.schedule, self.micro_batches(job))
+
+    @property
+    def num_chunks(self) -> int:
+        """The chunks into which the layers are cut."""
+        return num_chunks(self.schedule, self.pp, self.vpp)
+
+    def chunks(self, stage: int) -> tuple[int, ...]:
+        """List those of a pipeline rank."""
+        return chunks_of(self.schedule, self.pp, stage, self.vpp)
+
+    def has_embedding(self, stage: int) -> bool:
+        """Whether a pipeline rank has the model's first chunk."""
+        return 0 in self.chunks(stage)
+
+    def has_head(self, stage: int) -> bool:
+        """Whether a pipeline rank has the model's last chunk."""
+        return self.num_chunks - 1 in self.chunks(stage)
+
+    @property
+    def copies(self) -> int:
+        """Pipeline ranks that have the same layers: two with DualPipe."""
+        return 2 if self.schedule == "dualpipe" else 1
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether forward and backward of two micro-batches are merged layer by layer."""
+        return merges(self.schedule)
+
     def check(self, job: Job) -> None:
         """Whether it is a way to do ``job``, as far as the model has no say in that.
 
         Raises:
             GroupError: another number of GPUs; a batch or a sequence that it does not divide; chunks of layers without a
-                pipeline, or whose order needs a multiple of pp micro-batches.
+                pipeline, or whose order needs a multiple of pp micro-batches; too few micro-batches for the schedule.
         """
         if self.gpus != job.gpus:
             raise GroupError(f"the job has {job.gpus} GPUs, but the setup {self.gpus}: give both as many")
@@ -183,6 +241,8 @@ class Setup:
                 f"vpp={self.vpp}: interleaved chunks need a pipeline, and a multiple of pp={self.pp} micro-batches, got {count}: "
                 "set vpp to 1, or change pp, the batch or the micro-batch"
             )
+        if why := unfit(self.schedule, self.pp, self.vpp, count):
+            raise GroupError(f"schedule {self.schedule}: {why}")
 
     def __str__(self) -> str:
         """The mapping in words, such as ``TP2 CP1 EP8 ETP1 PP8 VPP7 DP8 mb1 bf16 all_to_all``."""
@@ -195,6 +255,7 @@ class Setup:
             "" if self.attention == "tensor" else self.attention,
             "" if self.zero == 1 else f"ZeRO {self.zero}",
             "" if self.folded else "unfolded",
+            "" if self.schedule == "1f1b" else self.schedule,
         ]
         return ", ".join(word for word in words if word)
 

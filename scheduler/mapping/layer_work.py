@@ -71,7 +71,7 @@ class LayerWork:
     ``norm``: before attention; ``projections``: q, k, v and their rotation; ``core``; ``out``; ``middle``: residual sum and the
     norm before the FFN; ``router``; ``permute``: rows into the order of experts; ``experts`` with their SwiGLU; ``unpermute``:
     the weighted sum of what came home; ``shared``: what all tokens pass through (also a dense layer's FFN). ``forward``,
-    ``backward``: of all segments, µs.
+    ``backward``: of all segments, µs; ``weights``: of ``backward``, the products for weights' gradients.
     """
 
     norm: Times
@@ -88,11 +88,19 @@ class LayerWork:
     shared: Times
     forward: float = field(init=False)
     backward: float = field(init=False)
+    weights: float = field(init=False)
 
     def __post_init__(self) -> None:
         segments = [getattr(self, name) for name in _SEGMENTS]
         object.__setattr__(self, "forward", sum(each.forward for each in segments))
         object.__setattr__(self, "backward", sum(each.backward for each in segments))
+        products = (self.projections, self.out, self.router, self.experts, self.shared)
+        object.__setattr__(self, "weights", sum(each.weight_gradient for each in products))
+
+    @property
+    def attention_weights(self) -> float:
+        """Of ``weights``, those of attention's products, which run beside a message to the next stage."""
+        return self.projections.weight_gradient + self.out.weight_gradient
 
     def remade(self) -> float:
         """The work that selective recomputation does again (MegaScale-MoE, A.2): norms, the order of experts, SwiGLU."""

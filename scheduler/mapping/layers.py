@@ -10,6 +10,10 @@ What is hidden, and behind what:
   experts are whole (etp 1).
 - tokens in two levels (mapping/dispatch_levels.py) behind nothing: they are so where that is predicted to take less all the same.
 - what ``selective`` recomputation sends again is issued at the beginning of the layer's backward pass (MegaScale-MoE, figure 8b).
+- merged (:meth:`LayerBuilder.merged`): tokens of one micro-batch behind what another's computes, forward and backward, in the
+  order of Megatron-Core's model_chunk_schedule_plan.py and of DeepSeek-V3's figure 4.
+
+Kernels hold multiprocessors while they send (mapping/dispatch_kernels.py), which what is computed beside them lacks.
 """
 
 from __future__ import annotations
@@ -18,10 +22,16 @@ import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.mapping.cluster import Cluster
+from commlayer.scheduler.mapping.dispatch_kernels import (
+    MOST_TAKEN,
+    NCCL_MESSAGE_MULTIPROCESSORS,
+    NCCL_MULTIPROCESSORS,
+)
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, layer_work
@@ -56,6 +66,18 @@ Places = dict[str, list[PlannedCall]]
 """The calls of a pass, by their place in it (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
 
 
+class _ExpertParts(NamedTuple):
+    """What concerns the experts in a pass, in order: the calls to them, their work, what of it is put off until the calls back
+    are under way, these, and what is copied before and after."""
+
+    first: list[Compute]
+    out: list[PlannedCall]
+    computed: list[Compute]
+    later: Compute
+    home: list[PlannedCall]
+    last: list[Compute]
+
+
 class LayerBuilder:
     """Makes programs of layers and times them.
 
@@ -69,11 +91,11 @@ class LayerBuilder:
 
     def call(self, setup: Setup, exchange: StepCollective) -> PlannedCall:
         """The call of an exchange (once), by the plan that the run time would choose."""
-        nodes = group_nodes(self.cluster, setup, exchange)
+        nodes, kernels_us = group_nodes(self.cluster, setup, exchange), self.kernels_us(setup, exchange)
         if exchange.collective == SEND_RECV:
             us = exchange.count * self.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
             plan, durations_us = build(_around(exchange, nodes), Strategy.FLAT), (us,)
-        elif (kernels_us := self.kernels_us(setup, exchange)) is not None:
+        elif kernels_us is not None:
             traffic = Traffic.on_nodes(exchange.collective, exchange.logical_bytes, nodes)
             plan, us, durations_us = build(traffic, Strategy.FLAT), kernels_us, (kernels_us,)
         elif exchange.over is not Span.GROUP:
@@ -84,7 +106,18 @@ class LayerBuilder:
             us, plan, durations_us = decision.predicted_us, decision.plan, None
         part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
         profile = self.cluster.profile_of(nodes)
-        return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part)
+        taken = self._multiprocessors(nodes, exchange, is_kernels=kernels_us is not None)
+        return PlannedCall(exchange.name, plan, exchange.lane, exchange.axis, durations_us, profile, us, part, taken)
+
+    def _multiprocessors(self, nodes: tuple[int, ...], exchange: StepCollective, *, is_kernels: bool) -> float:
+        """The part of the GPU's multiprocessors that a call's kernels hold."""
+        if exchange.collective == SEND_RECV:
+            number = NCCL_MESSAGE_MULTIPROCESSORS
+        elif is_kernels and self.software.kernels is not None:
+            number = self.software.kernels.multiprocessors(len(nodes))
+        else:
+            number = NCCL_MULTIPROCESSORS
+        return min(number / self.cluster.gpu.multiprocessors, MOST_TAKEN)
 
     def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
         """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels where it has any, or in two
@@ -176,21 +209,54 @@ class LayerBuilder:
         """One layer's backward pass of a micro-batch, with what is computed and sent again for it."""
         work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
         exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
-        again = [each for each in exchanges if each.name.endswith(_AGAIN)]
-        at = self._places(setup, [each for each in exchanges if not each.name.endswith(_AGAIN)])
-        resent = self._places(setup, again)
+        at, resent = self._told_apart(setup, exchanges)
         if setup.recompute == "full":
             # What the forward pass sends comes first; a sequence that is gathered once more for a weight's gradient after it.
             gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
             resent |= {place: resent[place][:1] for place in gathered}
             return sequence(_renamed(self._forward(setup, work, resent)), self._backward(setup, work, at, gathered))
-        if setup.recompute == "selective":
-            weights = {"parameters": resent.pop("parameters")} if "parameters" in resent else {}
-            first = [Issue(call) for calls in resent.values() for call in calls]
-            last = [Wait(call) for calls in resent.values() for call in calls]
-            # Its calls run beside what is computed again; what they do not hide is waited for at once.
-            return sequence(first, Compute(work.remade(), "recompute"), last, self._backward(setup, work, at, weights))
-        return self._backward(setup, work, at, resent)
+        remade, resent = _remade(setup, work, resent)
+        return sequence(remade, self._backward(setup, work, at, resent))
+
+    def merged(self, setup: Setup, is_moe: bool = True) -> list[Item]:
+        """One layer's forward pass of a micro-batch and its backward pass of another, merged: one computes while the other's
+        tokens travel.
+
+        Exchanges go one after another: gradients to the experts, tokens to them, gradients from them, tokens from them. Products
+        for weights are computed when the gradients of tokens are on their way (``--delay-wgrad-compute``; DualPipe's split).
+        """
+        work = layer_work(self.job, setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
+        there = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
+        back, resent = self._told_apart(setup, layer_backward(self.job, setup, self.software, moe=is_moe))
+        remade, resent = _remade(setup, work, resent)
+        levels = self._chosen(setup)[0]
+        forth = self._expert_parts(work, there, levels, is_forward=True)
+        home = self._expert_parts(work, back, levels, is_forward=False, puts_off=True)
+        before, after = self._forward_around(setup, work, there)
+        before_back, after_back, later = self._backward_around(setup, work, back, resent, puts_off=True)
+        return sequence(
+            remade,
+            before_back,
+            home.first,
+            map(Issue, home.out),
+            later,
+            before,
+            forth.first,
+            map(Issue, forth.out),
+            map(Wait, home.out),
+            home.computed,
+            map(Issue, home.home),
+            home.later,
+            map(Wait, forth.out),
+            forth.computed,
+            map(Issue, forth.home),
+            map(Wait, home.home),
+            home.last,
+            after_back,
+            map(Wait, forth.home),
+            forth.last,
+            after,
+        )
 
     def timed(self, program: Sequence[Item]) -> Breakdown:
         """The times of ``program``, with calls of different axes in each other's way."""
@@ -205,6 +271,13 @@ class LayerBuilder:
         forecast = conflicts.simulate(list(numbered(program)), profile, policy)
         return _broken_down(forecast, program), forecast
 
+    def _told_apart(self, setup: Setup, exchanges: Iterable[StepCollective]) -> tuple[Places, Places]:
+        """A backward pass's calls, and those that are sent again."""
+        found: tuple[list[StepCollective], list[StepCollective]] = [], []
+        for each in exchanges:
+            found[each.name.endswith(_AGAIN)].append(each)
+        return self._places(setup, found[0]), self._places(setup, found[1])
+
     def _places(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
         return self._calls(setup, self.sent(setup, exchanges))
 
@@ -215,66 +288,86 @@ class LayerBuilder:
         return found
 
     def _forward(self, setup: Setup, work: LayerWork, at: Places) -> list[Item]:
+        experts = self._experts(setup, work, at, self._chosen(setup)[0], is_forward=True)
+        before, after = self._forward_around(setup, work, at)
+        return sequence(before, experts, after)
+
+    def _forward_around(self, setup: Setup, work: LayerWork, at: Places) -> tuple[list[Item], list[Item]]:
+        """What comes before the tokens' way to the experts, and after their way back."""
         is_tensor = setup.attention == "tensor"
         before, after = _sync(at.pop("before_attention", [])), _sync(at.pop("after_attention", []))
         parameters = at.pop("parameters", [])
         first, last = self._beside(parameters)
         program = sequence(
             first,
-            Compute(work.norm.forward, "memory"),
+            _moved(work.norm.forward),
             before if is_tensor else [],
             Compute(work.projections.forward, "attention"),
-            Compute(work.rotation.forward, "memory"),
+            _moved(work.rotation.forward),
             [] if is_tensor else before,
             self._core(at.pop("context", []), work.core.forward),
             [] if is_tensor else after,
             Compute(work.out.forward, "attention"),
             after if is_tensor else [],
-            Compute(work.middle.forward, "memory"),
+            _moved(work.middle.forward),
             Compute(work.router.forward, "dense"),
             _sync(at.pop("router", [])),
             _sync(at.pop("counts", [])),
             _sync(at.pop("before_ffn", [])),
             Compute(work.shared.forward, "dense"),
-            self._experts(setup, work, at, self._chosen(setup)[0], is_forward=True),
-            _sync(at.pop("after_ffn", [])),
-            last,
         )
+        after_experts = sequence(_sync(at.pop("after_ffn", [])), last)
         _check_used(at)
-        return program
+        return program, after_experts
 
     def _backward(self, setup: Setup, work: LayerWork, at: Places, again: Places) -> list[Item]:
+        experts = self._experts(setup, work, at, self._chosen(setup)[0], is_forward=False)
+        before, after, _ = self._backward_around(setup, work, at, again)
+        return sequence(before, experts, after)
+
+    def _backward_around(
+        self, setup: Setup, work: LayerWork, at: Places, again: Places, *, puts_off: bool = False
+    ) -> tuple[list[Item], list[Item], list[Item]]:
+        """What comes before the gradients' way to the experts, and after their way back, and what of that is put off.
+
+        ``puts_off``: attention's products for weights, but those beside which a sum is scattered.
+        """
         is_tensor = setup.attention == "tensor"
         before, after = at.pop("before_attention", []), _sync(at.pop("after_attention", []))
         first, last = self._beside(again.pop("parameters", []))
         first_sum, last_sum = self._beside(at.pop("gradients", []))
         if first_sum and not self.software.overlaps_gradients:
             first_sum, last_sum = [], _sync([item.call for item in first_sum if isinstance(item, Issue)])
-        program = sequence(
+        later = work.out.weight_gradient if puts_off else 0.0
+        projected = 0.0 if puts_off and not (is_tensor and before) else work.projections.weight_gradient
+        if not projected:
+            later += work.projections.weight_gradient
+        before_experts = sequence(
             first,
             first_sum,
             _sync(at.pop("after_ffn", [])),
             _around_products(
                 again.pop("before_ffn", []), Compute(work.shared.backward, "dense"), at.pop("before_ffn", [])
             ),
-            self._experts(setup, work, at, self._chosen(setup)[0], is_forward=False),
+        )
+        after_experts = sequence(
             Compute(work.router.backward, "dense"),
-            Compute(work.middle.backward, "memory"),
+            _moved(work.middle.backward),
             after if is_tensor else [],
-            Compute(work.out.backward, "attention"),
+            Compute(work.out.backward - (work.out.weight_gradient if puts_off else 0.0), "attention"),
             [] if is_tensor else after,
             self._core(at.pop("context", []), work.core.backward),
             [] if is_tensor else _sync(before),
-            Compute(work.rotation.backward, "memory"),
+            _moved(work.rotation.backward),
             _beside_product(again.pop("before_attention", []), Compute(work.projections.input_gradient, "attention")),
-            _beside_product(before if is_tensor else [], Compute(work.projections.weight_gradient, "attention")),
-            Compute(work.norm.backward, "memory"),
+            _beside_product(before if is_tensor else [], Compute(projected, "attention")),
+            _moved(work.norm.backward),
             last,
             last_sum,
         )
         _check_used(at)
         _check_used(again)
-        return program
+        return before_experts, after_experts, sequence(Compute(later, "attention"))
 
     def _beside(self, calls: list[PlannedCall]) -> tuple[list[Item], list[Item]]:
         """Weights of the next layer while this one computes, as prefetching software does; else now, and nothing beside."""
@@ -292,33 +385,41 @@ class LayerBuilder:
         self, setup: Setup, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool
     ) -> list[Item]:
         """Dispatch, experts and combine; backward the other way round."""
+        parts = self._expert_parts(work, at, levels, is_forward=is_forward, puts_off=self.software.puts_off_weights)
+        if levels is None and self._hides(setup, parts.out, parts.home):
+            chunks = self._chunked(parts.out[0], parts.home[0], parts.computed, parts.later, is_forward)
+            return [*parts.first, *chunks, *parts.last]
+        return [
+            *parts.first,
+            *_sync(parts.out),
+            *parts.computed,
+            *_home_beside(parts.home, parts.later),
+            *parts.last,
+        ]
+
+    def _expert_parts(
+        self, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool, puts_off: bool = False
+    ) -> _ExpertParts:
+        """Take what concerns the experts out of ``at``, in order. ``puts_off``: backward, their products for weights."""
         out = [*at.pop("dispatch", []), *at.pop("gather_experts", [])]
         home = [*at.pop("scatter_experts", []), *at.pop("combine", [])]
         put_off = 0.0
         if is_forward:
-            computed = [Compute(work.experts.forward, "experts"), Compute(work.expert_memory.forward, "memory")]
-            first, last = Compute(work.permute.forward, "memory"), Compute(work.unpermute.forward, "memory")
+            computed = [Compute(work.experts.forward, "experts"), _moved(work.expert_memory.forward)]
+            first, last = _moved(work.permute.forward), _moved(work.unpermute.forward)
         else:
-            put_off = work.experts.weight_gradient if self.software.puts_off_weights else 0.0
-            computed = [
-                Compute(work.experts.backward - put_off, "experts"),
-                Compute(work.expert_memory.backward, "memory"),
-            ]
-            first, last = Compute(work.unpermute.backward, "memory"), Compute(work.permute.backward, "memory")
+            put_off = work.experts.weight_gradient if puts_off else 0.0
+            computed = [Compute(work.experts.backward - put_off, "experts"), _moved(work.expert_memory.backward)]
+            first, last = _moved(work.unpermute.backward), _moved(work.permute.backward)
             out, home = home[::-1], out[::-1]
-        later = Compute(put_off, "experts")
-        if levels is not None and out and home:
-            memory = self._of_levels(levels, [*out, *home])
-            return [first, *_sync(out), *computed, *_home_beside(home, later), memory, last]
-        if self._hides(setup, out, home):
-            return [first, *self._chunked(out[0], home[0], computed, later, is_forward), last]
-        return [first, *_sync(out), *computed, *_home_beside(home, later), last]
+        beyond = [self._of_levels(levels, [*out, *home])] if levels is not None and out and home else []
+        return _ExpertParts([first], out, computed, Compute(put_off, "experts"), home, [*beyond, last])
 
     def _of_levels(self, levels: DispatchLevels, calls: Sequence[PlannedCall]) -> Compute:
         """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks' tokens, which the dispatcher
         takes for a part of the exchanges' time."""
         moved = self.compute.memory_us(levels.moved_elements * self.software.activation_bytes)
-        return Compute(moved + LEAST_GAIN * sum(call.us for call in calls), "memory")
+        return _moved(moved + LEAST_GAIN * sum(call.us for call in calls))
 
     def _hides(self, setup: Setup, out: list[PlannedCall], home: list[PlannedCall]) -> bool:
         """Whole experts, and one exchange each way: others would need a plan of their own."""
@@ -354,7 +455,7 @@ class LayerBuilder:
                 works = [*computed, later] if chunk < len(shares) - LATER_CHUNKS else computed
                 items += [
                     Wait(outs[chunk]),
-                    *(Compute(work.us * shares[chunk], work.name) for work in works if work.us),
+                    *(replace(work, us=work.us * shares[chunk]) for work in works if work.us),
                 ]
             else:
                 items.append(Issue(homes[chunk]))
@@ -368,7 +469,7 @@ class LayerBuilder:
         return replace(call, plan=decision.plan, us=decision.predicted_us)
 
 
-def sequence(*items: Item | Sequence[Item]) -> list[Item]:
+def sequence(*items: Item | Iterable[Item]) -> list[Item]:
     """One flat list; work of no length and calls of no time are left out."""
     flat = (one for item in items for one in ((item,) if isinstance(item, Item) else item))
     return [one for one in flat if (one.us if isinstance(one, Compute) else one.call.us)]
@@ -407,8 +508,24 @@ def _around_products(gathered: list[PlannedCall], work: Compute, scattered: list
     return [*_beside_product(gathered, half), *_beside_product(scattered, half)]
 
 
+def _moved(us: float) -> Compute:
+    """Work that the memory's rate bounds."""
+    return Compute(us, "memory", is_streaming=True)
+
+
+def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], Places]:
+    """What selective recomputation computes again, and sends again beside it: what that does not hide is waited for at once.
+    Behind it, what else is sent again; without recomputation that is all."""
+    if setup.recompute != "selective":
+        return [], resent
+    weights = {"parameters": resent.pop("parameters")} if "parameters" in resent else {}
+    calls = [call for place in resent.values() for call in place]
+    remade = Compute(work.remade(), "recompute", is_streaming=True)
+    return [*map(Issue, calls), remade, *map(Wait, calls)], weights
+
+
 def _renamed(program: Iterable[Item]) -> list[Item]:
-    return [Compute(item.us, "recompute") if isinstance(item, Compute) else item for item in program]
+    return [replace(item, name="recompute") if isinstance(item, Compute) else item for item in program]
 
 
 def _check_used(at: Places) -> None:

@@ -17,6 +17,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.job import Attention, Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import ModelShape, head_sizes, kv_heads_needed
+from commlayer.scheduler.mapping.pipeline_schedule import in_flight_chunks
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
@@ -81,17 +82,14 @@ def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention,
 
 
 def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations ``stage`` holds at once, at most.
+    """Micro-batches whose activations ``stage`` holds at once, at most, each through all chunks of the stage
+    (:func:`~commlayer.scheduler.mapping.pipeline_schedule.in_flight_chunks`).
 
-    1F1B: pp - stage. Interleaved (Narayanan 2021, arXiv:2104.04473; the warm-up of Megatron-Core): ((pp - stage - 1) · 2 +
-    (vpp - 1) · pp + 1) chunks of 1/vpp each, for stage 0 pp · (1 + (pp - 1) / (pp · vpp)); all where they are as many as stages.
+    1F1B: pp - stage. Interleaved (Narayanan 2021, arXiv:2104.04473; the warm-up of Megatron-Core), for stage 0
+    pp · (1 + (pp - 1) / (pp · vpp)).
     """
-    warm = setup.pp - stage
-    if setup.vpp == 1:
-        return min(warm, micro_batches)
-    if micro_batches == setup.pp:
-        return micro_batches
-    return min(((warm - 1) * 2 + (setup.vpp - 1) * setup.pp + 1) / setup.vpp, micro_batches)
+    chunks = in_flight_chunks(setup.schedule, setup.pp, stage, micro_batches, setup.vpp)
+    return chunks / len(setup.chunks(stage))
 
 
 def state_bytes_per_parameter(zero: int, replicas: float, gradient_bytes: int) -> tuple[float, float, float]:
@@ -130,10 +128,13 @@ def estimate(job: Job, setup: Setup, gradient_bytes: int = 4, *, software: Softw
             sum(elements * each[state] for elements, each in zip(held.elements, per, strict=True)) for state in range(3)
         )
         activations = stage.sparse * sizes.sparse + stage.dense * sizes.dense
-        activations *= in_flight(setup, stage.number, micro_batches)
-        if stage.number == setup.pp - 1:
+        if setup.is_merged:  # a layer of the forward task is there before the first of the backward task is freed
+            activations *= in_flight(setup, stage.number, micro_batches) + 1 / stage.layers
+        else:
+            activations *= in_flight(setup, stage.number, micro_batches)
+        if setup.has_head(stage.number):
             activations += sizes.logits
-        buffers = sizes.working
+        buffers = sizes.working * (2 if setup.is_merged else 1)  # both tasks have a layer under way
         if setup.zero >= 2:
             buffers += _absent(held, over) * (gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
         if (total := weights + gradients + optimizer + activations + buffers) > most:

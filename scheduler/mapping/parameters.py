@@ -22,6 +22,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.pipeline_schedule import Schedule, chunks_of, is_dual, num_chunks
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
@@ -123,6 +124,11 @@ class Stage(NamedTuple):
     @property
     def layers(self) -> int:
         return self.dense + self.sparse
+
+    @property
+    def numbers(self) -> tuple[tuple[bool, int], ...]:
+        """(whether they have experts, how many) of each kind of layers that it has."""
+        return tuple(each for each in ((True, self.sparse), (False, self.dense)) if each[1])
 
     @property
     def kinds(self) -> tuple[bool, ...]:
@@ -236,17 +242,37 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
 
 
 @lru_cache(maxsize=4096)
-def stages(layers: int, dense_layers: int, pp: int, vpp: int) -> tuple[Stage, ...]:
+def stage_of_ranks(layers: int, dense_layers: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, ...]:
+    """For each pipeline rank which of :func:`stages` is like it, by its place among them."""
+    every = stages(layers, dense_layers, pp, vpp, schedule)
+    kinds = {_kind(stage.number, stage.dense, stage.sparse, pp, vpp, schedule): i for i, stage in enumerate(every)}
+    own = (_layers(layers, dense_layers, pp, vpp, rank, schedule) for rank in range(pp))
+    return tuple(kinds[_kind(rank, *each, pp, vpp, schedule)] for rank, each in enumerate(own))
+
+
+def _kind(rank: int, dense: int, sparse: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, int, int]:
+    """What makes a rank like another: the ends of the model are like no other."""
+    own = chunks_of(schedule, pp, rank, vpp)
+    return (0 in own) + 2 * (num_chunks(schedule, pp, vpp) - 1 in own), dense, sparse
+
+
+@lru_cache(maxsize=4096)
+def stages(layers: int, dense_layers: int, pp: int, vpp: int, schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
     The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others
-    of one less. Chunk c is on stage c mod pp, as Megatron's interleaved schedule lays them.
+    of one less. Chunk c is on stage c mod pp, as Megatron's interleaved schedule lays them, or where DualPipe has it.
 
     Raises:
         UsageError: a chunk would be empty; names the nearest degrees for which none is.
     """
-    chunks = pp * vpp
+    chunks = num_chunks(schedule, pp, vpp)
     if chunks > layers:
+        if is_dual(schedule):
+            raise UsageError(
+                f"{layers} layers do not fill the {chunks} chunks of {schedule} with pp={pp}: expected no chunk without a layer; "
+                f"take at most pp={layers * pp // chunks}"
+            )
         ways = [f"pp={layers // vpp}"] * (vpp <= layers) + [f"vpp={layers // pp}"] * (pp <= layers and vpp > 1)
         raise UsageError(
             f"{layers} layers do not fill pp={pp} × vpp={vpp} = {chunks} chunks: expected no chunk without a layer; take at most "
@@ -254,10 +280,10 @@ def stages(layers: int, dense_layers: int, pp: int, vpp: int) -> tuple[Stage, ..
         )
     found: dict[tuple[int, int, int], Stage] = {}
     for number in range(pp):
-        dense, sparse = _layers(layers, dense_layers, pp, vpp, number)
-        end = number + 1 if number in (0, pp - 1) else 0  # the ends of the model are like no other
-        known = found.get((end, dense, sparse))
-        found[end, dense, sparse] = known._replace(alike=known.alike + 1) if known else Stage(number, dense, sparse)
+        dense, sparse = _layers(layers, dense_layers, pp, vpp, number, schedule)
+        kind = _kind(number, dense, sparse, pp, vpp, schedule)
+        known = found.get(kind)
+        found[kind] = known._replace(alike=known.alike + 1) if known else Stage(number, dense, sparse)
     return tuple(found.values())
 
 
@@ -266,13 +292,13 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
 
     With interleaved chunks a stage's layers lie apart; dense ones, which come first, then are those of its first chunk.
     """
-    return _layers(model.layers, model.dense_layers, setup.pp, setup.vpp, stage)
+    return _layers(model.layers, model.dense_layers, setup.pp, setup.vpp, stage, setup.schedule)
 
 
-def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int) -> tuple[int, int]:
-    each, larger = divmod(layers, pp * vpp)
+def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int, schedule: Schedule) -> tuple[int, int]:
+    each, larger = divmod(layers, num_chunks(schedule, pp, vpp))
     total = dense = 0
-    for chunk in range(stage, pp * vpp, pp):
+    for chunk in chunks_of(schedule, pp, stage, vpp):
         count = each + (chunk < larger)
         total += count
         dense += max(0, min(dense_layers - chunk * each - min(chunk, larger), count))
@@ -280,7 +306,8 @@ def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int) -> tu
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[StageElements, ...]:
-    """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second.
+    """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second; of
+    every kind of stage with DualPipe and its V, whose ranks have a large chunk with a small one, or two large ones.
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
     whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all
@@ -293,17 +320,19 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
     Raises:
         UsageError: as :func:`check`.
     """
-    return _held(model, setup.pp, setup.vpp, _sharding_of(setup, software))
+    return _held(model, setup.pp, setup.vpp, setup.schedule, _sharding_of(setup, software))
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(model: ModelShape, pp: int, vpp: int, sharding: _Sharding) -> tuple[StageElements, ...]:
+def _held(model: ModelShape, pp: int, vpp: int, schedule: Schedule, sharding: _Sharding) -> tuple[StageElements, ...]:
     _check(model, sharding)
-    every = stages(model.layers, model.dense_layers, pp, vpp)
+    every = stages(model.layers, model.dense_layers, pp, vpp, schedule)
     sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
     found = []
-    for stage in dict.fromkeys((every[0], every[min(1, len(every) - 1)], every[-1])):
-        first, last = _ends(model, sharding, pp, stage.number)
+    wanted = every if is_dual(schedule) else (every[0], every[min(1, len(every) - 1)], every[-1])
+    for stage in dict.fromkeys(wanted):
+        own = chunks_of(schedule, pp, stage.number, vpp)
+        first, last = _ends(model, sharding, 0 in own, num_chunks(schedule, pp, vpp) - 1 in own)
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
         elements = Elements(*(stage.sparse * a + stage.dense * b + c for a, b, c in parts))
         found.append(StageElements(stage, elements, sparse if stage.sparse else dense))
@@ -321,8 +350,8 @@ def replicas(setup: Setup, software: Software) -> tuple[int, int, int]:
 
     Megatron-LM's distributed optimizer does not look across tp, although all its ranks have the second.
     """
-    split = setup.dp * setup.cp
-    return split, split * setup.tp if axis_of_whole(setup, software) == "stage" else split, setup.edp
+    split = setup.dp * setup.cp * setup.copies
+    return split, split * setup.tp if axis_of_whole(setup, software) == "stage" else split, setup.edp * setup.copies
 
 
 def held_elements(model: ModelShape, setup: Setup, software: Software) -> float:
@@ -364,7 +393,8 @@ def replicated_elements(model: ModelShape, setup: Setup, software: Software, sta
 
 def end_parameters(model: ModelShape, setup: Setup, software: Software, stage: int) -> tuple[list[Sized], list[Sized]]:
     """Embedding, and norm with head, on one rank of this stage, in order."""
-    first, last = _ends(model, _sharding_of(setup, software), setup.pp, stage)
+    ends = setup.has_embedding(stage), setup.has_head(stage)
+    first, last = _ends(model, _sharding_of(setup, software), *ends)
     return _on_axes(first, setup, software), _on_axes(last, setup, software)
 
 
@@ -412,17 +442,19 @@ def _on_axes(parameters: Iterable[_Parameter], setup: Setup, software: Software)
 def _stage(model: ModelShape, setup: Setup, software: Software, stage: int) -> list[_Parameter]:
     dense, sparse = layers_of(model, setup, stage)
     sharding = _sharding_of(setup, software)
-    first, last = _ends(model, sharding, setup.pp, stage)
+    first, last = _ends(model, sharding, setup.has_embedding(stage), setup.has_head(stage))
     return [*first, *_layer(model, sharding, False) * dense, *_layer(model, sharding, True) * sparse, *last]
 
 
-def _ends(model: ModelShape, sharding: _Sharding, pp: int, stage: int) -> tuple[list[_Parameter], list[_Parameter]]:
+def _ends(
+    model: ModelShape, sharding: _Sharding, has_embedding: bool, has_head: bool
+) -> tuple[list[_Parameter], list[_Parameter]]:
     whole = model.vocabulary * model.hidden
     axis, elements = ("dp_cp", -(-whole // sharding.tp)) if sharding.splits_ends else (_WHOLE, whole)
-    first = [_Parameter("embedding", axis, elements)] if stage == 0 else []
-    if stage < pp - 1:
+    first = [_Parameter("embedding", axis, elements)] if has_embedding else []
+    if not has_head:
         return first, []
-    is_own = stage > 0 or not model.ties_embeddings
+    is_own = not (has_embedding and model.ties_embeddings)
     head = [_Parameter("head", axis, elements)] if is_own else []
     return first, [_Parameter("norms", _WHOLE, model.hidden), *head]
 

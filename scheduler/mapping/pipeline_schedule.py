@@ -1,33 +1,195 @@
-"""Pipeline schedules: what order micro-batches take through the stages, and how long that lasts.
+"""Pipeline schedules: which chunks of a model's layers a rank has, and how long all micro-batches take.
 
-1F1B (PipeDream-Flush) and its interleaved form (Narayanan et al. 2021, arXiv:2104.04473, section 2.2): each of p ranks has v
-chunks of layers, and chunk c of rank r is virtual stage c·p + r. With equal stages the bubble is (p−1)/v of a rank's time per
-micro-batch.
+- ``1f1b``: PipeDream-Flush and, with v > 1 chunks, its interleaved form (Narayanan et al. 2021, arXiv:2104.04473, section 2.2):
+  each of p ranks has v chunks of layers, and chunk c of rank r is virtual stage c·p + r. With equal stages the bubble is
+  (p−1)/v of a rank's time per micro-batch.
+- ``1f1b-overlap``: the same with one forward task more before the first backward one, and then one task of each merged layer by
+  layer, so that the exchange of tokens of one is under way while the other computes (Megatron-Core,
+  ``--overlap-moe-expert-parallel-comm``: core/pipeline_parallel/combined_1f1b.py, and schedules.py for the order). The first
+  forward tasks and the last backward ones have no partner. Megatron-Core wants chunks there, or no pipeline.
+- ``dualpipe``: micro-batches enter at both ends, and each rank has the stages of both directions (DeepSeek-V3, arXiv:2412.19437,
+  section 3.2.1); forward and backward of opposite directions are merged, and products for weights fill gaps.
+- ``dualpipev``: half of it: a V of two chunks on each rank, 2·p stages in all (deepseek-ai/DualPipe).
 
-:func:`makespan_us` is that closed form, for stages that need not be equal; :func:`timetable` lays every task out, which tests
-hold the closed form against and pictures show.
+:func:`course` says how long that is; mapping/pipeline_orders.py lays every task out, which tests hold closed forms against and
+pictures show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
 
-from commlayer.profiles.errors import InternalError, UsageError
+__all__ = [
+    "SCHEDULES",
+    "Course",
+    "Hops",
+    "Schedule",
+    "StageTimes",
+    "bubble_us",
+    "chunks_of",
+    "count_merged",
+    "course",
+    "hops",
+    "in_flight_chunks",
+    "is_dual",
+    "makespan_us",
+    "merges",
+    "num_chunks",
+    "passes",
+    "unfit",
+]
 
-__all__ = ["Task", "bubble_us", "hops", "makespan_us", "order", "timetable"]
+Schedule = Literal["1f1b", "1f1b-overlap", "dualpipe", "dualpipev"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One micro-batch through one chunk of layers, in one direction. ``start``, ``end``: µs."""
+def is_dual(schedule: Schedule) -> bool:
+    """Whether it is DualPipe or DualPipeV, whose ranks have two chunks each."""
+    return schedule in ("dualpipe", "dualpipev")
 
-    rank: int
-    chunk: int
-    micro_batch: int
-    is_forward: bool
-    start: float = 0.0
-    end: float = 0.0
+
+def merges(schedule: Schedule) -> bool:
+    """Whether forward and backward of two micro-batches are merged layer by layer."""
+    return schedule != "1f1b"
+
+
+def num_chunks(schedule: Schedule, ranks: int, chunks: int) -> int:
+    """Count the chunks into which the layers are cut. ``chunks``: of each rank, where ranks' chunks are interleaved."""
+    return 2 * ranks if schedule == "dualpipev" else ranks * chunks
+
+
+def chunks_of(schedule: Schedule, ranks: int, rank: int, chunks: int) -> tuple[int, ...]:
+    """List the chunks of the model that ``rank`` has: two ranks have the same ones with DualPipe."""
+    if schedule == "dualpipe":
+        return rank, ranks - 1 - rank
+    if schedule == "dualpipev":
+        return rank, 2 * ranks - 1 - rank
+    return tuple(range(rank, ranks * chunks, ranks))
+
+
+def passes(schedule: Schedule, micro_batches: int) -> int:
+    """Count the micro-batches that go through a layer of a rank: half of all with DualPipe, whose two directions share them."""
+    return micro_batches // 2 if schedule == "dualpipe" else micro_batches
+
+
+def unfit(schedule: Schedule, ranks: int, chunks: int, micro_batches: int | None = None) -> str:
+    """Say why a schedule does not go with a pipeline, and what would; empty where it does.
+
+    ``micro_batches`` None: whatever their number.
+    """
+    return next(_reasons(schedule, ranks, chunks, micro_batches), "")
+
+
+def _reasons(schedule: Schedule, ranks: int, chunks: int, micro_batches: int | None) -> Iterator[str]:
+    if schedule == "1f1b-overlap" and ranks > 1 and chunks == 1:
+        yield f"expected vpp of at least 2 with pp={ranks} (Megatron-Core merges interleaved chunks), got 1: set vpp, or pp=1"
+    if is_dual(schedule) and chunks > 1:
+        yield f"expected vpp=1, as each rank has two chunks already, got {chunks}"
+    if is_dual(schedule) and ranks == 1:
+        yield "expected a pipeline, got pp=1: take 1f1b-overlap"
+    if schedule == "dualpipe" and ranks % 2:
+        yield f"expected an even number of stages, as two directions meet, got pp={ranks}: change pp, or take dualpipev"
+    if micro_batches is None:
+        return
+    if is_dual(schedule) and micro_batches < 2 * ranks:
+        yield f"expected at least 2 · pp = {2 * ranks} micro-batches, got {micro_batches}: lower pp or the micro-batch"
+    if schedule == "dualpipe" and micro_batches % 2:
+        yield f"expected an even number of micro-batches, half for each direction, got {micro_batches}: change the micro-batch"
+
+
+def in_flight_chunks(schedule: Schedule, ranks: int, rank: int, micro_batches: int, chunks: int) -> float:
+    """Chunks whose activations ``rank`` holds at once, at most, as they are when a task ends.
+
+    1F1B: p − rank. Interleaved: (p − rank − 1) · 2 + (v − 1) · p + 1; all, where the micro-batches are as many as ranks. Merged,
+    as many: one forward task more is done before, and what a merged task adds it frees. DualPipe and its V: one more than the
+    stages of a direction (README of deepseek-ai/DualPipe).
+    """
+    total = float(passes(schedule, micro_batches) * len(chunks_of(schedule, ranks, rank, chunks)))
+    if is_dual(schedule):
+        return min(num_chunks(schedule, ranks, chunks) + 1.0, total)
+    if chunks == 1:
+        return min(float(ranks - rank), total)
+    if micro_batches == ranks:
+        return total
+    return min((ranks - rank - 1) * 2.0 + (chunks - 1) * ranks + 1, total)
+
+
+class StageTimes(NamedTuple):
+    """µs of one micro-batch through all chunks of a rank: forward; backward, of which ``weights_us`` are products for weights'
+    gradients; and both of two micro-batches merged (``merged_us``)."""
+
+    forward_us: float
+    backward_us: float
+    weights_us: float = 0.0
+    merged_us: float = 0.0
+
+    @property
+    def alone_us(self) -> float:
+        """Forward and backward, one after the other."""
+        return self.forward_us + self.backward_us
+
+
+class Course(NamedTuple):
+    """The time of all micro-batches: rank ``slowest`` takes ``alone`` of them by themselves and ``merged`` in pairs (both counted
+    through all of its chunks), and is idle for ``bubble_us``."""
+
+    slowest: int
+    alone: float
+    merged: float
+    bubble_us: float
+
+    def total_us(self, stages: Sequence[StageTimes]) -> float:
+        """The time from the first task to the last, µs."""
+        stage = stages[self.slowest]
+        return self.alone * stage.alone_us + self.merged * stage.merged_us + self.bubble_us
+
+
+Makespan = Callable[[Schedule, Sequence[StageTimes], int], float]
+
+
+def course(
+    schedule: Schedule,
+    stages: Sequence[StageTimes],
+    micro_batches: int,
+    chunks: int = 1,
+    *,
+    makespan: Makespan | None = None,
+) -> Course:
+    """How all micro-batches go through ``stages``, one of each rank.
+
+    1F1B with merged tasks, equal stages, f and b of a chunk by itself and x of two merged: p·v·(f + b) + (m·v − (v−1)·p − 1)·x.
+    Where stages differ it is as with :func:`makespan_us`. DualPipe has no closed form but for special cases; ``makespan`` lays
+    its tasks out (:func:`commlayer.scheduler.mapping.pipeline_orders.laid_out_us`), and without it the bubble is left out: a
+    bound.
+    """
+    ranks = len(stages)
+    if is_dual(schedule):
+        counts = [count_merged(schedule, ranks, rank, micro_batches) for rank in range(ranks)]
+        whole = passes(schedule, micro_batches)
+        busy = [
+            (whole - x / 2) * each.alone_us + x / 2 * each.merged_us for each, x in zip(stages, counts, strict=True)
+        ]
+        slowest = max(range(ranks), key=busy.__getitem__)
+        bubble = max(0.0, makespan(schedule, stages, micro_batches) - busy[slowest]) if makespan else 0.0
+        return Course(slowest, whole - counts[slowest] / 2, counts[slowest] / 2, bubble)
+    alone = float(micro_batches)
+    if schedule == "1f1b-overlap":
+        alone = min(alone, ((chunks - 1) * ranks + 1) / chunks)
+    merged = micro_batches - alone
+    busy = [alone * each.alone_us + merged * each.merged_us for each in stages]
+    slowest = max(range(ranks), key=busy.__getitem__)
+    whole_us = sum(each.alone_us for each in stages)
+    return Course(slowest, alone, merged, (whole_us - stages[slowest].alone_us) / chunks)
+
+
+def count_merged(schedule: Schedule, ranks: int, rank: int, micro_batches: int) -> int:
+    """Merged tasks of ``rank`` with DualPipe or its V (the order is that of deepseek-ai/DualPipe)."""
+    half = ranks // 2 if schedule == "dualpipe" else ranks
+    place = min(rank, ranks - 1 - rank) if schedule == "dualpipe" else rank
+    each_way = passes(schedule, micro_batches)
+    is_middle = place == half - 1
+    return 2 * (each_way - 2 * half + place + 1) - is_middle + half - place - 1
 
 
 def bubble_us(stages_us: Sequence[float], chunks: int) -> float:
@@ -36,7 +198,7 @@ def bubble_us(stages_us: Sequence[float], chunks: int) -> float:
 
 
 def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1) -> float:
-    """Compute the time of all micro-batches, µs: the slowest rank works without a pause but for the bubble.
+    """Compute the time of all micro-batches of 1F1B, µs: the slowest rank works without a pause but for the bubble.
 
     Exact for equal stages, and where the slowest is the last, as it is by the head; where it is another, and forward and backward
     have one ratio in all stages, never too short: a part of the bubble behind it is then hidden.
@@ -44,110 +206,31 @@ def makespan_us(stages_us: Sequence[float], micro_batches: int, chunks: int = 1)
     return micro_batches * max(stages_us) + bubble_us(stages_us, chunks)
 
 
-def hops(ranks: int, micro_batches: int, chunks: int = 1) -> int:
-    """Sends between stages that lengthen a step, where each is posted as soon as there is something to send and takes no longer
-    than a forward task: those on the longest chain of tasks that wait for each other.
+class Hops(NamedTuple):
+    """Sends between stages that lengthen a step: with tasks that are ``alone``, and with ``merged`` ones, whose last products for
+    weights run beside them."""
+
+    alone: int
+    merged: int = 0
+
+
+def hops(ranks: int, micro_batches: int, chunks: int = 1, schedule: Schedule = "1f1b") -> Hops:
+    """Count the sends that lengthen a step, where each is posted as soon as there is something to send and takes no longer than
+    a forward task: those on the longest chain of tasks that wait for each other.
 
     1F1B: 2(p−1) to fill and drain, and each further micro-batch 2 but for one in p; interleaved: 2(p·v−1), however many
-    micro-batches there are. Found from :func:`timetable`, and held against it by tests.
+    micro-batches there are. Merged tasks of neighbours wait for each other, so that each of the slowest rank adds one; with
+    DualPipe p−1 in p do, and it fills and drains from both ends. Found from
+    :func:`~commlayer.scheduler.mapping.pipeline_orders.timetable`, and held against it by tests.
     """
     if ranks == 1:
-        return 0
+        return Hops(0)
+    if schedule == "dualpipe":
+        return Hops(2 * (ranks - 1), max(0, micro_batches * (ranks - 1) // ranks - ranks // 2 - 1))
+    if schedule == "dualpipev":
+        return Hops(4 * (ranks - 1), max(0, 2 * micro_batches * (ranks - 1) // ranks - 2 * ranks))
+    if schedule == "1f1b-overlap":
+        return Hops(2 * (ranks * chunks - 1), max(0, micro_batches * chunks - (chunks - 1) * ranks - 2))
     if chunks > 1:
-        return 2 * (ranks * chunks - 1)
-    return 2 * (ranks - 1) + 2 * (micro_batches - 1 - -(-(micro_batches - 1) // ranks))
-
-
-def order(ranks: int, rank: int, micro_batches: int, chunks: int = 1) -> list[tuple[int, int, bool]]:
-    """(chunk, micro-batch, is forward) in the order in which ``rank`` runs them, as Megatron-Core does.
-
-    Raises UsageError where chunks are interleaved and the ranks do not divide the micro-batches.
-    """
-    if chunks > 1 and micro_batches % ranks:
-        raise UsageError(
-            f"interleaved chunks need a multiple of pp={ranks} micro-batches, got {micro_batches}: change the batch, "
-            "micro-batch or pp, or set vpp to 1"
-        )
-    total = micro_batches * chunks
-    if chunks == 1:
-        warm = min(ranks - rank - 1, total)
-    elif micro_batches == ranks:
-        warm = total
-    else:
-        warm = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, total)
-    forward = [(*_place(k, ranks, chunks), True) for k in range(total)]
-    backward = []
-    for k in range(total):
-        chunk, micro_batch = _place(k, ranks, chunks)
-        backward.append((chunks - 1 - chunk, micro_batch, False))
-    found = forward[:warm]
-    for k in range(total - warm):
-        found += [forward[warm + k], backward[k]]
-    return found + backward[total - warm :]
-
-
-def _place(index: int, ranks: int, chunks: int) -> tuple[int, int]:
-    """Chunk and micro-batch of the index-th forward task: groups of as many micro-batches as ranks go through all chunks."""
-    if chunks == 1:
-        return 0, index
-    group, within = divmod(index, ranks * chunks)
-    return within // ranks, group * ranks + within % ranks
-
-
-def timetable(
-    forward_us: Sequence[float],
-    backward_us: Sequence[float],
-    micro_batches: int,
-    chunks: int = 1,
-    *,
-    send_us: float = 0.0,
-) -> list[Task]:
-    """Every task of every rank, with its times. ``forward_us[r]``: of one micro-batch through all chunks of rank r.
-
-    ``send_us``: between ranks, beside what they compute. Raises UsageError as :func:`order`.
-    """
-    ranks = len(forward_us)
-    queues = [order(ranks, rank, micro_batches, chunks) for rank in range(ranks)]
-    places, free = [0] * ranks, [0.0] * ranks
-    ended: dict[tuple[int, int, bool], float] = {}
-    tasks: list[Task] = []
-    remaining = sum(map(len, queues))
-    while remaining:
-        moved = False
-        for rank in range(ranks):
-            while places[rank] < len(queues[rank]):
-                chunk, micro_batch, is_forward = queues[rank][places[rank]]
-                virtual = chunk * ranks + rank
-                ready = _ready(ended, virtual, ranks * chunks, micro_batch, is_forward, send_us)
-                if ready is None:
-                    break
-                start = max(free[rank], ready)
-                free[rank] = start + (forward_us if is_forward else backward_us)[rank] / chunks
-                ended[virtual, micro_batch, is_forward] = free[rank]
-                tasks.append(Task(rank, chunk, micro_batch, is_forward, start, free[rank]))
-                places[rank] += 1
-                remaining -= 1
-                moved = True
-        if not moved:
-            raise InternalError(f"a pipeline of {ranks} ranks and {chunks} chunks waits in a circle")
-    return tasks
-
-
-def _ready(
-    ended: dict[tuple[int, int, bool], float],
-    stage: int,
-    stages: int,
-    micro_batch: int,
-    is_forward: bool,
-    send_us: float,
-) -> float | None:
-    """When the input of a task is there; None while the task that makes it has not been laid out."""
-    if is_forward:
-        return 0.0 if stage == 0 else _after(ended.get((stage - 1, micro_batch, True)), send_us)
-    if stage == stages - 1:
-        return ended.get((stage, micro_batch, True))
-    return _after(ended.get((stage + 1, micro_batch, False)), send_us)
-
-
-def _after(end: float | None, send_us: float) -> float | None:
-    return None if end is None else end + send_us
+        return Hops(2 * (ranks * chunks - 1))
+    return Hops(2 * (ranks - 1) + 2 * (micro_batches - 1 - -(-(micro_batches - 1) // ranks)))

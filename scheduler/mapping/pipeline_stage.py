@@ -18,7 +18,7 @@ from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.layer_work import head_work
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes, sequence
 from commlayer.scheduler.mapping.parameters import Stage
-from commlayer.scheduler.mapping.step_collectives import StepCollective, step_exchanges
+from commlayer.scheduler.mapping.step_collectives import SEND_RECV, StepCollective, step_exchanges
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, run_alone
 from commlayer.scheduler.traffic import link_over
 
@@ -46,11 +46,11 @@ class Exposed:
 def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
     """Time embedding, head and loss, and what ZeRO-2 and 3 send for them, with one micro-batch, forward and backward."""
     parts: list[Item] = []
-    if stage.number == setup.pp - 1:
+    if setup.has_head(stage.number):
         times = head_work(builder.job, setup, builder.compute)
         parts += [Compute(times.forward, "head"), Compute(times.backward, "head")]
     found = run_alone(parts)
-    sent = setup.micro_batches(builder.job)
+    sent = setup.passes(builder.job)
     for exchange in step_exchanges(builder.job, setup, builder.software, stage=stage.number):
         if exchange.place in ("embedding", "head", "loss") or _is_of_every_micro_batch(exchange, setup):
             if exchange.axis == "world":
@@ -167,6 +167,8 @@ def _least_us(builder: LayerBuilder, setup: Setup, exchange: StepCollective) -> 
     nodes = group_nodes(builder.cluster, setup, exchange)
     if sum(nodes) == 1 or exchange.logical_bytes < 1:
         return 0.0
+    if exchange.collective == SEND_RECV:
+        return builder.pricer.us(SEND_RECV, exchange.logical_bytes, nodes)
     size = int(2 ** (math.floor(math.log2(exchange.logical_bytes) * _SIZES) / _SIZES))
     decision = builder.pricer.decide(exchange.collective, size, nodes)
     return _FINER * min(each.total_us for each in decision.candidates)

@@ -24,9 +24,10 @@ from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
-from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, setups, simplicity
+from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, recomputable, setups, simplicity
 
 __all__ = ["CLOSEST", "MOST_GPUS", "Estimates", "Fit", "SearchResult", "search", "smallest_fit"]
 
@@ -238,7 +239,9 @@ class _Frontier:
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
         """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
         place = self._recompute.index(setup.recompute) + 1
-        if place < len(self._recompute) and not _is_by_itself(setup):
+        if place >= len(self._recompute) or _is_by_itself(setup):
+            return
+        if self._recompute[place] in recomputable(setup.schedule, self._recompute):
             self._admit(bound_us, replace(setup, recompute=self._recompute[place]))
 
     def _fits(self, setup: Setup) -> bool:
@@ -358,12 +361,14 @@ def smallest_fit(
 
 def _leanest(space: Space) -> Space:
     """``space`` without what never takes less memory than what is left."""
-    recompute = max(space.recompute, key=RECOMPUTE.index)
+    schedule = min(space.schedule, key=SCHEDULES.index)  # merged tasks take more memory, or copies
+    recompute = recomputable(schedule, space.recompute) or space.recompute
     return replace(
         space,
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
-        vpp=space.vpp or (1,),
-        recompute=(recompute,),
+        vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
+        schedule=(schedule,),
+        recompute=(max(recompute, key=RECOMPUTE.index),),
         zero=(max(space.zero),),
     )
 

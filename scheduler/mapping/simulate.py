@@ -4,7 +4,7 @@ Layers are programs of what is computed and what is sent (:mod:`commlayer.schedu
 them is planned and priced as the run time would (``choose``, ``price``), and where calls meet on a link the conflict model says
 what that costs (:mod:`commlayer.scheduler.conflicts`), lanes included: there is no other cost model. On top of the layers:
 
-- the pipeline: micro-batches through the slowest stage, and the bubble of 1F1B or of its interleaved form
+- the pipeline: micro-batches through the slowest stage, by themselves or merged with others, and the bubble of the schedule
   (mapping/pipeline_schedule.py);
 - activations between stages: those on the longest chain of tasks, of which interleaving leaves few (``hops``);
 - gradients and sharded weights at the edges of a step, as far as the backward and the forward pass do not hide them
@@ -26,10 +26,11 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, layer_work, tokens_of
+from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work, layer_work, tokens_of
 from commlayer.scheduler.mapping.layers import LayerBuilder, group_nodes
 from commlayer.scheduler.mapping.parameters import Stage
-from commlayer.scheduler.mapping.pipeline_schedule import bubble_us, hops
+from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
+from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, bubble_us, course, hops, is_dual
 from commlayer.scheduler.mapping.pipeline_stage import (
     Exposed,
     boundary_us,
@@ -113,11 +114,9 @@ class Estimator:
         """
         calls = level >= 2
         stages = self._stages(setup)
-        per_stage = [self._stage_us(setup, stage, calls) for stage in stages]
-        count = setup.micro_batches(self.job)
-        total = count * max(per_stage) + _bubble_us(per_stage, stages, setup) + self._optimizer_us(setup)
+        total = self._least_pipeline_us(setup, stages, calls) + self._optimizer_us(setup)
         if calls:
-            total += hops(setup.pp, count, setup.vpp) * self._boundary(setup)[0]
+            total += self._sending_us(setup)
         if level in (1, 2):
             total += self._least_exposed_us(setup, calls)
         elif level > 2:
@@ -188,27 +187,92 @@ class Estimator:
 
     def _pipeline(self, setup: Setup, stages: tuple[Stage, ...]) -> Breakdown:
         """All micro-batches, with the bubble and what is exposed between stages."""
-        count = setup.micro_batches(self.job)
-        each_stage = []
-        for stage in stages:
-            times = Breakdown()
-            for is_moe in (True, False):
-                if number := (stage.sparse if is_moe else stage.dense):
-                    forward, backward = self._layer_times(setup, is_moe)
-                    times.add(forward, number)
-                    times.add(backward, number)
-            times.add(self._ends(setup, stage))
-            each_stage.append(times)
-        slowest = max(each_stage, key=lambda each: each.total_us)
-        found = Breakdown()
-        found.add(slowest, count)
-        found.parts["bubble"] = _bubble_us([each.total_us for each in each_stage], stages, setup)
-        found.total_us += found.parts["bubble"]
-        us, link = self._boundary(setup)
-        if us:
-            exposed = hops(setup.pp, count, setup.vpp) * us
-            found.expose("pp", "pp", exposed, {link: exposed})
+        alone = [self._stage_alone(setup, stage) for stage in stages]
+        merged = (
+            [self._stage_merged(setup, stage) for stage in stages] if setup.is_merged else [Breakdown()] * len(stages)
+        )
+        times = [
+            self._stage_times(setup, stage, one.total_us, both.total_us)
+            for stage, one, both in zip(stages, alone, merged, strict=True)
+        ]
+        places = self._places_of_ranks(setup, stages)
+        way = course(
+            setup.schedule,
+            [times[place] for place in places],
+            setup.micro_batches(self.job),
+            setup.vpp,
+            makespan=laid_out_us,
+        )
+        found, slowest = Breakdown(), places[way.slowest]
+        found.add(alone[slowest], way.alone)
+        found.add(merged[slowest], way.merged)
+        found.parts["bubble"] = way.bubble_us
+        found.total_us += way.bubble_us
+        if exposed := self._sending_us(setup):
+            found.expose("pp", "pp", exposed, {self._boundary(setup)[1]: exposed})
         return found
+
+    def _stage_alone(self, setup: Setup, stage: Stage) -> Breakdown:
+        """One micro-batch through all layers of a stage, forward and backward, and its ends."""
+        found = Breakdown()
+        for is_moe, number in stage.numbers:
+            for times in self._layer_times(setup, is_moe):
+                found.add(times, number)
+        found.add(self._ends(setup, stage))
+        return found
+
+    def _stage_merged(self, setup: Setup, stage: Stage, *, is_bound: bool = False) -> Breakdown:
+        """The same with forward and backward of two micro-batches merged, layers with experts among themselves."""
+        found = Breakdown()
+        for is_moe, number in stage.numbers:
+            found.add(self._merged_times(setup, is_moe, is_bound=is_bound), number)
+        found.add(self._ends(setup, stage))
+        return found
+
+    def _stage_times(self, setup: Setup, stage: Stage, alone_us: float, merged_us: float) -> StageTimes:
+        """A stage's times as the schedule asks for them. The ends are a third forward, backward, and for weights each."""
+        if not setup.is_merged:
+            return StageTimes(0.0, alone_us)
+        forward = weights = 0.0
+        for is_moe, number in stage.numbers:
+            forward += number * self._layer_times(setup, is_moe)[0].total_us
+            weights += number * self._work(setup, is_moe).weights
+        third = self._ends(setup, stage).total_us / 3
+        return StageTimes(forward + third, alone_us - forward - third, weights + third, merged_us)
+
+    def _places_of_ranks(self, setup: Setup, stages: tuple[Stage, ...]) -> Sequence[int]:
+        """For each pipeline rank, where its stage is in ``stages``; only DualPipe asks in which order."""
+        if is_dual(setup.schedule):
+            model = self.job.model
+            return parameters.stage_of_ranks(model.layers, model.dense_layers, setup.pp, setup.vpp, setup.schedule)
+        return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
+
+    def _sending_us(self, setup: Setup) -> float:
+        """What the sends between stages add to a step, µs. Beside those of merged tasks the last layer's products for weights
+        are computed (Megatron-Core puts them off for that)."""
+        us = self._boundary(setup)[0]
+        if not us:
+            return 0.0
+        sends = hops(setup.pp, setup.micro_batches(self.job), setup.vpp, setup.schedule)
+        hidden = self._work(setup, True).attention_weights if sends.merged else 0.0
+        return sends.alone * us + sends.merged * max(0.0, us - hidden)
+
+    def _merged_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> Breakdown:
+        """The time of one layer, forward of a micro-batch and backward of another."""
+
+        def times() -> Breakdown:
+            builder, program = self._builder(setup), self._merged_program(setup, is_moe)
+            return run_alone(program) if is_bound else builder.timed(program)
+
+        return _kept(self._known, ("merged times", is_bound, *self._layer_key(setup, is_moe)), times)
+
+    def _merged_program(self, setup: Setup, is_moe: bool) -> list[Item]:
+        key = ("merged", *self._layer_key(setup, is_moe))
+        return _kept(self._known, key, lambda: self._builder(setup).merged(setup, is_moe))
+
+    def _work(self, setup: Setup, is_moe: bool) -> LayerWork:
+        splits = splits_ffn(self.software, setup.attention)
+        return layer_work(self._job(setup), setup, self.compute, is_moe, splits)
 
     def _layer_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
         """The times of one layer, forward and backward."""
@@ -249,11 +313,19 @@ class Estimator:
 
     def _stages(self, setup: Setup) -> tuple[Stage, ...]:
         model = self.job.model
-        return parameters.stages(model.layers, model.dense_layers, setup.pp, setup.vpp)
+        return parameters.stages(model.layers, model.dense_layers, setup.pp, setup.vpp, setup.schedule)
 
     def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.vpp if setup.zero > 1 else 0)
-        key = ("ends", stage.number, *degrees, setup.precision, setup.zero, setup.attention)
+        key = (
+            "ends",
+            setup.has_embedding(stage.number),
+            setup.has_head(stage.number),
+            *degrees,
+            setup.precision,
+            setup.zero,
+            setup.attention,
+        )
         return _kept(self._known, key, lambda: ends(self._builder(setup), setup, stage))
 
     def _boundary(self, setup: Setup) -> tuple[float, str]:
@@ -268,7 +340,17 @@ class Estimator:
         what is exposed has one less for every micro-batch that hides it, and the step one more for every micro-batch.
         """
         stage = self._stages(setup)[0]
-        degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.folded, setup.attention, setup.zero)
+        degrees = (
+            setup.tp,
+            setup.cp,
+            setup.pp,
+            setup.ep,
+            setup.etp,
+            setup.folded,
+            setup.attention,
+            setup.zero,
+            setup.copies,
+        )
         key = ("exposed", *degrees, stage.dense, stage.sparse)
         least = _kept(self._known, key, lambda: least_exposed(self._builder(setup), setup, stage))
         total = 0.0
@@ -293,25 +375,37 @@ class Estimator:
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
         def times() -> tuple[float, float, float]:
-            work = layer_work(self._job(setup), setup, self.compute, is_moe, splits_ffn(self.software, setup.attention))
+            work = self._work(setup, is_moe)
             both = work.step_us(setup.recompute)
             return work.forward, both - work.forward, both
 
         return _kept(self._known, key, times)
 
+    def _least_pipeline_us(self, setup: Setup, stages: tuple[Stage, ...], calls: bool) -> float:
+        """Bound the time of all micro-batches; without ``calls`` of computation alone."""
+        count = setup.micro_batches(self.job)
+        alone = [self._stage_us(setup, stage, calls) for stage in stages]
+        if not setup.is_merged:
+            return count * max(alone) + _bubble_us(alone, stages, setup)
+        merged = alone
+        if calls:
+            merged = [self._stage_merged(setup, stage, is_bound=True).total_us for stage in stages]
+        times = [StageTimes(0.0, us, 0.0, both) for us, both in zip(alone, merged, strict=True)]
+        ranks = [times[place] for place in self._places_of_ranks(setup, stages)]
+        return course(setup.schedule, ranks, count, setup.vpp).total_us(ranks)
+
     def _stage_us(self, setup: Setup, stage: Stage, calls: bool) -> float:
         """The time of one micro-batch through ``stage``; without ``calls`` of computation alone."""
         total = 0.0
-        for is_moe in (True, False):
-            if number := (stage.sparse if is_moe else stage.dense):
-                if calls:
-                    both = sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
-                else:
-                    both = self._computed_us(setup, is_moe)[2]
-                total += number * both
+        for is_moe, number in stage.numbers:
+            if calls:
+                both = sum(times.total_us for times in self._layer_times(setup, is_moe, is_bound=True))
+            else:
+                both = self._computed_us(setup, is_moe)[2]
+            total += number * both
         if calls:
             return total + self._ends(setup, stage).total_us
-        return total + (self._head_us(setup) if stage.number == setup.pp - 1 else 0.0)
+        return total + (self._head_us(setup) if setup.has_head(stage.number) else 0.0)
 
     def _head_us(self, setup: Setup) -> float:
         key = ("head", setup.tp, setup.cp, setup.micro_batch, setup.precision)
@@ -331,7 +425,7 @@ class Estimator:
             kept = whole if setup.zero < 2 else share
             return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes)
 
-        degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp)
+        degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule)
         return _kept(self._known, ("optimizer", *degrees, setup.zero, setup.attention), time)
 
     def _job(self, setup: Setup) -> Job:

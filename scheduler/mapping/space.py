@@ -20,12 +20,14 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 - What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
   is taken.
 - fp8 only where the GPU has it.
+- A schedule only where it goes with pp, vpp and the micro-batches (:func:`~commlayer.scheduler.mapping.pipeline_schedule.unfit`),
+  nothing that is recomputed as a whole and, in a pipeline, ZeRO up to 1; 1f1b-overlap only where there is an exchange to hide.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import NamedTuple, get_args
@@ -34,8 +36,9 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, Schedule, merges, num_chunks, unfit
 
-__all__ = ["RECOMPUTE", "Family", "Space", "families", "setups", "simplicity"]
+__all__ = ["RECOMPUTE", "Family", "Space", "families", "recomputable", "setups", "simplicity"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """The ways of recomputation, from the least to the most."""
@@ -66,6 +69,7 @@ class Space:
     attention: tuple[Attention, ...] = ("tensor",)
     zero: tuple[int, ...] = (1,)
     folded: tuple[bool, ...] = (True, False)
+    schedule: tuple[Schedule, ...] = ("1f1b",)
     within_domain: bool = True
 
     def __str__(self) -> str:
@@ -88,6 +92,7 @@ class Space:
             "attention": get_args(Attention),
             "zero": (0, 1, 2, 3),
             "folded": (True, False),
+            "schedule": SCHEDULES,
         }
         for name, known in allowed.items():
             values = getattr(self, name)
@@ -114,6 +119,7 @@ class Family(NamedTuple):
     precision: Precision
     attention: Attention
     folded: bool
+    schedule: Schedule
     recompute: tuple[Recompute, ...]
     dispatch: tuple[Dispatch, ...]
     zero: tuple[int, ...]
@@ -136,9 +142,8 @@ class Family(NamedTuple):
         """Without Setup's own checks, which took most of the time: :func:`families` keeps the same rules, as tests show."""
         setup = object.__new__(Setup)
         own = (self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp, self.vpp, self.micro_batch)
-        for put, value in zip(
-            _PUT, (*own, recompute, self.precision, dispatch, self.attention, zero, self.folded), strict=True
-        ):
+        words = (recompute, self.precision, dispatch, self.attention, zero, self.folded, self.schedule)
+        for put, value in zip(_PUT, (*own, *words), strict=True):
             put(setup, value)
         return setup
 
@@ -173,9 +178,28 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     for pp, tp, cp, dp, batches in _attention_sides(job, cluster, space):
         attention = _attentions(job, tp, attentions)
         for etp, ep, folded in _expert_sides(job, cluster, space, (pp, tp, cp, dp)):
-            words = (recompute, dispatches if ep * etp > 1 else dispatches[:1], zeros)
-            for (vpp, micro_batch), precision, kind in product(batches, precisions, attention):
-                yield Family(job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, *words)
+            for (vpp, micro_batch, schedule), precision, kind in product(batches, precisions, attention):
+                words = _ways(schedule, pp, recompute, zeros)
+                if words is None or (schedule == "1f1b-overlap" and ep == 1):
+                    continue  # which has no exchange to hide
+                sent = dispatches if ep * etp > 1 else dispatches[:1]
+                own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule)
+                yield Family(*own, words[0], sent, words[1])
+
+
+def recomputable(schedule: Schedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:
+    """Those ways of recomputation that go with a schedule: merged layers are not computed again as a whole."""
+    return tuple(word for word in words if word != "full" or not merges(schedule))
+
+
+def _ways(
+    schedule: Schedule, pp: int, recompute: tuple[Recompute, ...], zeros: tuple[int, ...]
+) -> tuple[tuple[Recompute, ...], tuple[int, ...]] | None:
+    """The ways of recomputation and the ZeRO stages that go with a schedule; None where none of either does."""
+    recompute = recomputable(schedule, recompute)
+    if merges(schedule):
+        zeros = zeros if pp == 1 else tuple(stage for stage in zeros if stage < 2)
+    return (recompute, zeros) if recompute and zeros else None
 
 
 def _attentions(job: Job, tp: int, allowed: tuple[Attention, ...]) -> tuple[Attention, ...]:
@@ -187,8 +211,8 @@ def _attentions(job: Job, tp: int, allowed: tuple[Attention, ...]) -> tuple[Atte
 
 def _attention_sides(
     job: Job, cluster: Cluster, space: Space
-) -> Iterator[tuple[int, int, int, int, list[tuple[int, int]]]]:
-    """pp, tp, cp, dp, and every (vpp, micro_batch) that goes with them."""
+) -> Iterator[tuple[int, int, int, int, list[tuple[int, int, Schedule]]]]:
+    """pp, tp, cp, dp, and every (vpp, micro_batch, schedule) that goes with them."""
     model = job.model
     for pp in _divisors(job.gpus, space.pp, model.layers):
         stage = job.gpus // pp
@@ -204,11 +228,17 @@ def _attention_sides(
                     yield pp, tp, cp, dp, batches
 
 
-def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int]]:
-    each = job.global_batch // dp
+def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int, Schedule]]:
+    each, schedules = job.global_batch // dp, tuple(dict.fromkeys(space.schedule))
     for micro_batch in _divisors(each, space.micro_batch, each):
-        for vpp in _chunks(job.model.layers, pp, each // micro_batch, space.vpp):
-            yield vpp, micro_batch
+        count = each // micro_batch
+        for vpp, schedule in product(_chunks(job.model.layers, pp, count, space.vpp), schedules):
+            if schedule == "1f1b" or _suits(schedule, job.model.layers, pp, vpp, count):
+                yield vpp, micro_batch, schedule
+
+
+def _suits(schedule: Schedule, layers: int, pp: int, vpp: int, micro_batches: int) -> bool:
+    return not unfit(schedule, pp, vpp, micro_batches) and num_chunks(schedule, pp, vpp) <= layers
 
 
 def _chunks(layers: int, pp: int, micro_batches: int, allowed: tuple[int, ...] | None) -> list[int]:

@@ -345,7 +345,7 @@ def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0
 
 def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[StepCollective, ...]:
     """Everything that one rank of this stage sends in a step."""
-    micro_batches = setup.micro_batches(job)
+    micro_batches = setup.passes(job)
     found: list[StepCollective] = []
     for moe, count in zip((False, True), layers_of(job.model, setup, stage), strict=True):
         if count:
@@ -356,10 +356,11 @@ def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) ->
 
 def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
-    first, but for the model's own ends."""
+    first, but for the model's own ends; where the V of DualPipeV turns there is none."""
     size = rows_of_rank(job, setup) * setup.micro_batch * job.model.hidden * software.activation_bytes
-    sent = setup.micro_batches(job)
-    forth, back = (sent * (setup.vpp - (stage == end)) for end in (setup.pp - 1, 0))
+    sent, chunks = setup.passes(job), len(setup.chunks(stage))
+    turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
+    forth, back = (sent * (chunks - is_end - turns) for is_end in (setup.has_head(stage), setup.has_embedding(stage)))
     activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
     return _kept(setup, activations, replace(_mirrored(activations), count=back))
 
@@ -367,20 +368,20 @@ def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple
 def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
     """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are summed and scattered, the
     head's input is gathered, and the loss needs the largest logit, the label's and the sum of exponentials (Megatron-LM)."""
-    sent, whole = setup.micro_batches(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
+    sent, whole = setup.passes(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
     if software.splits_ends:
         size = whole * job.model.hidden * software.activation_bytes
-        if stage == 0:
+        if setup.has_embedding(stage):
             embedding = StepCollective("embedding", "tp", "tp", "reduce_scatter", size, "embedding", sent)
             found += [embedding, _mirrored(embedding)]
-        if stage == setup.pp - 1:
+        if setup.has_head(stage):
             head = StepCollective("head", "tp", "tp", "all_gather", size, "head", sent)
             again = [replace(head, name="head_again")] if software.gathers_again else []
             found += [head, *again, _mirrored(head)]
             found.append(StepCollective("vocabulary", "tp", "tp", "all_reduce", whole * _LOSS_BYTES, "loss", 3 * sent))
     axis = "world" if software.sums_loss_over_world else "dp_cp"
-    if axis == "world" or stage == setup.pp - 1:
+    if axis == "world" or setup.has_head(stage):
         found.append(StepCollective("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
     return _kept(setup, *found)
 
@@ -394,7 +395,7 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     found: list[StepCollective] = []
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
     found.append(StepCollective("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
-    if job.model.ties_embeddings and setup.pp > 1 and stage in (0, setup.pp - 1):
+    if job.model.ties_embeddings and setup.pp > 1 and setup.has_embedding(stage) != setup.has_head(stage):
         # Of the first and last stage alone; there is no axis of those two.
         _, size = end_parameters(job.model, setup, software, 0)[0][0]
         found.append(
@@ -406,7 +407,25 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
         found += _of_flat_buffers(job, setup, software, stage)
     else:
         found += _of_layers(job, setup, software, stage)
+    if setup.copies > 1:
+        found += _of_copies(job, setup, software, stage)
     return _kept(setup, *found)
+
+
+def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
+    """List what the two pipeline ranks send each other that have the same layers with DualPipe: they sum what the data-parallel
+    ranks have summed, and with ZeRO 1 each has half of it, and sends the weights of that back."""
+    elements = 0.0
+    for axis, number in stage_parameters(job.model, setup, software, stage):
+        elements += number / (axis_size(setup, axis) if setup.zero else 1)
+    size = round(elements * software.gradient_bytes)
+    # An all_reduce of two ranks sends as much as it has; a reduce_scatter half of it.
+    parts = (
+        (("gradients", size), ("parameters", 0))
+        if not setup.zero
+        else (("gradients", size // 2), ("parameters", round(elements * software.parameter_bytes) // 2))
+    )
+    return [StepCollective(f"copies_{place}", "pp", "dp", SEND_RECV, sent, place) for place, sent in parts]
 
 
 def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
@@ -439,7 +458,7 @@ def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> 
 def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     """ZeRO-1 to 3, layer by layer. From 2 on the layers send their own gradients; what is no layer's is sent with every
     micro-batch too."""
-    sent = setup.micro_batches(job)
+    sent = setup.passes(job)
     found = []
     ends = set(_end_units(job, setup, software, stage))
     for unit in _units(job, setup, software, stage):

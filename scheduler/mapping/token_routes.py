@@ -103,7 +103,8 @@ class TokenRoutes:
         across = (
             f"crosses to {self.nodes * others / self.num_nodes:.2g} of {others} other nodes, and " if others else ""
         )
+        held = self.kernels.multiprocessors(self.num_nodes)
         return (
-            f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; the multiprocessors that its "
-            "kernels take are not missing elsewhere"
+            f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; its kernels hold {held} "
+            "multiprocessors, which what is computed beside them lacks"
         )

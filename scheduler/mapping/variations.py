@@ -148,6 +148,10 @@ ALTERNATIVES: dict[str, tuple[Alternative, Alternative]] = {
         Alternative(name="all_to_all", space=Space(dispatch=("all_to_all",))),
         Alternative(name="all_gather", space=Space(dispatch=("all_gather",))),
     ),
+    "schedule": (
+        Alternative(name="1f1b", space=Space(schedule=("1f1b",))),
+        Alternative(name="1f1b-overlap", space=Space(schedule=("1f1b-overlap",))),
+    ),
     "software": (Alternative(name="commlayer"), Alternative(name="megatron", software=MEGATRON)),
 }
 """Pairs that people ask about, by name."""

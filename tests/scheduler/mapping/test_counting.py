@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import expert_rows
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.parameters import stage_parameters
-from commlayer.scheduler.mapping.pipeline_schedule import order
+from commlayer.scheduler.mapping.pipeline_orders import order
 from commlayer.scheduler.mapping.result import Memory
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
 from commlayer.scheduler.mapping.step_collectives import axis_size, dispatched_rows, layer_backward, layer_forward
@@ -414,7 +414,7 @@ def test_the_last_stage_may_be_the_fullest() -> None:
 def test_in_flight_is_what_the_pipeline_holds(pp: int, vpp: int, rounds: int, data: st.DataObject) -> None:
     micro_batches = rounds * pp if vpp > 1 else data.draw(st.integers(1, 12))
     stage = data.draw(st.integers(0, pp - 1))
-    steps = [1 if is_forward else -1 for _, _, is_forward in order(pp, stage, micro_batches, vpp)]
+    steps = [1 if slot.is_forward else -1 for slot in order(pp, stage, micro_batches, vpp)]
     held = max(accumulate(steps)) / vpp
     assert memory.in_flight(_setup(pp=pp, vpp=vpp), stage, micro_batches) == pytest.approx(held)
     if stage == 0 and vpp > 1 and rounds > 2:

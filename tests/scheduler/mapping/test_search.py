@@ -17,10 +17,11 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.explain import compare_estimates, explain
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, Schedule
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, search, smallest_fit
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
 from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
 
 NODE = clusters.load("h100-eos").replace(name="four", domain=4)
@@ -342,10 +343,13 @@ def test_nothing_is_valid_and_why(space: Space, reason: str) -> None:
     assert reason in str(refused.value)
 
 
-@pytest.mark.parametrize("software", [COMMLAYER, MEGATRON])
-def test_the_real_estimator_is_searched_as_by_brute_force(software: Software) -> None:
+@pytest.mark.parametrize(
+    ("software", "schedule"),
+    [(COMMLAYER, ("1f1b",)), (MEGATRON, ("1f1b",)), (with_dispatcher(MEGATRON, "deepep"), SCHEDULES[::-1])],
+)
+def test_the_real_estimator_is_searched_as_by_brute_force(software: Software, schedule: tuple[Schedule, ...]) -> None:
     model = replace(catalog.load("mixtral-8x7b"), layers=4)
-    job = Job(model=model, gpus=8, global_batch=16, sequence=2048)
+    job = Job(model=model, gpus=8, global_batch=16 * len(schedule), sequence=2048)
     space = Space(
         micro_batch=(2,),
         vpp=(1, 2),
@@ -356,6 +360,7 @@ def test_the_real_estimator_is_searched_as_by_brute_force(software: Software) ->
         etp=(1,),
         pp=(1, 2),
         zero=(1, 3),
+        schedule=schedule,
     )
     cluster = clusters.load("h100-eos").replace(domain=4)
     estimator = Estimator(job, cluster, software)
@@ -366,12 +371,13 @@ def test_the_real_estimator_is_searched_as_by_brute_force(software: Software) ->
             for level in range(CLOSEST + 1):
                 assert estimator.bound_us(setup, level) <= found.step_us * (1 + 1e-9), (level, setup)
             less = replace(setup, recompute="none")
-            if setup.zero < 3:
+            if setup.zero < 3 and less != setup:
                 assert estimator.estimate(less, detail=False).step_us <= found.step_us
-            lead = replace(less, dispatch="all_to_all", zero=3)
+            most = 3 if setup.schedule == "1f1b" or setup.pp == 1 else 1
+            lead = replace(less, dispatch="all_to_all", zero=most)
             assert estimator.bound_us(lead, 0) <= found.step_us * (1 + 1e-9), setup
             every.append(found)
-    assert every
+    assert {found.setup.schedule for found in every} == set(schedule)
     every.sort(key=lambda found: (found.step_us, simplicity(found.setup)))
     result = search(job, estimator, space, top=5)
     assert [found.step_us for found in result.ranked] == pytest.approx([found.step_us for found in every[:5]])

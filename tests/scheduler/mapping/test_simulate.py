@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -17,8 +18,9 @@ from commlayer.scheduler.mapping import catalog, clusters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.simulate import Estimator
-from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software
+from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, PLANNED, Software, with_dispatcher
 
 EOS = clusters.load("h100-eos")
 MODELS = ("mixtral-8x22b", "qwen2-57b-a14b", "mixtral-8x22b-g8t8", "deepseek-v3")
@@ -55,8 +57,9 @@ def setups(draw: st.DrawFn, gpus: int = 64) -> Setup:
             attention=draw(st.sampled_from(("tensor", "ulysses"))),
             zero=draw(st.sampled_from((0, 1, 2, 3))),
             folded=folded,
+            schedule=draw(st.sampled_from(("1f1b", "1f1b", *SCHEDULES))),
         )
-    except GroupError:
+    except (GroupError, UsageError):
         assume(False)
         raise
 
@@ -129,7 +132,7 @@ def test_what_was_asked_before_changes_no_answer(model: str, software: Software,
 def _divides(setup: Setup, other: Setup) -> bool:
     try:
         replace(setup, pp=other.pp, cp=other.cp, zero=other.zero)
-    except GroupError:
+    except (GroupError, UsageError):
         return False
     return True
 
@@ -172,6 +175,60 @@ def test_detail_has_traffic_and_courses() -> None:
     assert dispatch.logical_bytes == 2048 * 2 * 6144 * 2
     assert dispatch.nodes == (8,)
     assert found.tokens_per_s == pytest.approx(256 * 4096 / (found.step_us / 1e6))
+
+
+def test_merged_passes_hide_the_exchange_and_take_memory() -> None:
+    """Between nodes, by kernels that hold a part of the GPU: the step is shorter, but no shorter than what is computed."""
+    of = estimator("deepseek-v3", software=with_dispatcher(MEGATRON, "deepep"))
+    plain = of.estimate(Setup(gpus=64, ep=32, pp=2, vpp=2), detail=False)
+    merged = of.estimate(Setup(gpus=64, ep=32, pp=2, vpp=2, schedule="1f1b-overlap"), detail=False)
+    assert merged.step_us < plain.step_us
+    hidden = plain.parts["dispatch"] + plain.parts["combine"] - merged.parts["dispatch"] - merged.parts["combine"]
+    assert hidden > 0
+    # What is hidden is not for nothing: what computes beside it has fewer multiprocessors.
+    lost = sum(merged.parts[part] - plain.parts[part] for part in ("attention", "experts", "dense"))
+    assert 0 < lost < hidden
+    assert merged.parts["memory"] == pytest.approx(plain.parts["memory"])
+    assert merged.memory.activations > plain.memory.activations
+    assert merged.memory.buffers == pytest.approx(2 * plain.memory.buffers)
+
+
+def test_the_first_and_the_last_pass_of_merged_ones_hide_nothing() -> None:
+    """With as few micro-batches as there can be nothing is merged but what the last rank has left."""
+    of = estimator("deepseek-v3", software=with_dispatcher(MEGATRON, "deepep"))
+    alone = Setup(gpus=64, ep=32, micro_batch=4, schedule="1f1b-overlap")
+    assert alone.micro_batches(of.job) == 1
+    plain = of.estimate(replace(alone, schedule="1f1b"), detail=False)
+    assert of.estimate(alone, detail=False).step_us == pytest.approx(plain.step_us)
+
+
+def test_dualpipe_has_two_copies_of_what_a_stage_has_and_its_v_has_not() -> None:
+    of = estimator("deepseek-v3")
+    plain, dual, half = (
+        of.estimate(Setup(gpus=64, ep=8, pp=4, schedule=schedule), detail=False)  # type: ignore[arg-type]
+        for schedule in ("1f1b", "dualpipe", "dualpipev")
+    )
+    assert dual.memory.weights == pytest.approx(2 * plain.memory.weights, rel=0.2)
+    assert half.memory.weights == pytest.approx(plain.memory.weights, rel=0.2)
+    assert dual.parts["bubble"] < plain.parts["bubble"]
+    # Both copies are summed over, and sharded over, as many GPUs more.
+    assert dual.memory.optimizer == pytest.approx(plain.memory.optimizer, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pp": 4}, "vpp of at least 2"),
+        ({"ep": 1}, "no exchange of tokens to hide"),
+        ({"pp": 4, "vpp": 2, "recompute": "full"}, "cannot be computed again as a whole"),
+        ({"pp": 4, "vpp": 2, "zero": 3}, "set zero to 0 or 1"),
+        ({"pp": 4, "vpp": 2, "schedule": "dualpipe"}, "expected vpp=1"),
+        ({"schedule": "zero-bubble"}, "expected 1f1b or 1f1b-overlap or dualpipe or dualpipev"),
+    ],
+)
+def test_a_schedule_that_does_not_go_with_a_setup_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Setup(**{"gpus": 64, "ep": 8, "schedule": "1f1b-overlap", **changes})
 
 
 def test_full_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
