@@ -166,7 +166,7 @@ def test_dualpipe_runs_every_task_once_with_its_input_there(
 
 def _check_all_there(tasks: list[Task], schedule: Schedule, ranks: int, count: int) -> None:
     """A slow look at every task: each once, weights behind inputs, and what it needs from the neighbour before it begins."""
-    ends: dict[tuple[str, int, int, int], float] = {}
+    ends: dict[tuple[int, str, int, int], float] = {}
     for task in tasks:
         slot = task.slot
         parts = [("forward", slot.chunk, slot.micro_batch)] if slot.is_forward else []
@@ -174,7 +174,7 @@ def _check_all_there(tasks: list[Task], schedule: Schedule, ranks: int, count: i
         parts += [("weights", slot.chunk, slot.micro_batch)] if slot.kind == "weights" else []
         for part in parts:
             assert (task.rank, *part) not in ends
-            ends[(task.rank, *part)] = task.end  # type: ignore[index]
+            ends[(task.rank, *part)] = task.end
     last = (ranks if schedule == "dualpipe" else num_chunks(schedule, ranks, 1)) - 1
     each = passes(schedule, count)
     number = {kind: sum(1 for key in ends if key[1] == kind) for kind in ("forward", "backward")}

@@ -205,7 +205,7 @@ def test_the_first_and_the_last_pass_of_merged_ones_hide_nothing() -> None:
 def test_dualpipe_has_two_copies_of_what_a_stage_has_and_its_v_has_not() -> None:
     of = estimator("deepseek-v3")
     plain, dual, half = (
-        of.estimate(Setup(gpus=64, ep=8, pp=4, schedule=schedule), detail=False)  # type: ignore[arg-type]
+        of.estimate(Setup(gpus=64, ep=8, pp=4, schedule=schedule), detail=False)
         for schedule in ("1f1b", "dualpipe", "dualpipev")
     )
     assert dual.memory.weights == pytest.approx(2 * plain.memory.weights, rel=0.2)
