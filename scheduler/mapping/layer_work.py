@@ -99,7 +99,7 @@ class LayerWork:
 
     @property
     def attention_weights(self) -> float:
-        """Of ``weights``, those of attention's products, which run beside a message to the next stage."""
+        """The part of ``weights`` that attention's products take, which runs beside a message to the next stage."""
         return self.projections.weight_gradient + self.out.weight_gradient
 
     def remade(self) -> float:
