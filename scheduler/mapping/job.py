@@ -11,7 +11,7 @@ from commlayer.scheduler.mapping import pipeline_schedule
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.pipeline_schedule import Schedule, chunks_of, merges, num_chunks, unfit
+from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, merges, num_chunks, unfit
 
 __all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
 
@@ -95,7 +95,7 @@ class Setup:
     attention: Attention = "tensor"
     zero: int = 1
     folded: bool = True
-    schedule: Schedule = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
 
     def __post_init__(self) -> None:
         _check_whole(self, "gpus", "tp", "cp", "pp", "ep", "etp", "vpp", "micro_batch")
@@ -106,7 +106,7 @@ class Setup:
             "precision": Precision,
             "dispatch": Dispatch,
             "attention": Attention,
-            "schedule": Schedule,
+            "schedule": PipelineSchedule,
         }
         for name, kind in words.items():
             if getattr(self, name) not in get_args(kind):

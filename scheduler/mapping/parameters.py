@@ -22,7 +22,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.model import ModelShape
-from commlayer.scheduler.mapping.pipeline_schedule import Schedule, chunks_of, is_dual, num_chunks
+from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
 __all__ = [
@@ -242,7 +242,7 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
 
 
 @lru_cache(maxsize=4096)
-def stage_of_ranks(layers: int, dense_layers: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, ...]:
+def stage_of_ranks(layers: int, dense_layers: int, pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, ...]:
     """For each pipeline rank which of :func:`stages` is like it, by its place among them."""
     every = stages(layers, dense_layers, pp, vpp, schedule)
     kinds = {_kind(stage.number, stage.dense, stage.sparse, pp, vpp, schedule): i for i, stage in enumerate(every)}
@@ -250,14 +250,14 @@ def stage_of_ranks(layers: int, dense_layers: int, pp: int, vpp: int, schedule: 
     return tuple(kinds[_kind(rank, *each, pp, vpp, schedule)] for rank, each in enumerate(own))
 
 
-def _kind(rank: int, dense: int, sparse: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, int, int]:
+def _kind(rank: int, dense: int, sparse: int, pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, int, int]:
     """What makes a rank like another: the ends of the model are like no other."""
     own = chunks_of(schedule, pp, rank, vpp)
     return (0 in own) + 2 * (num_chunks(schedule, pp, vpp) - 1 in own), dense, sparse
 
 
 @lru_cache(maxsize=4096)
-def stages(layers: int, dense_layers: int, pp: int, vpp: int, schedule: Schedule = "1f1b") -> tuple[Stage, ...]:
+def stages(layers: int, dense_layers: int, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b") -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
     The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others
@@ -295,7 +295,9 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
     return _layers(model.layers, model.dense_layers, setup.pp, setup.vpp, stage, setup.schedule)
 
 
-def _layers(layers: int, dense_layers: int, pp: int, vpp: int, stage: int, schedule: Schedule) -> tuple[int, int]:
+def _layers(
+    layers: int, dense_layers: int, pp: int, vpp: int, stage: int, schedule: PipelineSchedule
+) -> tuple[int, int]:
     each, larger = divmod(layers, num_chunks(schedule, pp, vpp))
     total = dense = 0
     for chunk in chunks_of(schedule, pp, stage, vpp):
@@ -324,7 +326,9 @@ def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tupl
 
 
 @lru_cache(maxsize=1 << 16)
-def _held(model: ModelShape, pp: int, vpp: int, schedule: Schedule, sharding: _Sharding) -> tuple[StageElements, ...]:
+def _held(
+    model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, sharding: _Sharding
+) -> tuple[StageElements, ...]:
     _check(model, sharding)
     every = stages(model.layers, model.dense_layers, pp, vpp, schedule)
     sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))

@@ -13,7 +13,14 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from commlayer.profiles.errors import InternalError, UsageError
-from commlayer.scheduler.mapping.pipeline_schedule import Schedule, StageTimes, is_dual, num_chunks, passes, unfit
+from commlayer.scheduler.mapping.pipeline_schedule import (
+    PipelineSchedule,
+    StageTimes,
+    is_dual,
+    num_chunks,
+    passes,
+    unfit,
+)
 
 __all__ = ["Slot", "Task", "TaskKind", "laid_out_us", "order", "timetable"]
 
@@ -64,7 +71,9 @@ class Task:
 
 
 @lru_cache(maxsize=4096)
-def order(ranks: int, rank: int, micro_batches: int, chunks: int = 1, schedule: Schedule = "1f1b") -> tuple[Slot, ...]:
+def order(
+    ranks: int, rank: int, micro_batches: int, chunks: int = 1, schedule: PipelineSchedule = "1f1b"
+) -> tuple[Slot, ...]:
     """The tasks of ``rank``, as Megatron-Core or deepseek-ai/DualPipe orders them.
 
     Chunks count within the rank; those of DualPipe are its two directions, and the second one's micro-batches count on behind the
@@ -113,7 +122,7 @@ class _Dual:
     ``first``: the direction (or arm of the V) whose micro-batches come to this rank first.
     """
 
-    def __init__(self, schedule: Schedule, ranks: int, rank: int, micro_batches: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int) -> None:
         is_v = schedule == "dualpipev"
         self.half = ranks if is_v else ranks // 2
         self.place = rank if is_v else min(rank, ranks - 1 - rank)
@@ -184,7 +193,7 @@ def timetable(
     chunks: int = 1,
     *,
     send_us: float = 0.0,
-    schedule: Schedule = "1f1b",
+    schedule: PipelineSchedule = "1f1b",
     weights_us: Sequence[float] | None = None,
     merged_us: Sequence[float] | None = None,
 ) -> list[Task]:
@@ -200,13 +209,13 @@ def timetable(
     return _laid_out(schedule, list(stages), micro_batches, chunks, send_us)
 
 
-def laid_out_us(schedule: Schedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int = 1) -> float:
+def laid_out_us(schedule: PipelineSchedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int = 1) -> float:
     """The time of all micro-batches, µs, by laying every task out. Raises UsageError as :func:`order`."""
     return max(task.end for task in _laid_out(schedule, stages, micro_batches, chunks, 0.0))
 
 
 def _laid_out(
-    schedule: Schedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int, send_us: float
+    schedule: PipelineSchedule, stages: Sequence[StageTimes], micro_batches: int, chunks: int, send_us: float
 ) -> list[Task]:
     ranks = len(stages)
     queues = [order(ranks, rank, micro_batches, chunks, schedule) for rank in range(ranks)]
@@ -258,7 +267,7 @@ class _Places:
     Micro-batches tell DualPipe's directions apart.
     """
 
-    def __init__(self, schedule: Schedule, ranks: int, chunks: int) -> None:
+    def __init__(self, schedule: PipelineSchedule, ranks: int, chunks: int) -> None:
         self.schedule, self.ranks = schedule, ranks
         self.last = (ranks if schedule == "dualpipe" else num_chunks(schedule, ranks, chunks)) - 1
 

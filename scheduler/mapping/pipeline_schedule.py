@@ -24,7 +24,7 @@ __all__ = [
     "SCHEDULES",
     "Course",
     "Hops",
-    "Schedule",
+    "PipelineSchedule",
     "StageTimes",
     "bubble_us",
     "chunks_of",
@@ -40,26 +40,26 @@ __all__ = [
     "unfit",
 ]
 
-Schedule = Literal["1f1b", "1f1b-overlap", "dualpipe", "dualpipev"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+PipelineSchedule = Literal["1f1b", "1f1b-overlap", "dualpipe", "dualpipev"]
+SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
 
 
-def is_dual(schedule: Schedule) -> bool:
+def is_dual(schedule: PipelineSchedule) -> bool:
     """Whether it is DualPipe or DualPipeV, whose ranks have two chunks each."""
     return schedule in ("dualpipe", "dualpipev")
 
 
-def merges(schedule: Schedule) -> bool:
+def merges(schedule: PipelineSchedule) -> bool:
     """Whether forward and backward of two micro-batches are merged layer by layer."""
     return schedule != "1f1b"
 
 
-def num_chunks(schedule: Schedule, ranks: int, chunks: int) -> int:
+def num_chunks(schedule: PipelineSchedule, ranks: int, chunks: int) -> int:
     """Count the chunks into which the layers are cut. ``chunks``: of each rank, where ranks' chunks are interleaved."""
     return 2 * ranks if schedule == "dualpipev" else ranks * chunks
 
 
-def chunks_of(schedule: Schedule, ranks: int, rank: int, chunks: int) -> tuple[int, ...]:
+def chunks_of(schedule: PipelineSchedule, ranks: int, rank: int, chunks: int) -> tuple[int, ...]:
     """List the chunks of the model that ``rank`` has: two ranks have the same ones with DualPipe."""
     if schedule == "dualpipe":
         return rank, ranks - 1 - rank
@@ -68,12 +68,12 @@ def chunks_of(schedule: Schedule, ranks: int, rank: int, chunks: int) -> tuple[i
     return tuple(range(rank, ranks * chunks, ranks))
 
 
-def passes(schedule: Schedule, micro_batches: int) -> int:
+def passes(schedule: PipelineSchedule, micro_batches: int) -> int:
     """Count the micro-batches that go through a layer of a rank: half of all with DualPipe, whose two directions share them."""
     return micro_batches // 2 if schedule == "dualpipe" else micro_batches
 
 
-def unfit(schedule: Schedule, ranks: int, chunks: int, micro_batches: int | None = None) -> str:
+def unfit(schedule: PipelineSchedule, ranks: int, chunks: int, micro_batches: int | None = None) -> str:
     """Say why a schedule does not go with a pipeline, and what would; empty where it does.
 
     ``micro_batches`` None: whatever their number.
@@ -81,7 +81,7 @@ def unfit(schedule: Schedule, ranks: int, chunks: int, micro_batches: int | None
     return next(_reasons(schedule, ranks, chunks, micro_batches), "")
 
 
-def _reasons(schedule: Schedule, ranks: int, chunks: int, micro_batches: int | None) -> Iterator[str]:
+def _reasons(schedule: PipelineSchedule, ranks: int, chunks: int, micro_batches: int | None) -> Iterator[str]:
     if schedule == "1f1b-overlap" and ranks > 1 and chunks == 1:
         yield f"expected vpp of at least 2 with pp={ranks} (Megatron-Core merges interleaved chunks), got 1: set vpp, or pp=1"
     if is_dual(schedule) and chunks > 1:
@@ -98,7 +98,7 @@ def _reasons(schedule: Schedule, ranks: int, chunks: int, micro_batches: int | N
         yield f"expected an even number of micro-batches, half for each direction, got {micro_batches}: change the micro-batch"
 
 
-def in_flight_chunks(schedule: Schedule, ranks: int, rank: int, micro_batches: int, chunks: int) -> float:
+def in_flight_chunks(schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int, chunks: int) -> float:
     """Chunks whose activations ``rank`` holds at once, at most, as they are when a task ends.
 
     1F1B: p − rank. Interleaved: (p − rank − 1) · 2 + (v − 1) · p + 1; all, where the micro-batches are as many as ranks. Merged,
@@ -145,11 +145,11 @@ class Course(NamedTuple):
         return self.alone * stage.alone_us + self.merged * stage.merged_us + self.bubble_us
 
 
-Makespan = Callable[[Schedule, Sequence[StageTimes], int], float]
+Makespan = Callable[[PipelineSchedule, Sequence[StageTimes], int], float]
 
 
 def course(
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     stages: Sequence[StageTimes],
     micro_batches: int,
     chunks: int = 1,
@@ -183,7 +183,7 @@ def course(
     return Course(slowest, alone, merged, (whole_us - stages[slowest].alone_us) / chunks)
 
 
-def count_merged(schedule: Schedule, ranks: int, rank: int, micro_batches: int) -> int:
+def count_merged(schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int) -> int:
     """Merged tasks of ``rank`` with DualPipe or its V (the order is that of deepseek-ai/DualPipe)."""
     half = ranks // 2 if schedule == "dualpipe" else ranks
     place = min(rank, ranks - 1 - rank) if schedule == "dualpipe" else rank
@@ -214,7 +214,7 @@ class Hops(NamedTuple):
     merged: int = 0
 
 
-def hops(ranks: int, micro_batches: int, chunks: int = 1, schedule: Schedule = "1f1b") -> Hops:
+def hops(ranks: int, micro_batches: int, chunks: int = 1, schedule: PipelineSchedule = "1f1b") -> Hops:
     """Count the sends that lengthen a step, where each is posted as soon as there is something to send and takes no longer than
     a forward task: those on the longest chain of tasks that wait for each other.
 

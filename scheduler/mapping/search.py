@@ -27,7 +27,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
-from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, recomputable, setups, simplicity
+from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, recompute_ways, setups, simplicity
 
 __all__ = ["CLOSEST", "MOST_GPUS", "Estimates", "Fit", "SearchResult", "search", "smallest_fit"]
 
@@ -241,7 +241,7 @@ class _Frontier:
         place = self._recompute.index(setup.recompute) + 1
         if place >= len(self._recompute) or _is_by_itself(setup):
             return
-        if self._recompute[place] in recomputable(setup.schedule, self._recompute):
+        if self._recompute[place] in recompute_ways(setup.schedule, self._recompute):
             self._admit(bound_us, replace(setup, recompute=self._recompute[place]))
 
     def _fits(self, setup: Setup) -> bool:
@@ -362,7 +362,7 @@ def smallest_fit(
 def _leanest(space: Space) -> Space:
     """``space`` without what never takes less memory than what is left."""
     schedule = min(space.schedule, key=SCHEDULES.index)  # merged tasks take more memory, or copies
-    recompute = recomputable(schedule, space.recompute) or space.recompute
+    recompute = recompute_ways(schedule, space.recompute) or space.recompute
     return replace(
         space,
         micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),

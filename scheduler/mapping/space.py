@@ -36,9 +36,9 @@ from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
-from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, Schedule, merges, num_chunks, unfit
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
 
-__all__ = ["RECOMPUTE", "Family", "Space", "families", "recomputable", "setups", "simplicity"]
+__all__ = ["RECOMPUTE", "Family", "Space", "families", "recompute_ways", "setups", "simplicity"]
 
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 """The ways of recomputation, from the least to the most."""
@@ -69,7 +69,7 @@ class Space:
     attention: tuple[Attention, ...] = ("tensor",)
     zero: tuple[int, ...] = (1,)
     folded: tuple[bool, ...] = (True, False)
-    schedule: tuple[Schedule, ...] = ("1f1b",)
+    schedule: tuple[PipelineSchedule, ...] = ("1f1b",)
     within_domain: bool = True
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Family(NamedTuple):
     precision: Precision
     attention: Attention
     folded: bool
-    schedule: Schedule
+    schedule: PipelineSchedule
     recompute: tuple[Recompute, ...]
     dispatch: tuple[Dispatch, ...]
     zero: tuple[int, ...]
@@ -187,16 +187,16 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                 yield Family(*own, words[0], sent, words[1])
 
 
-def recomputable(schedule: Schedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:
+def recompute_ways(schedule: PipelineSchedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:
     """Those ways of recomputation that go with a schedule: merged layers are not computed again as a whole."""
     return tuple(word for word in words if word != "full" or not merges(schedule))
 
 
 def _ways(
-    schedule: Schedule, pp: int, recompute: tuple[Recompute, ...], zeros: tuple[int, ...]
+    schedule: PipelineSchedule, pp: int, recompute: tuple[Recompute, ...], zeros: tuple[int, ...]
 ) -> tuple[tuple[Recompute, ...], tuple[int, ...]] | None:
     """The ways of recomputation and the ZeRO stages that go with a schedule; None where none of either does."""
-    recompute = recomputable(schedule, recompute)
+    recompute = recompute_ways(schedule, recompute)
     if merges(schedule):
         zeros = zeros if pp == 1 else tuple(stage for stage in zeros if stage < 2)
     return (recompute, zeros) if recompute and zeros else None
@@ -211,7 +211,7 @@ def _attentions(job: Job, tp: int, allowed: tuple[Attention, ...]) -> tuple[Atte
 
 def _attention_sides(
     job: Job, cluster: Cluster, space: Space
-) -> Iterator[tuple[int, int, int, int, list[tuple[int, int, Schedule]]]]:
+) -> Iterator[tuple[int, int, int, int, list[tuple[int, int, PipelineSchedule]]]]:
     """pp, tp, cp, dp, and every (vpp, micro_batch, schedule) that goes with them."""
     model = job.model
     for pp in _divisors(job.gpus, space.pp, model.layers):
@@ -228,7 +228,7 @@ def _attention_sides(
                     yield pp, tp, cp, dp, batches
 
 
-def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int, Schedule]]:
+def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, int, PipelineSchedule]]:
     each, schedules = job.global_batch // dp, tuple(dict.fromkeys(space.schedule))
     for micro_batch in _divisors(each, space.micro_batch, each):
         count = each // micro_batch
@@ -237,7 +237,7 @@ def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, in
                 yield vpp, micro_batch, schedule
 
 
-def _suits(schedule: Schedule, layers: int, pp: int, vpp: int, micro_batches: int) -> bool:
+def _suits(schedule: PipelineSchedule, layers: int, pp: int, vpp: int, micro_batches: int) -> bool:
     return not unfit(schedule, pp, vpp, micro_batches) and num_chunks(schedule, pp, vpp) <= layers
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from commlayer.errors import UsageError
 from commlayer.scheduler.mapping.pipeline_orders import Slot, Task, laid_out_us, order, timetable
 from commlayer.scheduler.mapping.pipeline_schedule import (
-    Schedule,
+    PipelineSchedule,
     StageTimes,
     bubble_us,
     chunks_of,
@@ -22,7 +22,7 @@ from commlayer.scheduler.mapping.pipeline_schedule import (
     passes,
 )
 
-DUAL: tuple[Schedule, ...] = ("dualpipe", "dualpipev")
+DUAL: tuple[PipelineSchedule, ...] = ("dualpipe", "dualpipev")
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
@@ -88,7 +88,7 @@ def test_sends_lengthen_a_step_as_often_as_hops_says(ranks: int, micro_batches: 
     assert max(task.end for task in sending) - alone == pytest.approx(0.01 * hops(ranks, count, chunks).alone)
 
 
-def _equal(schedule: Schedule, ranks: int, chunk: StageTimes) -> list[StageTimes]:
+def _equal(schedule: PipelineSchedule, ranks: int, chunk: StageTimes) -> list[StageTimes]:
     """Equal ranks, of the times of one chunk."""
     number = len(chunks_of(schedule, ranks, 0, 2 if schedule == "1f1b-overlap" else 1))
     return [StageTimes(*(number * us for us in chunk))] * ranks
@@ -149,7 +149,7 @@ def test_dualpipe_has_the_bubble_of_its_readme(half: int, extra: int, hidden: fl
 
 @given(st.sampled_from(DUAL), st.integers(1, 4), st.integers(0, 5), times, times, st.floats(0.0, 1.0))
 def test_dualpipe_runs_every_task_once_with_its_input_there(
-    schedule: Schedule, half: int, extra: int, forward: float, backward: float, part: float
+    schedule: PipelineSchedule, half: int, extra: int, forward: float, backward: float, part: float
 ) -> None:
     ranks = 2 * half if schedule == "dualpipe" else half + 1
     count = 2 * ranks + (2 * extra if schedule == "dualpipe" else extra)
@@ -164,7 +164,7 @@ def test_dualpipe_runs_every_task_once_with_its_input_there(
     _check_all_there(tasks, schedule, ranks, count)
 
 
-def _check_all_there(tasks: list[Task], schedule: Schedule, ranks: int, count: int) -> None:
+def _check_all_there(tasks: list[Task], schedule: PipelineSchedule, ranks: int, count: int) -> None:
     """A slow look at every task: each once, weights behind inputs, and what it needs from the neighbour before it begins."""
     ends: dict[tuple[int, str, int, int], float] = {}
     for task in tasks:
@@ -197,7 +197,7 @@ def _check_all_there(tasks: list[Task], schedule: Schedule, ranks: int, count: i
 
 @given(st.sampled_from(("1f1b", "1f1b-overlap", *DUAL)), st.integers(2, 4), st.integers(2, 4), st.integers(1, 3))
 def test_a_rank_holds_as_many_activations_as_it_is_said(
-    schedule: Schedule, half: int, groups: int, chunks: int
+    schedule: PipelineSchedule, half: int, groups: int, chunks: int
 ) -> None:
     ranks = 2 * half
     chunks = 1 if schedule in DUAL else max(chunks, 2) if schedule == "1f1b-overlap" else chunks
@@ -224,7 +224,9 @@ def test_sends_lengthen_merged_tasks_as_often_as_hops_says(ranks: int, groups: i
 
 
 @given(st.sampled_from(DUAL), st.integers(2, 4), st.integers(1, 4))
-def test_sends_lengthen_dualpipe_about_as_often_as_hops_says(schedule: Schedule, half: int, groups: int) -> None:
+def test_sends_lengthen_dualpipe_about_as_often_as_hops_says(
+    schedule: PipelineSchedule, half: int, groups: int
+) -> None:
     ranks, count = 2 * half, 4 * half * groups
     alone, sending = (
         max(
@@ -250,6 +252,8 @@ def test_sends_lengthen_dualpipe_about_as_often_as_hops_says(schedule: Schedule,
         ("1f1b-overlap", 4, 8, 1, "vpp of at least 2"),
     ],
 )
-def test_a_schedule_says_what_it_needs(schedule: Schedule, ranks: int, count: int, chunks: int, says: str) -> None:
+def test_a_schedule_says_what_it_needs(
+    schedule: PipelineSchedule, ranks: int, count: int, chunks: int, says: str
+) -> None:
     with pytest.raises(UsageError, match=says):
         order(ranks, 0, count, chunks, schedule)

@@ -17,7 +17,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.explain import compare_estimates, explain
 from commlayer.scheduler.mapping.job import Job, Recompute, Setup
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
-from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, Schedule
+from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
 from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, search, smallest_fit
 from commlayer.scheduler.mapping.simulate import Estimator
@@ -347,7 +347,9 @@ def test_nothing_is_valid_and_why(space: Space, reason: str) -> None:
     ("software", "schedule"),
     [(COMMLAYER, ("1f1b",)), (MEGATRON, ("1f1b",)), (with_dispatcher(MEGATRON, "deepep"), SCHEDULES[::-1])],
 )
-def test_the_real_estimator_is_searched_as_by_brute_force(software: Software, schedule: tuple[Schedule, ...]) -> None:
+def test_the_real_estimator_is_searched_as_by_brute_force(
+    software: Software, schedule: tuple[PipelineSchedule, ...]
+) -> None:
     model = replace(catalog.load("mixtral-8x7b"), layers=4)
     job = Job(model=model, gpus=8, global_batch=16 * len(schedule), sequence=2048)
     space = Space(
