@@ -25,7 +25,7 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import read_file
 from commlayer.profiles.printable import shortened
 from commlayer.scheduler.mapping.catalog import MODELS
-from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape
 
 __all__ = ["FORMAT", "MODEL_TYPES", "from_config", "read_model", "resolve"]
 
@@ -148,8 +148,9 @@ def _parse(text: str, where: str) -> dict[str, Any]:
 def _own(content: dict[str, Any], where: str) -> ModelShape:
     if content.pop("format") != FORMAT:
         raise UsageError(f"{where}: format: expected {FORMAT!r}")
-    latent = content.get("latent")
-    for record, kind, place in ((content, ModelShape, ""), (latent, LatentAttention, "latent.")):
+    parts = {"latent": LatentAttention, "window": AttentionWindow, "linear": LinearAttention}
+    records = [(content, ModelShape, ""), *((content.get(name), kind, f"{name}.") for name, kind in parts.items())]
+    for record, kind, place in records:
         known = [field.name for field in fields(kind)]
         if isinstance(record, dict) and (unknown := sorted(set(record) - set(known))):
             raise UsageError(f"{where}: unknown field {place}{unknown[0]}: expected {', '.join(known)}")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
@@ -124,6 +124,16 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
             setup.vpp > 1 and micro_batches % setup.pp > 0
         ),
     }
+    unknown = {
+        "a model without experts": not model.moe_layers,
+        "windows of attention": model.window is not None,
+        "linear attention": model.linear is not None,
+        "a gate of attention's output": model.gated_attention,
+        "biases of experts": model.expert_vectors > 0,
+    }
+    limits |= {
+        f"{what} of {model.name} has flags that this export does not write": has for what, has in unknown.items()
+    }
     return limits | {
         f"{name}={width} is no multiple of tp={by}": width % by > 0 for name, (width, by) in widths.items()
     }
@@ -160,7 +170,9 @@ def _model(model: ModelShape) -> Iterator[str]:
         yield from _flag("moe-router-num-groups", model.router_groups)
         yield from _flag("moe-router-group-topk", model.router_group_limit)
     if model.dense_layers:
-        yield from _flag("moe-layer-freq", f"([0]*{model.dense_layers}+[1]*{model.moe_layers})")
+        leading = f"([0]*{model.dense_layers}+[1]*{model.moe_layers})"
+        kinds = ",".join(str(int(is_moe)) for is_moe in layer_kinds(model))
+        yield from _flag("moe-layer-freq", f"([{kinds}])" if model.dense_at else leading)
     if model.shared_width:
         yield from _flag("moe-shared-expert-intermediate-size", model.shared_width)
     if model.gated:

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job
-from commlayer.scheduler.mapping.model import ModelShape, head_sizes
-from commlayer.scheduler.mapping.parameters import layer_of
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes, linear_flops, mean_positions
+from commlayer.scheduler.mapping.parameters import count, layer_of
 
 __all__ = ["Flops", "forward", "mfu", "of_step"]
 
@@ -47,21 +47,31 @@ class Flops:
 def forward(model: ModelShape, sequence: int) -> Flops:
     """A token's forward pass in a sequence of ``sequence`` tokens.
 
-    A matrix costs two FLOPs per element; the embedding is a look-up and costs none, norms and activations are not counted. Of the
-    attention's scores causal masking leaves (s + 1) / 2 a token on average: taken is s / 2, the half of what is without it.
+    A matrix costs two FLOPs per element; the embedding is a look-up and costs none, norms and activations are not counted.
+    Windows count (:func:`~commlayer.scheduler.mapping.model.mean_positions`), and linear attention
+    (:func:`~commlayer.scheduler.mapping.model.linear_flops`).
     """
     one, sparse = layer_of(model), model.moe_layers
-    bias = (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias and model.latent is None else 0
+    core = model.softmax_layers * 2 * mean_positions(model, sequence) * model.heads * head_sizes(model)[1]
+    if model.linear is not None:
+        core += model.linear.layers * linear_flops(model.linear)
     return Flops(
-        attention_projections=2.0 * model.layers * (one.attention - bias),
-        # of a head's key and its value: 2 products · 2 FLOPs · s / 2 positions leave s of each element
-        attention_core=float(model.layers * sequence * model.heads * head_sizes(model)[1]),
-        router=2.0 * sparse * one.router,
-        experts=2.0 * sparse * one.experts * model.top_k / model.experts,
+        attention_projections=2.0 * (count(model).attention - _biases(model)),
+        attention_core=float(core),
+        router=2.0 * sparse * model.experts * model.hidden,
+        experts=2.0 * sparse * model.top_k * (one.experts // model.experts - model.expert_vectors),
         shared=2.0 * sparse * one.shared,
         dense_ffn=2.0 * model.dense_layers * one.dense_ffn,
         head=2.0 * model.vocabulary * model.hidden,
     )
+
+
+def _biases(model: ModelShape) -> int:
+    """Elements of all biases of queries, keys and values."""
+    if not model.qkv_bias or model.latent is not None:
+        return 0
+    queries = model.heads * (1 + model.gated_attention)
+    return model.softmax_layers * (queries + 2 * model.kv_heads) * model.head_dim
 
 
 def of_step(job: Job) -> float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from commlayer.scheduler.mapping.compute import GpuCompute, MeasuredCompute
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.model import ModelShape, head_sizes
+from commlayer.scheduler.mapping.model import ModelShape, head_sizes, linear_flops, mean_positions
 
 __all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "tokens_of"]
 
@@ -55,6 +55,9 @@ class Times:
     @property
     def backward(self) -> float:
         return self.input_gradient + self.weight_gradient
+
+    def __mul__(self, part: float) -> Times:
+        return Times(part * self.forward, part * self.input_gradient, part * self.weight_gradient)
 
     def __add__(self, other: Times) -> Times:
         return Times(
@@ -184,13 +187,13 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
         parts, rows_of_shared = (tp, whole) if key.splits_shared else (1, own)
         products, memory = _ffn(model, rows_of_shared, shared_width / parts, 1, precision, compute)
         shared = products + memory
-    rotated = 2 * _rotated(model) * at / split
+    attention = _attention(key, at, split, whole, compute)
     return LayerWork(
         norm=_memory(2 * tokens, 4 * tokens, compute),
-        projections=_products(_projections(model, at, split), precision, compute),
-        rotation=_memory(rotated, rotated, compute),
-        core=_core(model, key.sequence, whole, tp, precision, compute),
-        out=_products([Product(at, model.heads * head_sizes(model)[2] / split, hidden)], precision, compute),
+        projections=attention.projections,
+        rotation=attention.rotation,
+        core=attention.core,
+        out=attention.out,
         middle=_memory(5 * tokens, 6 * tokens, compute) + _memory(3 * tokens, 2 * tokens, compute),
         router=router,
         permute=permute,
@@ -199,6 +202,38 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
         unpermute=unpermute,
         shared=shared,
     )
+
+
+class _Attention(NamedTuple):
+    projections: Times
+    rotation: Times
+    core: Times
+    out: Times
+
+
+def _attention(key: _Key, rows: float, split: int, whole: float, compute: AnyCompute) -> _Attention:
+    """The segments of a layer's attention; where the model has two kinds of it, their mean over its layers."""
+    model, precision, tp, linear = key.model, key.precision, key.degrees[0], key.model.linear
+    rotated = 2 * _rotated(model) * rows / split
+    found = _Attention(
+        _products(_projections(model, rows, split), precision, compute),
+        _memory(rotated, rotated, compute),
+        _core(model, key.sequence, whole, tp, precision, compute),
+        _products([Product(rows, model.heads * head_sizes(model)[2] / split, model.hidden)], precision, compute),
+    )
+    if linear is None:
+        return found
+    keys, values = linear.key_heads * linear.key_dim / split, linear.value_heads * linear.value_dim / split
+    gated = rows * (2 * keys + 3 * values)  # what goes into the core, its output, and the gate's product with that
+    flops = whole / tp * linear_flops(linear)
+    other = _Attention(
+        _products([Product(rows, model.hidden, 2 * keys + 2 * values)], precision, compute),
+        _memory(gated, 2 * gated, compute),
+        Times(compute.attention_us(flops, precision), compute.attention_us(2 * flops, precision, backward=True)),
+        _products([Product(rows, values, model.hidden)], precision, compute),
+    )
+    part = linear.layers / model.layers
+    return _Attention(*(a * (1 - part) + b * part for a, b in zip(found, other, strict=True)))
 
 
 def _ffn(
@@ -244,9 +279,9 @@ def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
 
 
 def _core(model: ModelShape, sequence: int, tokens: float, tp: int, precision: str, compute: AnyCompute) -> Times:
-    """Causal attention: each token meets half the sequence. Backward takes 2.5 times the FLOPs: scores are made again (Dao
-    2022)."""
-    flops = 2.0 * tokens * sequence / 2 * head_sizes(model)[1] * model.heads / tp
+    """Causal attention: each token meets half the sequence, or what windows leave of it, the mean over the model's layers.
+    Backward takes 2.5 times the FLOPs: scores are made again (Dao 2022)."""
+    flops = 2.0 * tokens * mean_positions(model, sequence) * head_sizes(model)[1] * model.heads / tp
     return Times(compute.attention_us(flops, precision), compute.attention_us(2.5 * flops, precision, backward=True))
 
 
@@ -254,7 +289,8 @@ def _projections(model: ModelShape, rows: float, split: int) -> list[Product]:
     latent = model.latent
     if latent is None:
         keys = max(model.kv_heads / split, 1.0)  # fewer key-value heads than ranks: each has one
-        return [Product(rows, model.hidden, (model.heads / split + 2 * keys) * model.head_dim)]
+        queries = model.heads * (1 + model.gated_attention) / split
+        return [Product(rows, model.hidden, (queries + 2 * keys) * model.head_dim)]
     query = model.heads * head_sizes(model)[0] / split
     down = [Product(rows, model.hidden, latent.kv_rank + latent.rope_dim + latent.q_rank)]
     up = [Product(rows, latent.q_rank or model.hidden, query)]

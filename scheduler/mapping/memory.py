@@ -63,10 +63,7 @@ def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention,
         return LayerElements(model.hidden, 0, 0, 0)
     first = model.matrices - 1  # products of the first matrices: gate and up, or one
     latent = model.latent
-    kv_heads = model.heads if latent else max(model.kv_heads, tp)  # tp ranks hold at least one head each
-    query, keys_values, output = (
-        heads * size for heads, size in zip((model.heads, kv_heads, model.heads), head_sizes(model), strict=True)
-    )
+    query, keys_values, output = _attention_elements(model, tp)
     # of latent attention before and after the norms
     down = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim if latent else 0
     if recompute == "selective":
@@ -78,6 +75,28 @@ def kept_elements(model: ModelShape, recompute: Recompute, attention: Attention,
         dense=(first + 1) * model.dense_width,
         shared=(first + 1) * model.shared_width,
         row=model.hidden + (first + 1) * model.width / etp,
+    )
+
+
+def _attention_elements(model: ModelShape, tp: int) -> tuple[float, float, float]:
+    """Elements per token that attention works on: queries (and a gate), keys with values, outputs; the mean over a model's
+    kinds of attention. A window of attention changes none of them: scores are never kept."""
+    kv_heads = model.heads if model.latent else max(model.kv_heads, tp)  # tp ranks hold at least one head each
+    heads = (model.heads * (1 + model.gated_attention), kv_heads, model.heads)
+    query, keys_values, output = (number * size for number, size in zip(heads, head_sizes(model), strict=True))
+    linear = model.linear
+    if linear is None:
+        return query, keys_values, output
+    keys, values, part = (
+        linear.key_heads * linear.key_dim,
+        linear.value_heads * linear.value_dim,
+        linear.layers / model.layers,
+    )
+    softmax = 1 - part
+    return (
+        query * softmax + (keys + values) * part,
+        keys_values * softmax + (keys + values) * part,
+        output * softmax + values * part,
     )
 
 
@@ -169,11 +188,12 @@ def _sizes(job: Job, setup: Setup, software: Software) -> _Sizes:
     spread = min(job.imbalance, setup.ep)
     if job.capacity_factor is not None:
         spread = job.capacity_factor
-    rows = tokens * model.top_k * setup.etp * spread
+    routed = tokens if model.moe_layers else 0.0
+    rows = routed * model.top_k * setup.etp * spread
     kept, again = _layer_elements(
         _Layer(model, setup.recompute, setup.attention, tp, setup.cp, setup.etp), _keeps(setup, software)
     )
-    exchanged = rows if setup.dispatch == "all_to_all" else tokens * setup.etp * setup.ep
+    exchanged = rows if setup.dispatch == "all_to_all" else routed * setup.etp * setup.ep
     working = 2 * exchanged * model.hidden  # to the experts and back
     working += max(rows * again.row + tokens * again.shared, tokens * again.dense) + tokens * again.attention
     # the gradient of the widest tensor

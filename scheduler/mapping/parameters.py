@@ -5,10 +5,9 @@ nobody. Their axes: ``dp_cp``: what tensor parallelism splits. ``edp``: experts.
 rank has whole and uses on rows of its own; where the software sums that over tp by itself (Megatron-LM), it counts as ``dp_cp``,
 and as ``tp`` too.
 
-Counted is what a decoder of :class:`~commlayer.scheduler.mapping.model.ModelShape` multiplies by: embedding, head, projections
-(and biases of queries, keys and values), router, experts, norms. Left out, for they are below 0.01 % of any model of the
-catalog: the norms of queries and keys, a shared expert's gate, a router's bias, biases of norms and of the head.
-docs/counting.md has the formulas, and the counts beside the published sizes.
+Counted is what a decoder of :class:`~commlayer.scheduler.mapping.model.ModelShape` has: embedding, head, projections, router,
+experts, norms, and the vectors beside them. Where some layers have linear attention, a layer here has the mean of the two kinds;
+the model's own count is exact. docs/counting.md has the formulas, and the counts beside transformers' and the published sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.divisors import divisors, nearest
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.model import LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, is_dual, num_chunks
 from commlayer.scheduler.mapping.software import MEGATRON, Software, splits_ffn
 
@@ -111,14 +110,16 @@ class LayerParameters(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: its number, and how many layers it has with a dense FFN (they come first) and with experts.
+    """A pipeline stage: its number, and how many layers it has with a dense FFN and with experts.
 
-    ``alike``: so many stages are like this one, which is the first of them.
+    ``kinds``: for each of its layers, in order, whether it has experts. ``alike``: so many stages have as many layers of each
+    kind as this one, which is the first of them.
     """
 
     number: int
     dense: int
     sparse: int
+    kinds: tuple[bool, ...]
     alike: int = 1
 
     @property
@@ -129,11 +130,6 @@ class Stage(NamedTuple):
     def numbers(self) -> tuple[tuple[bool, int], ...]:
         """(whether they have experts, how many) of each kind of layers that it has."""
         return tuple(each for each in ((True, self.sparse), (False, self.dense)) if each[1])
-
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """For each of its layers, in order, whether it has experts."""
-        return (False,) * self.dense + (True,) * self.sparse
 
 
 class Elements(NamedTuple):
@@ -185,7 +181,7 @@ _WHOLE = "whole"
 
 @lru_cache(maxsize=256)
 def layer_of(model: ModelShape) -> LayerParameters:
-    """One layer of ``model``, with its dense FFN (that only the first layers have) beside router and experts."""
+    """One layer of ``model``, with its dense FFN (that only some layers have) beside router and experts."""
     found = dict.fromkeys(LayerParameters._fields, 0)
     for each in _layer(model, _Sharding(), True):
         found[each.part] += each.elements
@@ -198,15 +194,20 @@ def count(model: ModelShape) -> Parameters:
     """Every parameter of ``model``. The head is nothing of its own where it is tied to the embedding."""
     one, sparse = layer_of(model), model.moe_layers
     vocabulary = model.vocabulary * model.hidden
+    attention = norms = 0
+    for kind, layers in _attentions(model, _Sharding()):
+        for each in kind:
+            norms += layers * each.elements * (each.part == "norms")
+            attention += layers * each.elements * (each.part != "norms")
     return Parameters(
         embedding=vocabulary,
         head=0 if model.ties_embeddings else vocabulary,
-        attention=model.layers * one.attention,
+        attention=attention,
         router=sparse * one.router,
         experts=sparse * one.experts,
         shared=sparse * one.shared,
         dense_ffn=model.dense_layers * one.dense_ffn,
-        norms=model.layers * one.norms + model.hidden,
+        norms=norms + model.layers * (2 * model.hidden + model.vectors) + model.hidden + model.end_vectors,
         active_experts=sparse * one.experts // model.experts * model.top_k,
     )
 
@@ -216,9 +217,14 @@ def check(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> Non
 
     Raises:
         UsageError: tp does not divide the heads (or the width of an FFN that the software splits over it), ep the experts, etp
-            an expert's width; the layers do not go into pp · vpp chunks. Names the number and what it must divide.
+            an expert's width; the layers do not go into pp · vpp chunks; or cp with linear attention, whose states no software
+            here passes on. Names the number and what it must divide.
     """
     held(model, setup, software)
+    if model.linear is not None and setup.cp > 1:
+        raise UsageError(
+            f"cp={setup.cp}: {model.name} has layers of linear attention, which are planned without it: take cp=1"
+        )
 
 
 def _check(model: ModelShape, sharding: _Sharding) -> None:
@@ -229,6 +235,8 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
             ("tp", sharding.tp, "shared width", model.shared_width),
             ("tp", sharding.tp, "dense width", model.dense_width),
         ]
+    if model.linear is not None:
+        parts.append(("tp", sharding.tp, "key heads of linear attention", model.linear.key_heads))
     for axis, degree, name, number in parts:
         if number % degree:
             instead = " or ".join(map(str, nearest(degree, divisors(number))))
@@ -242,22 +250,21 @@ def _check(model: ModelShape, sharding: _Sharding) -> None:
 
 
 @lru_cache(maxsize=4096)
-def stage_of_ranks(layers: int, dense_layers: int, pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, ...]:
+def stage_of_ranks(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, ...]:
     """For each pipeline rank which of :func:`stages` is like it, by its place among them."""
-    every = stages(layers, dense_layers, pp, vpp, schedule)
-    kinds = {_kind(stage.number, stage.dense, stage.sparse, pp, vpp, schedule): i for i, stage in enumerate(every)}
-    own = (_layers(layers, dense_layers, pp, vpp, rank, schedule) for rank in range(pp))
-    return tuple(kinds[_kind(rank, *each, pp, vpp, schedule)] for rank, each in enumerate(own))
+    every = stages(model, pp, vpp, schedule)
+    kinds = {_kind(stage.number, stage.kinds, pp, vpp, schedule): i for i, stage in enumerate(every)}
+    return tuple(kinds[_kind(rank, _kinds(model, pp, vpp, schedule, rank), pp, vpp, schedule)] for rank in range(pp))
 
 
-def _kind(rank: int, dense: int, sparse: int, pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, int, int]:
+def _kind(rank: int, kinds: tuple[bool, ...], pp: int, vpp: int, schedule: PipelineSchedule) -> tuple[int, int, int]:
     """What makes a rank like another: the ends of the model are like no other."""
     own = chunks_of(schedule, pp, rank, vpp)
-    return (0 in own) + 2 * (num_chunks(schedule, pp, vpp) - 1 in own), dense, sparse
+    return (0 in own) + 2 * (num_chunks(schedule, pp, vpp) - 1 in own), len(kinds) - sum(kinds), sum(kinds)
 
 
 @lru_cache(maxsize=4096)
-def stages(layers: int, dense_layers: int, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b") -> tuple[Stage, ...]:
+def stages(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule = "1f1b") -> tuple[Stage, ...]:
     """The pipeline's stages: the first, those between by their layers, the last.
 
     The layers are cut into pp · vpp chunks as equally as they go, the larger ones first: of ceil(layers / (pp · vpp)), the others
@@ -266,7 +273,7 @@ def stages(layers: int, dense_layers: int, pp: int, vpp: int, schedule: Pipeline
     Raises:
         UsageError: a chunk would be empty; names the nearest degrees for which none is.
     """
-    chunks = num_chunks(schedule, pp, vpp)
+    layers, chunks = model.layers, num_chunks(schedule, pp, vpp)
     if chunks > layers:
         if is_dual(schedule):
             raise UsageError(
@@ -280,36 +287,32 @@ def stages(layers: int, dense_layers: int, pp: int, vpp: int, schedule: Pipeline
         )
     found: dict[tuple[int, int, int], Stage] = {}
     for number in range(pp):
-        dense, sparse = _layers(layers, dense_layers, pp, vpp, number, schedule)
-        kind = _kind(number, dense, sparse, pp, vpp, schedule)
-        known = found.get(kind)
-        found[kind] = known._replace(alike=known.alike + 1) if known else Stage(number, dense, sparse)
+        kinds = _kinds(model, pp, vpp, schedule, number)
+        key = _kind(number, kinds, pp, vpp, schedule)
+        known = found.get(key)
+        found[key] = known._replace(alike=known.alike + 1) if known else Stage(number, *key[1:], kinds)
     return tuple(found.values())
 
 
 def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
-    """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages` says.
-
-    With interleaved chunks a stage's layers lie apart; dense ones, which come first, then are those of its first chunk.
-    """
-    return _layers(model.layers, model.dense_layers, setup.pp, setup.vpp, stage, setup.schedule)
+    """Layers with a dense FFN, and with experts, of pipeline stage ``stage``, cut as :func:`stages` says."""
+    kinds = _kinds(model, setup.pp, setup.vpp, setup.schedule, stage)
+    return len(kinds) - sum(kinds), sum(kinds)
 
 
-def _layers(
-    layers: int, dense_layers: int, pp: int, vpp: int, stage: int, schedule: PipelineSchedule
-) -> tuple[int, int]:
-    each, larger = divmod(layers, num_chunks(schedule, pp, vpp))
-    total = dense = 0
-    for chunk in chunks_of(schedule, pp, stage, vpp):
-        count = each + (chunk < larger)
-        total += count
-        dense += max(0, min(dense_layers - chunk * each - min(chunk, larger), count))
-    return dense, total - dense
+@lru_cache(maxsize=1 << 16)
+def _kinds(model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, stage: int) -> tuple[bool, ...]:
+    """For each layer of a stage, chunk by chunk, whether it has experts."""
+    each, larger = divmod(model.layers, num_chunks(schedule, pp, vpp))
+    every = layer_kinds(model)
+    firsts = [(chunk, chunk * each + min(chunk, larger)) for chunk in chunks_of(schedule, pp, stage, vpp)]
+    return tuple(kind for chunk, first in firsts for kind in every[first : first + each + (chunk < larger)])
 
 
 def held(model: ModelShape, setup: Setup, software: Software = MEGATRON) -> tuple[StageElements, ...]:
-    """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second; of
-    every kind of stage with DualPipe and its V, whose ranks have a large chunk with a small one, or two large ones.
+    """Count what a GPU of the first stage holds, of the second and of the last: those between hold no more than the second. Of
+    every kind of stage where dense layers lie between others, and with DualPipe and its V, whose ranks have a large chunk with a
+    small one, or two large ones.
 
     Tensor parallelism divides attention and FFN by tp, and leaves norms, router and the projections down of latent attention
     whole; a key-value head is held by at least one rank, and by several where tp exceeds their number. ``ulysses`` leaves all
@@ -330,11 +333,12 @@ def _held(
     model: ModelShape, pp: int, vpp: int, schedule: PipelineSchedule, sharding: _Sharding
 ) -> tuple[StageElements, ...]:
     _check(model, sharding)
-    every = stages(model.layers, model.dense_layers, pp, vpp, schedule)
+    every = stages(model, pp, vpp, schedule)
     sparse, dense = (_summed(_layer(model, sharding, is_moe)) for is_moe in (True, False))
     found = []
-    wanted = every if is_dual(schedule) else (every[0], every[min(1, len(every) - 1)], every[-1])
-    for stage in dict.fromkeys(wanted):
+    # Of dense layers that come first the second stage has no fewer experts than any behind it.
+    is_mixed = is_dual(schedule) or model.dense_at
+    for stage in dict.fromkeys(every if is_mixed else (every[0], every[min(1, len(every) - 1)], every[-1])):
         own = chunks_of(schedule, pp, stage.number, vpp)
         first, last = _ends(model, sharding, 0 in own, num_chunks(schedule, pp, vpp) - 1 in own)
         parts = zip(sparse, dense, _summed([*first, *last]), strict=True)
@@ -460,20 +464,41 @@ def _ends(
         return first, []
     is_own = not (has_embedding and model.ties_embeddings)
     head = [_Parameter("head", axis, elements)] if is_own else []
-    return first, [_Parameter("norms", _WHOLE, model.hidden), *head]
+    return first, [_Parameter("norms", _WHOLE, model.hidden + model.end_vectors), *head]
 
 
 @lru_cache(maxsize=4096)
 def _layer(model: ModelShape, sharding: _Sharding, moe: bool) -> tuple[_Parameter, ...]:
     """Every parameter of a layer on one rank, in the order of its modules."""
     norm = _Parameter("norms", _WHOLE, model.hidden)
-    found = [norm, *_attention(model, sharding), norm]
+    vectors = [_Parameter("norms", _WHOLE, model.vectors)] if model.vectors else []
+    found = [norm, *_mean_attention(model, sharding), norm, *vectors]
     if not moe:
         return (*found, *_ffn(model, sharding, "dense_ffn", model.dense_width))
-    found.append(_Parameter("router", _WHOLE, model.experts * model.hidden))
+    found.append(_Parameter("router", _WHOLE, model.experts * model.hidden + model.moe_vectors))
     local, width = -(-model.experts // sharding.ep), -(-model.width // sharding.etp)
     found += [_Parameter("experts", "edp", local * width * model.hidden)] * model.matrices
+    if model.expert_vectors:
+        found.append(_Parameter("experts", "edp", -(-local * model.expert_vectors // sharding.etp)))
     return (*found, *_ffn(model, sharding, "shared", model.shared_width))
+
+
+def _mean_attention(model: ModelShape, sharding: _Sharding) -> list[_Parameter]:
+    """The attention of a layer: of the model's kinds the mean, each parameter of either in its part."""
+    kinds = _attentions(model, sharding)
+    if len(kinds) == 1:
+        return list(kinds[0][0])
+    return [
+        each._replace(elements=round(each.elements * layers / model.layers)) for kind, layers in kinds for each in kind
+    ]
+
+
+def _attentions(model: ModelShape, sharding: _Sharding) -> list[tuple[tuple[_Parameter, ...], int]]:
+    """The parameters of each kind of attention, and in how many layers it is."""
+    kinds = [(tuple(_attention(model, sharding)), model.softmax_layers)]
+    if model.linear is not None:
+        kinds.append((tuple(_linear_attention(model.linear, model.hidden, sharding)), model.linear.layers))
+    return [(kind, layers) for kind, layers in kinds if layers]
 
 
 def _ffn(model: ModelShape, sharding: _Sharding, part: str, width: int) -> list[_Parameter]:
@@ -501,8 +526,22 @@ def _attention(model: ModelShape, sharding: _Sharding) -> Iterator[_Parameter]:
         return
     bias = int(model.qkv_bias)
     width = heads * model.head_dim
-    yield _Parameter("sharded", split, width * (hidden + bias) // parts)
+    yield _Parameter("sharded", split, width * (1 + model.gated_attention) * (hidden + bias) // parts)
     is_whole = model.kv_heads % parts != 0 and sharding.keeps_whole_kv
     axis, kv_heads = (_WHOLE, model.kv_heads) if is_whole else (split, -(-model.kv_heads // parts))
     yield from [_Parameter("keys_values", axis, kv_heads * model.head_dim * (hidden + bias))] * 2
     yield _Parameter("sharded", split, width * hidden // parts)
+
+
+def _linear_attention(linear: LinearAttention, hidden: int, sharding: _Sharding) -> Iterator[_Parameter]:
+    """Split over tp by heads, as :func:`_attention`."""
+    parts, split = (sharding.tp, "dp_cp") if sharding.splits_attention else (1, _WHOLE)
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    yield _Parameter("sharded", split, hidden * (2 * keys + 2 * values) // parts)  # queries, keys, values and the gate
+    yield _Parameter("sharded", split, values * hidden // parts)
+    if linear.kind == "lightning":
+        yield _Parameter("norms", _WHOLE, values)
+        return
+    yield _Parameter("sharded", split, hidden * 2 * linear.value_heads // parts)  # of each head the decay, and the step
+    yield _Parameter("sharded", split, (2 * keys + values) * linear.kernel // parts)
+    yield _Parameter("norms", _WHOLE, 2 * linear.value_heads + linear.value_dim)

@@ -244,7 +244,7 @@ class Estimator:
         """For each pipeline rank, where its stage is in ``stages``; only DualPipe asks in which order."""
         if is_dual(setup.schedule):
             model = self.job.model
-            return parameters.stage_of_ranks(model.layers, model.dense_layers, setup.pp, setup.vpp, setup.schedule)
+            return parameters.stage_of_ranks(model, setup.pp, setup.vpp, setup.schedule)
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
 
     def _sending_us(self, setup: Setup) -> float:
@@ -313,7 +313,7 @@ class Estimator:
 
     def _stages(self, setup: Setup) -> tuple[Stage, ...]:
         model = self.job.model
-        return parameters.stages(model.layers, model.dense_layers, setup.pp, setup.vpp, setup.schedule)
+        return parameters.stages(model, setup.pp, setup.vpp, setup.schedule)
 
     def _ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch, setup.vpp if setup.zero > 1 else 0)
@@ -449,7 +449,7 @@ class Estimator:
         overlapped there)."""
         setup = found.setup
         builder = self._builder(setup)
-        forward, backward = self._programs(setup, True)
+        forward, backward = self._programs(setup, any(stage.sparse for stage in stages))
         counted: dict[StepCollective, int] = {}  # equal ones together, in order of first use
         for exchange in builder.sent(setup, whole_step(builder.job, setup, builder.software, stage=stages[-1].number)):
             one = replace(exchange, count=1)

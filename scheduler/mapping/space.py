@@ -10,6 +10,7 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
 - tp and etp stay inside NVLink domains, unless ``within_domain`` is False: they divide the domain, or all GPUs are in one.
 - cp·tp divides the sequence (sequence parallelism), and 2·cp·tp does where cp > 1: every rank has one early and one late
   block of each sequence, so that causal attention is as long on all (Megatron's zigzag).
+- Linear attention: cp is 1, and tp divides its key heads.
 - ep divides the experts, etp an expert's width.
 - pp·vpp is at most the number of layers: no chunk is empty. vpp > 1 only with pp > 1, and where pp divides the micro-batches
   (Megatron's interleaved schedule). Unless the space names ``vpp``, the chunks must be nearly equal: fewer than pp layers are
@@ -220,6 +221,8 @@ def _attention_sides(
             if not (_heads_divide(job, tp) and _is_within(tp, job, cluster, space)):
                 continue
             for cp in _divisors(stage // tp, space.cp, job.sequence):
+                if cp > 1 and model.linear is not None:
+                    continue
                 dp = stage // tp // cp
                 if job.sequence % (cp * tp * (2 if cp > 1 else 1)) or job.global_batch % dp:
                     continue
@@ -273,7 +276,7 @@ def _expert_sides(
 
 def _heads_divide(job: Job, tp: int) -> bool:
     model = job.model
-    if model.heads % tp:
+    if model.heads % tp or (model.linear is not None and model.linear.key_heads % tp):
         return False
     return model.latent is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 

@@ -15,7 +15,7 @@ from commlayer.scheduler.activations import LayerShape
 from commlayer.scheduler.mapping import catalog, flops, memory, parameters, volumes
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import expert_rows
-from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
+from commlayer.scheduler.mapping.model import AttentionWindow, LatentAttention, LinearAttention, ModelShape, layer_kinds
 from commlayer.scheduler.mapping.parameters import stage_parameters
 from commlayer.scheduler.mapping.pipeline_orders import order
 from commlayer.scheduler.mapping.result import Memory
@@ -29,8 +29,12 @@ _powers = st.sampled_from((1, 2, 4))
 @st.composite
 def _models(draw: st.DrawFn) -> ModelShape:
     layers = draw(st.integers(4, 12))
-    dense = draw(st.integers(0, 2))
+    dense_at = (
+        tuple(sorted(draw(st.sets(st.integers(0, layers - 1), max_size=layers - 1)))) if draw(st.booleans()) else ()
+    )
+    dense = len(dense_at) or draw(st.integers(0, 2))
     latent = LatentAttention(draw(st.sampled_from((0, 64))), 32, 16, 8, 16) if draw(st.booleans()) else None
+    window = AttentionWindow(draw(st.integers(1, 1024)), draw(st.integers(1, layers)), draw(st.booleans()))
     return ModelShape(
         name="drawn",
         layers=layers,
@@ -45,6 +49,13 @@ def _models(draw: st.DrawFn) -> ModelShape:
         shared_width=64 * draw(st.integers(0, 4)),
         dense_layers=dense,
         dense_width=512 if dense else 0,
+        dense_at=dense_at,
+        window=window if draw(st.booleans()) else None,
+        gated_attention=latent is None and draw(st.booleans()),
+        vectors=draw(st.integers(0, 9)),
+        moe_vectors=draw(st.integers(0, 9)),
+        expert_vectors=16 * draw(st.integers(0, 4)),
+        end_vectors=draw(st.integers(0, 9)),
         gated=draw(st.booleans()),
         ties_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
@@ -214,17 +225,89 @@ def test_refuses_widths_and_key_value_heads_that_tp_does_not_divide() -> None:
 
 @given(st.integers(1, 100), st.integers(0, 5), st.integers(1, 12), st.integers(1, 6))
 def test_stages_cut_layers_as_evenly_as_they_go(layers: int, dense: int, pp: int, vpp: int) -> None:
+    small: dict[str, Any] = {"layers": layers, "dense_layers": min(dense, layers), "dense_width": 64, "published": 0.0}
+    model = dataclasses.replace(catalog.load("mixtral-8x7b"), **small)
     if pp * vpp > layers:
         with pytest.raises(UsageError, match="do not fill"):
-            parameters.stages(layers, dense, pp, vpp)
+            parameters.stages(model, pp, vpp)
         return
-    found = parameters.stages(layers, min(dense, layers), pp, vpp)
+    found = parameters.stages(model, pp, vpp)
     assert sum(stage.alike for stage in found) == pp
     assert sum(stage.alike * stage.layers for stage in found) == layers
     assert sum(stage.alike * stage.dense for stage in found) == min(dense, layers)
     assert found[0].layers == max(stage.layers for stage in found)
     assert found[0].layers - found[-1].layers <= vpp
     assert -(-layers // pp) <= found[0].layers <= vpp * -(-layers // (pp * vpp))
+
+
+def _alternating(**rest: Any) -> ModelShape:
+    """Eight layers, of which every second one has experts."""
+    return dataclasses.replace(
+        catalog.load("mixtral-8x7b"),
+        layers=8,
+        dense_layers=4,
+        dense_at=(0, 2, 4, 6),
+        dense_width=1024,
+        published=0.0,
+        **rest,
+    )
+
+
+def test_stages_of_interleaved_layers_have_both_kinds_in_order() -> None:
+    model = _alternating()
+    assert layer_kinds(model) == (False, True) * 4
+    one, *_ = parameters.stages(model, 4, 1)
+    assert (one.dense, one.sparse, one.kinds) == (1, 1, (False, True))
+    chunks = parameters.stages(model, 4, 2)  # of one layer each: a stage has all of one kind
+    assert [(each.dense, each.sparse) for each in chunks] == [(2, 0), (0, 2), (2, 0), (0, 2)]
+    assert [parameters.layers_of(model, Setup(gpus=4, pp=4, vpp=2), stage) for stage in range(4)] == [
+        (each.dense, each.sparse) for each in chunks
+    ]
+    late = dataclasses.replace(model, dense_at=(0, 1, 4, 5))
+    assert [each.kinds for each in parameters.stages(late, 4, 1)] == [(False, False), (True, True)] * 2
+
+
+def test_memory_is_that_of_the_fullest_stage_wherever_its_experts_lie() -> None:
+    """Of four stages the third has the experts: neither the first, nor the second, nor the last."""
+    model = _alternating(experts=64, vocabulary=1000)
+    late = dataclasses.replace(model, dense_layers=6, dense_at=(0, 1, 2, 3, 6, 7))
+    setup = Setup(gpus=4, pp=4)
+    held = parameters.held(late, setup)
+    assert [each.stage.number for each in held] == [0, 1, 2, 3]
+    assert parameters.per_gpu(late, setup)[1] == held[2].elements.expert > 0
+    assert memory.estimate(_job(late, 4), setup).weights == pytest.approx(2 * held[2].total)
+
+
+def test_windows_and_chunks_of_attention_by_counting_positions() -> None:
+    """Each token meets what is before it in its window, or in its chunk; half a position more or less, as without windows."""
+    model = dataclasses.replace(catalog.load("mixtral-8x7b"), layers=4, published=0.0)
+    for sequence, size in ((4096, 128), (1000, 300), (512, 512), (512, 4096)):
+        for chunked in (False, True):
+            seen = [i % size + 1 if chunked else min(i + 1, size) for i in range(sequence)]
+            mean = (sum(seen) / sequence + (sequence + 1) / 2) / 2
+            windowed = dataclasses.replace(model, window=AttentionWindow(size, 2, chunked))
+            found = flops.forward(windowed, sequence).attention_core / (4 * 4 * 32 * 128)
+            assert found == pytest.approx(mean, abs=0.5)
+
+
+def test_linear_attention_counts_by_hand_and_its_core_does_not_grow_with_the_sequence() -> None:
+    soft = dataclasses.replace(catalog.load("mixtral-8x7b"), layers=8, published=0.0)
+    lightning = dataclasses.replace(soft, linear=LinearAttention("lightning", 7, 64, 64, 96, 96))
+    assert parameters.count(lightning).attention == 4096 * (4096 * 2 + 1024 * 2) + 7 * 4096 * 64 * 96 * 5
+    delta = dataclasses.replace(soft, linear=LinearAttention("gated_delta", 8, 16, 32, 128, 64, 4))
+    keys, values = 16 * 128, 32 * 64
+    assert parameters.count(delta).attention == 8 * (
+        4096 * (2 * keys + 2 * values + 2 * 32) + values * 4096 + 4 * (2 * keys + values)
+    )
+    cores = [flops.forward(delta, sequence).attention_core for sequence in (1024, 4096)]
+    assert cores[0] == cores[1] == 8 * 8 * 32 * 128 * 64
+    for model in (lightning, delta):
+        held = parameters.held(model, Setup(gpus=1))[0].elements  # a layer is the mean of the kinds
+        assert held.split + held.whole == pytest.approx(parameters.count(model).dense, abs=8 * model.layers)
+    with pytest.raises(UsageError, match="cp=2: mixtral-8x7b has layers of linear attention"):
+        parameters.check(delta, Setup(gpus=2, cp=2))
+    with pytest.raises(UsageError, match="key heads of linear attention of mixtral-8x7b, 16: take 16"):
+        parameters.check(delta, Setup(gpus=32, tp=32))
 
 
 # FLOPs
@@ -236,11 +319,15 @@ def test_flops_are_twice_the_active_parameters_and_the_core(model: ModelShape, s
     found, counted = flops.forward(model, sequence), parameters.count(model)
     bias = 0
     if model.qkv_bias and model.latent is None:
-        bias = model.layers * (model.heads + 2 * model.kv_heads) * model.head_dim
+        queries = model.heads * (2 if model.gated_attention else 1)
+        bias = model.layers * (queries + 2 * model.kv_heads) * model.head_dim
+    bias += model.moe_layers * (model.moe_vectors + model.top_k * model.expert_vectors)
     head = counted.embedding
     products = counted.active - counted.embedding - counted.head + head - counted.norms - bias
     assert found.total - found.attention_core == pytest.approx(2 * products)
-    assert flops.forward(model, 2 * sequence).attention_core == 2 * found.attention_core
+    twice, whole = flops.forward(model, 2 * sequence).attention_core, dataclasses.replace(model, window=None)
+    assert twice == pytest.approx(2 * found.attention_core) if model.window is None else twice >= found.attention_core
+    assert found.attention_core <= flops.forward(whole, sequence).attention_core * (1 + 1e-12)
 
 
 def test_mixtral_flops_by_hand() -> None:
