@@ -13,6 +13,7 @@ from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.calibrated import FACTORS
 from commlayer.scheduler.mapping.hardware import Gpu
 from commlayer.scheduler.mapping.model import ModelShape
+from commlayer.scheduler.mapping.precisions import recipe_of
 
 __all__ = ["DEFAULT_FACTOR", "TILE", "GpuCompute", "MeasuredCompute", "efficiency_for"]
 
@@ -24,14 +25,16 @@ DEFAULT_FACTOR = 1.0
 
 _ACCUMULATED_BYTES = 8
 """The bytes of an element of an FP32 sum: read and written."""
-_ELEMENT_BYTES = {"bf16": 2, "fp8": 1}
+_UNEVEN_TILES = 0.5
+"""The tiles of rows that a group loses on average where its rows are as routing has them, not a multiple of a tile."""
 
 
 class GpuCompute:
     """µs of what one GPU computes.
 
     A matrix product takes the longer of two times, and a launch: its FLOPs at the declared part of the peak, rounded up to
-    whole tiles and whole waves of tiles over the multiprocessors; and its bytes at the declared part of the memory's rate.
+    whole tiles and whole waves of tiles over the multiprocessors, each tile with what it costs beyond its products; and its bytes
+    at the declared part of the memory's rate.
 
     ``factor`` multiplies the rate of matrix products and of attention, and of nothing else.
 
@@ -53,30 +56,32 @@ class GpuCompute:
         groups: int = 1,
         *,
         accumulates: bool = False,
+        uneven: bool = False,
     ) -> float:
         """``groups`` products [rows, inner] × [inner, columns] in one launch (experts: a group each, with ``rows`` tokens).
 
-        ``rows`` may be a mean. 0 where there is nothing to multiply. ``accumulates``: the result is added to one in FP32
+        ``rows`` may be a mean; ``uneven``: it is, and the groups' own rows are as routing has them, so that each fills its last
+        tile by half on average. 0 where there is nothing to multiply. ``accumulates``: the result is added to one in FP32
         (Megatron's gradient_accumulation_fusion), which is read and written behind a tile's products: nothing hides that where
-        a multiprocessor has one tile at a time. Raises UsageError for another precision than bf16 and
-        fp8, a negative size, or fp8 on a GPU that has none.
+        a multiprocessor has one tile at a time. Raises UsageError for a negative size, an unknown precision, or one that the GPU
+        does not have (:func:`~commlayer.scheduler.mapping.precisions.recipe_of`).
         """
         if min(rows, inner, columns, groups) < 0:
             raise UsageError(
                 f"expected sizes of at least 0, got rows={rows}, inner={inner}, columns={columns}, groups={groups}"
             )
-        peak, element = self._peak(precision), _ELEMENT_BYTES[precision]
+        peak, element = self._peak(precision)
         if not rows * inner * columns * groups:
             return 0.0
         gpu = self.gpu
-        tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * groups
-        waves = math.ceil(tiles / gpu.multiprocessors)
-        flops = waves * gpu.multiprocessors * 2.0 * TILE * TILE * inner
+        high = max(rows / TILE + _UNEVEN_TILES, 1.0) if uneven else math.ceil(rows / TILE)
+        waves = math.ceil(high * math.ceil(columns / TILE) * groups / gpu.multiprocessors)
+        tile_us = 2.0 * TILE * TILE * inner * gpu.multiprocessors / (peak * 1e6) + gpu.tile_us
         # operands in `precision`, the result in BF16, unless it is added to a sum
         moved = groups * (element * inner * (rows + columns) + (0 if accumulates else 2 * rows * columns))
         rate = gpu.memory_gbps * gpu.memory * 1e3
         added = groups * _ACCUMULATED_BYTES * rows * columns / rate if accumulates else 0.0
-        return max(flops / (peak * self.factor * 1e6), moved / rate) + added + gpu.launch_us
+        return max(waves * tile_us / self.factor, moved / rate) + added + gpu.launch_us
 
     def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
         """Fused attention of ``flops`` (a causal mask counted by half), in BF16 whatever the precision of products.
@@ -98,15 +103,17 @@ class GpuCompute:
             raise UsageError(f"nbytes: expected at least 0, got {nbytes!r}")
         return nbytes / (self.gpu.memory_gbps * self.gpu.memory * 1e3) + self.gpu.launch_us if nbytes else 0.0
 
-    def _peak(self, precision: str) -> float:
-        """TFLOP/s that large products reach."""
-        if precision == "bf16":
-            return self.gpu.bf16_tflops * self.gpu.gemm
-        if precision != "fp8":
-            raise UsageError(f"precision: expected bf16 or fp8, got {precision!r}")
-        if not self.gpu.fp8_tflops:
-            raise UsageError(f"precision fp8: {self.gpu.name} has no such units; use bf16")
-        return self.gpu.fp8_tflops * self.gpu.gemm_fp8
+    def _peak(self, precision: str) -> tuple[float, float]:
+        """TFLOP/s that large products reach, and the bytes of an operand's element."""
+        recipe = recipe_of(precision, self.gpu)
+        if recipe is None:
+            return self.gpu.bf16_tflops * self.gpu.gemm, 2
+        return self.gpu.fp8_tflops * self.gpu.gemm_fp8 * recipe.rate, recipe.copy_bytes()
+
+    def cast_bytes(self, precision: str) -> float:
+        """The bytes that are moved to cast an element for its products: 0 in BF16. Raises as :meth:`gemm_us`."""
+        recipe = recipe_of(precision, self.gpu)
+        return 0.0 if recipe is None else recipe.cast_bytes(self.gpu)
 
 
 class MeasuredCompute:
@@ -137,6 +144,7 @@ class MeasuredCompute:
         groups: int = 1,
         *,
         accumulates: bool = False,
+        uneven: bool = False,
     ) -> float:
         """``groups`` products one after the other. What adding to a sum costs is in the times, or it is not."""
         return groups * self._curve.at(2.0 * rows * inner * columns)
@@ -144,6 +152,10 @@ class MeasuredCompute:
     def attention_us(self, flops: float, precision: str = "bf16", *, backward: bool = False) -> float:
         """Time attention as one product of so many FLOPs."""
         return self._curve.at(flops)
+
+    def cast_bytes(self, precision: str) -> float:
+        """Nothing: precision makes no difference to what was measured."""
+        return 0.0
 
     def memory_us(self, nbytes: float) -> float:
         """At the memory's rate."""

@@ -104,7 +104,7 @@ def torchtitan(job: Job, setup: Setup) -> Section:
         }
         if setup.vpp not in _DEFAULT_CHUNKS:
             config["parallelism"]["pipeline_parallel_layers_per_stage"] = _layers_per_stage(job, setup)
-    if setup.precision == "fp8":
+    if setup.precision != "bf16":
         config["quantize.linear.float8"] = {"filter_fqns": ["output", "router.gate"]}
         config["quantize.grouped_mm.float8"] = {"fqns": ["experts"]}
     return config
@@ -172,7 +172,7 @@ def _torchtitan_notes(job: Job, setup: Setup) -> tuple[str, ...]:
         notes.append(
             "selective means there: keep matrix products and what was exchanged; here it is MegaScale-MoE's (A.2)"
         )
-    if setup.precision == "fp8":
+    if setup.precision != "bf16":
         notes.append("FP8 needs torchao, and its converters in model.converters")
     return tuple(notes)
 
@@ -222,7 +222,7 @@ def _deepspeed_limits(job: Job, setup: Setup) -> dict[str, bool]:
         "AutoEP with tensor parallelism takes ZeRO 0 to 2": is_tensor and setup.ep > 1 and setup.zero == 3,
         "tensor parallelism of a MoE model needs autoep_size > 1": is_tensor and setup.ep == 1,
         "it exchanges tokens by all_to_all: choose that dispatch": setup.dispatch == "all_gather" and setup.ep > 1,
-        "its configuration has no FP8 training: choose bf16": setup.precision == "fp8",
+        "its configuration has no FP8 training: choose bf16": setup.precision != "bf16",
         "AutoEP never drops tokens: leave the capacity factor out": job.capacity_factor is not None and setup.ep > 1,
     }
 

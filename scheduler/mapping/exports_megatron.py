@@ -16,6 +16,7 @@ from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.model import ModelShape, layer_kinds
 from commlayer.scheduler.mapping.pipeline_schedule import is_dual
+from commlayer.scheduler.mapping.precisions import RECIPES
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
 
@@ -250,11 +251,7 @@ def _moe(job: Job, setup: Setup, kernels: DispatchKernels | None) -> Iterator[st
 
 def _memory(job: Job, setup: Setup) -> Iterator[str]:
     yield "--bf16"
-    if setup.precision == "fp8":
-        yield from _flag("fp8-format", "hybrid")
-        if setup.recompute == "selective":
-            # delayed scaling, the default, cannot recompute norms and activations
-            yield from _flag("fp8-recipe", "blockwise")
+    yield from _precision(setup)
     if setup.recompute == "selective":
         yield from ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
     elif setup.recompute == "full":
@@ -267,6 +264,19 @@ def _memory(job: Job, setup: Setup) -> Iterator[str]:
         yield "--use-megatron-fsdp"
         yield from _flag("data-parallel-sharding-strategy", _SHARDING[setup.zero])
         yield from _flag("ckpt-format", "fsdp_dtensor")
+
+
+def _precision(setup: Setup) -> Iterator[str]:
+    """The recipe by its name there. DeepSeek's own kernels have none: Transformer Engine's for the same format stand in."""
+    if setup.precision == "bf16":
+        return
+    recipe = RECIPES.get(setup.precision)
+    name = "blockwise" if setup.precision == "fp8-deepgemm" else recipe.megatron if recipe else ""
+    if not name and setup.recompute == "selective":
+        name = "blockwise"  # delayed scaling, its default, cannot recompute norms and activations
+    yield from _flag("fp8-format", "e4m3" if name in ("blockwise", "mxfp8") else "hybrid")
+    if name:
+        yield from _flag("fp8-recipe", name)
 
 
 def _flag(name: str, value: object) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, get_args
 
 from commlayer.profiles.errors import UsageError
 
@@ -22,11 +23,14 @@ __all__ = [
     "NETWORK",
     "NVLINK",
     "NVLINK5",
+    "Architecture",
     "Gpu",
     "Link",
     "Points",
 ]
 
+Architecture = Literal["ampere", "hopper", "blackwell"]
+"""The generation, which decides what formats its tensor cores multiply and how operands lie."""
 Points = tuple[tuple[float, float], ...]
 """(bytes, fraction of the peak), by increasing bytes."""
 
@@ -38,11 +42,15 @@ class Gpu:
     Attributes:
         bf16_tflops, fp8_tflops: dense peaks (fp8 0: it has none).
         memory_bytes: of which a training job can use nearly all. memory_gbps: reads and writes together, 1e9 B/s.
+        architecture: its generation.
         multiprocessors: that do a tile of a matrix product each.
-        gemm, gemm_fp8: of the peak, by large matrix products without what tiles and waves lose.
+        gemm, gemm_fp8: of the peak, by large matrix products back to back, so within the power that the GPU may draw, without
+            what tiles and waves lose. FP8: with one scale for a tensor.
+        tile_us: of a multiprocessor for each tile beyond its products: the pipeline fills, and the result is written.
         attention, attention_backward: of the BF16 peak, by fused causal attention, FLOPs counted as causal.
         memory: of memory_gbps, by kernels that only move data.
         launch_us: of each kernel that nothing hides.
+        host_gbps: between the GPU's memory and its host's, one direction, 1e9 B/s, as copies reach.
     """
 
     name: str
@@ -50,21 +58,27 @@ class Gpu:
     fp8_tflops: float
     memory_bytes: float
     memory_gbps: float
+    architecture: Architecture = "hopper"
     multiprocessors: int = 132
-    gemm: float = 0.80
-    gemm_fp8: float = 0.70
+    gemm: float = 0.77
+    gemm_fp8: float = 0.71
+    tile_us: float = 0.0
     attention: float = 0.58
     attention_backward: float = 0.46
-    memory: float = 0.90
+    memory: float = 0.80
     launch_us: float = 3.0
+    host_gbps: float = 50.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("bf16_tflops", "memory_bytes", "memory_gbps", "multiprocessors"):
+        if self.architecture not in get_args(Architecture):
+            expected = ", ".join(get_args(Architecture))
+            raise UsageError(f"gpu {self.name!r}, architecture: expected {expected}, got {self.architecture!r}")
+        for name in ("bf16_tflops", "memory_bytes", "memory_gbps", "multiprocessors", "host_gbps"):
             _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, math.inf)
         for name in ("gemm", "gemm_fp8", "attention", "attention_backward", "memory"):
             _check(f"gpu {self.name!r}, {name}", getattr(self, name), 0, 1)
-        for name in ("fp8_tflops", "launch_us"):
+        for name in ("fp8_tflops", "launch_us", "tile_us"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"gpu {self.name!r}, {name}: expected at least 0, got {getattr(self, name)!r}")
 
@@ -136,22 +150,24 @@ def _check_points(name: str, points: Points) -> None:
 _MIB = 1 << 20
 _GIB = 1 << 30
 
-_MAMF = "large products: maximum achievable matmul FLOPS of ml-engineering (stas00), accelerator table"
+_DENSE = (
+    "large products: vLLM#23280, cuBLAS on an H100 SXM, [8192 and 16384, 7168] × [7168, 2112] in BF16: 666 and 703 TFLOP/s, "
+    "0.77 of the peak by whole tiles and waves"
+)
+_DEEPGEMM = (
+    "FP8: DeepGEMM's table on H800 (README of 2025-03-14; 4096 rows, inner sizes 512 to 16384: 751 to 1426 TFLOP/s), which "
+    "0.711 of the peak and 1 µs a tile have within 15 %"
+)
 _ATTENTION = (
     "attention: FlashAttention-3 (arXiv:2407.08608, figures 5 and 6, head dim 128, 4K to 16K tokens): cuDNN 600 and "
     "FA-3 640 TFLOP/s forward, 500 and 550 backward, without a mask, of 989; a causal mask costs about a tenth of that"
 )
 _MEMORY = "memory 0.80: MoNTA table 8 (a copy of 64 MB); ml-engineering's p2pBandwidthLatencyTest has 0.75 (H100), 0.78 (A100)"
+_PCIE5 = "host: PCIe 5.0 ×16, 64 GB/s by its data sheet, of which copies are assumed to reach 50"
 
 
 def _hopper(
-    name: str,
-    memory_gib: float,
-    memory_gbps: float,
-    *,
-    bf16: float = 989.5,
-    gemm_fp8: float = 0.709,
-    multiprocessors: int = 132,
+    name: str, memory_gib: float, memory_gbps: float, *, bf16: float = 989.5, multiprocessors: int = 132
 ) -> Gpu:
     return Gpu(
         name=name,
@@ -159,12 +175,14 @@ def _hopper(
         fp8_tflops=2 * bf16,
         memory_bytes=memory_gib * _GIB,
         memory_gbps=memory_gbps,
+        architecture="hopper",
         multiprocessors=multiprocessors,
-        gemm=0.803,
-        gemm_fp8=gemm_fp8,
+        gemm=0.773,
+        gemm_fp8=0.711,
+        tile_us=1.0,
         attention=0.57,
         attention_backward=0.47,
-        source=f"NVIDIA's data sheet; {_MAMF} (H100 0.803 in BF16, 0.709 in FP8); {_ATTENTION}; {_MEMORY}",
+        source=f"NVIDIA's data sheet; {_DENSE}; {_DEEPGEMM}; {_ATTENTION}; {_MEMORY}; {_PCIE5}",
     )
 
 
@@ -175,38 +193,76 @@ def _ampere(name: str) -> Gpu:
         fp8_tflops=0,
         memory_bytes=80 * _GIB,
         memory_gbps=2039,
+        architecture="ampere",
         multiprocessors=108,
         gemm=0.869,
         attention=0.60,
         attention_backward=0.53,
-        source=f"NVIDIA's data sheet; {_MAMF} (A100 0.869); attention: FlashAttention-2 (arXiv:2307.08691) says 50 to 73 % of "
-        f"an A100's peak; {_MEMORY}",
+        host_gbps=25.0,
+        source="NVIDIA's data sheet; large products: maximum achievable matmul FLOPS of ml-engineering (stas00), 0.869; "
+        "attention: FlashAttention-2 (arXiv:2307.08691) says 50 to 73 % of an A100's peak; "
+        f"{_MEMORY}; host: PCIe 4.0 ×16, 32 GB/s by its data sheet, of which copies are assumed to reach 25",
     )
 
 
-def _blackwell(name: str, bf16: float, memory_gib: float, gemm: float, gemm_fp8: float) -> Gpu:
+_BLACKWELL = (
+    "large products: Transformer Engine's GEMM profiling page, B300, hidden 4096, 15872 tokens, pre-quantized: BF16 1,463, FP8 "
+    "2,814 TFLOP/s over forward, dgrad and wgrad (BF16 1,503 with quantization timed; vLLM#19566 has 1,513 on B200), which are "
+    "what its power allows: single short products reach 1,769 (ml-engineering); no dependence on the inner size is seen in that "
+    "table (an accumulator is filled while another is written), so tile_us is 0; attention: flash-attention#2280, B200, "
+    "FlashAttention-4, head dim 128, causal, 8K tokens: 1,418 forward and 1,118 backward of 2,250; memory 0.75: a copy on B200 "
+    "moves 6,000 GB/s (newmind.ai), torchao's MXFP8 casts 4,900"
+)
+
+
+def _blackwell(
+    name: str,
+    bf16: float,
+    memory_gib: float,
+    *,
+    gemm: float = 0.667,
+    gemm_fp8: float = 0.63,
+    host_gbps: float = 50.0,
+    source: str = "",
+) -> Gpu:
     return Gpu(
         name=name,
         bf16_tflops=bf16,
         fp8_tflops=2 * bf16,
         memory_bytes=memory_gib * _GIB,
         memory_gbps=8000,
+        architecture="blackwell",
         multiprocessors=148,
         gemm=gemm,
         gemm_fp8=gemm_fp8,
-        attention=0.57,
-        attention_backward=0.47,
-        source=f"NVIDIA's data sheet; {_MAMF}; attention: the fractions of an H100, which is our assumption; memory: as H100",
+        attention=0.63 * 2250 / bf16,
+        attention_backward=0.50 * 2250 / bf16,
+        memory=0.75,
+        host_gbps=host_gbps,
+        source=f"NVIDIA's data sheet; {_BLACKWELL}; {source or _PCIE5}",
     )
 
+
+_GRACE = (
+    "beyond a B200's: ml-engineering's maximum achievable matmul FLOPS has 1,822 in BF16 and 3,616 in FP8 where a B200 has 1,745 "
+    "and 3,433, and large products are assumed to be as much faster; attention as fast as a B200's; host: NVLink-C2C, 450 GB/s a "
+    "direction for the two GPUs of a Grace by the data sheet, of which copies are assumed to reach 0.8"
+)
+_GRACE_BF16 = 0.667 * 2250 / 2500 * 1822 / 1745
+_GRACE_FP8 = 0.63 * 2250 / 2500 * 3615.6 / 3432.5
 
 GPUS: dict[str, Gpu] = {
     "a100": _ampere("A100 SXM 80GB"),
     "a800": _ampere("A800 SXM 80GB"),
-    "b200": _blackwell("B200 SXM", 2250, 180, 0.776, 0.763),
-    "gb200": _blackwell("GB200", 2500, 186, 0.729, 0.723),
+    "b200": _blackwell("B200 SXM", 2250, 180),
+    "b300": _blackwell("B300 SXM", 2250, 268),
+    "gb200": _blackwell("GB200", 2500, 186, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=180.0, source=_GRACE),
+    # Its BF16 and FP8 are a GB200's by the data sheet; nobody has published its products.
+    "gb300": _blackwell(
+        "GB300", 2500, 268, gemm=_GRACE_BF16, gemm_fp8=_GRACE_FP8, host_gbps=180.0, source=f"{_GRACE}; as GB200"
+    ),
     "h100": _hopper("H100 SXM 80GB", 80, 3350),
-    "h200": _hopper("H200 SXM", 141, 4800, gemm_fp8=0.734),
+    "h200": _hopper("H200 SXM", 141, 4800),
     # MegaScale-MoE, table 4: 148 TFLOP/s, 96 GB, 4 TB/s; that fewer multiprocessors reach the same fraction is assumed.
     "h20": _hopper("H20", 96, 4000, bf16=148, multiprocessors=78),
     "h800": _hopper("H800 SXM 80GB", 80, 3350),

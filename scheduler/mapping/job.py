@@ -12,10 +12,10 @@ from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.pipeline_schedule import PipelineSchedule, chunks_of, merges, num_chunks, unfit
+from commlayer.scheduler.mapping.precisions import Precision
 
 __all__ = ["Attention", "Dispatch", "Job", "Precision", "Recompute", "Setup"]
 
-Precision = Literal["bf16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 Dispatch = Literal["all_to_all", "all_gather"]
 Attention = Literal["tensor", "ulysses"]
@@ -68,8 +68,9 @@ class Setup:
         micro_batch: sequences of a micro-batch of one data-parallel rank.
         recompute: of activations in the backward pass: ``none``, ``selective`` (MegaScale-MoE A.2), ``full`` (a layer's input
             stays).
-        precision: of matrix products. dispatch: how tokens go to experts. attention: ``tensor`` (Megatron's TP with sequence
-            parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
+        precision: of matrix products, by a recipe (:mod:`commlayer.scheduler.mapping.precisions`); ``fp8``: the GPU's usual one.
+        dispatch: how tokens go to experts.
+        attention: ``tensor`` (Megatron's TP with sequence parallelism) or ``ulysses`` (DeepSpeed-Ulysses, MegaScale-MoE's SP).
         zero: what data parallelism shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too.
         folded: the MoE mapping is free of the attention's. False: as before folding, etp = tp and ep is a part of dp, beyond cp,
             and where it is more than that (or another factor of it) of cp too.

@@ -22,21 +22,22 @@ __all__ = ["LayerWork", "Product", "expert_rows", "head_work", "layer_work", "to
 
 AnyCompute = GpuCompute | MeasuredCompute
 _BYTES = 2
-_CAST_BYTES = 2 + 1 + 1
-"""Per element that goes into an FP8 product: read in BF16, written in FP8 and, for the weight's gradient, once more transposed
-(Transformer Engine on Hopper). Weights are cast once a step, which is left out."""
 _LOGIT_PASSES = 4 + 4 + 2
 """Bytes per logit forward: FP32 maximum and sum, and BF16 logits written; backward the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows."""
+    """A matrix product [rows, inner] × [inner, columns], ``groups`` of them that share the rows.
+
+    ``uneven``: as routing has it.
+    """
 
     rows: float
     inner: float
     columns: float
     groups: int = 1
+    uneven: bool = False
 
     @property
     def flops(self) -> float:
@@ -150,6 +151,7 @@ def layer_work(
         splits_shared,
         setup.precision,
         is_moe,
+        job.capacity_factor is None,
     )
     return _layer_work(key, compute)
 
@@ -163,6 +165,7 @@ class _Key(NamedTuple):
     splits_shared: bool
     precision: str
     is_moe: bool
+    uneven: bool
 
 
 @lru_cache(maxsize=65536)
@@ -180,7 +183,7 @@ def _layer_work(key: _Key, compute: AnyCompute) -> LayerWork:
         router = _products([Product(own, hidden, model.experts)], "bf16", compute)
         permute = _memory(tokens + sent + again, tokens + sent + again, compute)
         unpermute = _memory(sent + tokens + again, 2 * sent + tokens + again, compute)
-        experts, expert_memory = _ffn(model, rows, width, local, precision, compute)
+        experts, expert_memory = _ffn(model, rows, width, local, precision, compute, key.uneven)
     shared_width = model.shared_width if key.is_moe else model.dense_width
     shared = Times(0.0)
     if shared_width:
@@ -237,11 +240,17 @@ def _attention(key: _Key, rows: float, split: int, whole: float, compute: AnyCom
 
 
 def _ffn(
-    model: ModelShape, rows: float, width: float, groups: int, precision: str, compute: AnyCompute
+    model: ModelShape,
+    rows: float,
+    width: float,
+    groups: int,
+    precision: str,
+    compute: AnyCompute,
+    uneven: bool = False,
 ) -> tuple[Times, Times]:
     """Products of an FFN of that inner width, and its activation function between them."""
-    first = Product(rows, model.hidden, (model.matrices - 1) * width, groups)
-    products = _products([first, Product(rows, width, model.hidden, groups)], precision, compute)
+    first = Product(rows, model.hidden, (model.matrices - 1) * width, groups, uneven)
+    products = _products([first, Product(rows, width, model.hidden, groups, uneven)], precision, compute)
     return products, _memory(model.matrices * rows * width, (2 * model.matrices - 1) * rows * width, compute)
 
 
@@ -268,12 +277,13 @@ def head_work(job: Job, setup: Setup, compute: AnyCompute) -> Times:
 
 def _product(product: Product, precision: str, compute: AnyCompute) -> Times:
     rows, inner, columns, groups = product.rows / product.groups, product.inner, product.columns, product.groups
-    cast = [0.0, 0.0]
-    if precision == "fp8":
-        cast = [compute.memory_us(_CAST_BYTES * product.rows * width) for width in (inner, columns)]
+    # the input forward and the output's gradient backward; weights are cast once a step (Estimator)
+    each = compute.cast_bytes(precision)
+    cast = [compute.memory_us(each * product.rows * width) for width in (inner, columns)]
+    uneven = product.uneven
     return Times(
-        compute.gemm_us(rows, inner, columns, precision, groups) + cast[0],
-        compute.gemm_us(rows, columns, inner, precision, groups) + cast[1],
+        compute.gemm_us(rows, inner, columns, precision, groups, uneven=uneven) + cast[0],
+        compute.gemm_us(rows, columns, inner, precision, groups, uneven=uneven) + cast[1],
         compute.gemm_us(inner, rows, columns, precision, groups, accumulates=True),
     )
 

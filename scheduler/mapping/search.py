@@ -25,6 +25,7 @@ from commlayer.scheduler.mapping import memory
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES
+from commlayer.scheduler.mapping.precisions import why_not
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import RECOMPUTE, Family, Space, families, recompute_ways, setups, simplicity
@@ -283,8 +284,9 @@ def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
 def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
     """The choices that no mapping can have, whatever the others are."""
     model, gpu = job.model, cluster.gpu
-    if not gpu.fp8_tflops and set(space.precision) == {"fp8"}:
-        yield f"{gpu.name} has no FP8: take precision bf16"
+    refused = [why_not(word, gpu) for word in dict.fromkeys(space.precision)]
+    if all(refused):
+        yield "; ".join(refused)
     divided = {
         "tp": (f"heads of {model.name}", model.heads),
         "cp": ("sequence", job.sequence),

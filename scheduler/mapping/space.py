@@ -20,9 +20,9 @@ Rules, all of them arithmetic (the brute force of the tests asks :class:`~commla
   space has that.
 - What changes nothing is not counted twice: dispatch with ep = etp = 1, ulysses with tp = 1. The first that the space names
   is taken.
-- fp8 only where the GPU has it.
 - A schedule only where it goes with pp, vpp and the micro-batches (:func:`~commlayer.scheduler.mapping.pipeline_schedule.unfit`),
   nothing that is recomputed as a whole and, in a pipeline, ZeRO up to 1; 1f1b-overlap only where there is an exchange to hide.
+- a recipe of FP8 only where the GPU has it (mapping/precisions.py).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.divisors import divisors
 from commlayer.scheduler.mapping.job import Attention, Dispatch, Job, Precision, Recompute, Setup
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule, merges, num_chunks, unfit
+from commlayer.scheduler.mapping.precisions import why_not
 
 __all__ = ["RECOMPUTE", "Family", "Space", "families", "recompute_ways", "setups", "simplicity"]
 
@@ -173,7 +174,7 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
 def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
     """The valid setups by family."""
     recompute = tuple(word for word in RECOMPUTE if word in space.recompute)
-    precisions = tuple(word for word in dict.fromkeys(space.precision) if word == "bf16" or cluster.gpu.fp8_tflops > 0)
+    precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))
     dispatches, attentions = tuple(dict.fromkeys(space.dispatch)), tuple(dict.fromkeys(space.attention))
     zeros = tuple(dict.fromkeys(space.zero))
     for pp, tp, cp, dp, batches in _attention_sides(job, cluster, space):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,9 @@ from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping import compute as module
 from commlayer.scheduler.mapping.cluster import Gpu
-from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, MeasuredCompute, efficiency_for
+from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, TILE, GpuCompute, MeasuredCompute, efficiency_for
 from commlayer.scheduler.mapping.hardware import GPUS
+from commlayer.scheduler.mapping.precisions import RECIPES, recipe_of
 
 H100 = GpuCompute(GPUS["h100"])
 FEW = settings(max_examples=60)
@@ -25,19 +27,88 @@ def tflops(rows: int, inner: int, columns: int, us: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "precision", "shape", "published"),
-    [  # ml-engineering's maximum achievable matmul FLOPS, at larger shapes, where no wave is left half empty
-        ("h100", "bf16", (132 * 128, 16384, 16384), 794.5),
-        ("h100", "fp8", (132 * 128, 16384, 16384), 1402.6),
-        ("a100", "bf16", (108 * 128, 16384, 16384), 271.2),
-        ("b200", "bf16", (148 * 128, 16384, 16384), 1745),
-        ("gb200", "fp8", (148 * 128, 16384, 16384), 3615.6),
+    ("gpu", "precision", "shape", "groups", "published", "within"),
+    [
+        # vLLM#23280: cuBLAS on an H100
+        ("h100", "bf16", (8192, 7168, 2112), 1, 666, 0.02),
+        ("h100", "bf16", (16384, 7168, 2112), 1, 703, 0.02),
+        # DeepGEMM's tables on H800: dense products, and groups with as many rows each
+        ("h800", "fp8-deepgemm", (4096, 7168, 2112), 1, 1009, 0.05),
+        ("h800", "fp8-deepgemm", (4096, 1536, 24576), 1, 1125, 0.05),
+        ("h800", "fp8-deepgemm", (4096, 512, 32768), 1, 751, 0.12),
+        ("h800", "fp8-deepgemm", (4096, 16384, 7168), 1, 1426, 0.07),
+        ("h800", "fp8-deepgemm", (4096, 7168, 4096), 1, 1265, 0.05),
+        ("h800", "fp8-deepgemm", (4096, 2048, 7168), 1, 1168, 0.05),
+        ("h800", "fp8-deepgemm", (8192, 7168, 4096), 4, 1346, 0.05),
+        ("h800", "fp8-deepgemm", (4096, 2048, 7168), 8, 1214, 0.05),
+        # ml-engineering's maximum achievable matmul FLOPS
+        ("a100", "bf16", (108 * 128, 16384, 16384), 1, 271.2, 0.01),
     ],
 )
-def test_large_products_reach_what_is_published(
-    gpu: str, precision: str, shape: tuple[int, int, int], published: float
+def test_products_reach_what_is_published(
+    gpu: str, precision: str, shape: tuple[int, int, int], groups: int, published: float, within: float
 ) -> None:
-    assert tflops(*shape, GpuCompute(GPUS[gpu]).gemm_us(*shape, precision)) == pytest.approx(published, rel=0.01)
+    us = GpuCompute(GPUS[gpu]).gemm_us(*shape, precision, groups)
+    assert groups * tflops(*shape, us) == pytest.approx(published, rel=within)
+
+
+@pytest.mark.parametrize(
+    ("precision", "with_casts", "published"),
+    [  # Transformer Engine's GEMM profiling page, B300: ms of a layer's twelve products
+        ("bf16", False, 13.102),
+        ("fp8-current", False, 6.812),
+        ("fp8-mxfp8", False, 7.161),
+        ("fp8-delayed", True, 7.802),
+        ("fp8-current", True, 9.147),
+        ("fp8-mxfp8", True, 8.984),
+    ],
+)
+def test_a_layer_on_blackwell_takes_what_is_published(precision: str, with_casts: bool, published: float) -> None:
+    """With casts the page times each product by itself, which casts every operand twice: ours, once, are below it."""
+    compute, rows, us = GpuCompute(GPUS["b300"]), 15872, 0.0
+    for columns, inner in ((12288, 4096), (4096, 4096), (16384, 4096), (4096, 16384)):
+        for shape in ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns)):
+            us += compute.gemm_us(*shape, precision)
+        for elements in (rows * inner, rows * columns, inner * columns):
+            us += compute.memory_us(with_casts * compute.cast_bytes(precision) * elements)
+    assert us / 1e3 == pytest.approx(published, rel=0.14 if with_casts else 0.02)
+
+
+def test_groups_of_random_rows_lose_half_a_tile_each() -> None:
+    """By trying: the tiles of groups whose rows are drawn, against the declared mean."""
+    random = Random(7)
+    for mean in (300, 1000, 5000):
+        tiles = [-(-round(random.uniform(0.7, 1.3) * mean) // TILE) for _ in range(20000)]
+        even, uneven = (H100.gemm_us(mean, 8192, 132 * 128, groups=64, uneven=is_uneven) for is_uneven in (False, True))
+        assert uneven / even == pytest.approx(sum(tiles) / len(tiles) / -(-mean // TILE), rel=0.03)
+    assert H100.gemm_us(1, 4096, 4096, groups=8, uneven=True) == H100.gemm_us(1, 4096, 4096, groups=8)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "message"),
+    [
+        ("a100", "fp8", "A100 SXM 80GB has no FP8 units; use bf16"),
+        ("a100", "fp8-mxfp8", "A100 SXM 80GB has no FP8 units"),
+        ("h100", "fp8-mxfp8", "use fp8-delayed, fp8-current, fp8-blockwise, fp8-deepgemm or bf16"),
+        ("b200", "fp8-blockwise", "use fp8-delayed, fp8-current, fp8-mxfp8 or bf16"),
+        ("b200", "fp4", "expected one of bf16, fp8, fp8-delayed"),
+    ],
+)
+def test_what_a_gpu_does_not_have_is_refused_with_what_it_has(gpu: str, precision: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        recipe_of(precision, GPUS[gpu])
+
+
+def test_the_word_fp8_means_the_usual_recipe_of_the_gpu() -> None:
+    found = [recipe_of("fp8", GPUS[gpu]) for gpu in ("h100", "b200")]
+    assert [recipe.name for recipe in found if recipe] == ["fp8-delayed", "fp8-mxfp8"]
+    # Hopper has a transposed copy of every operand; Blackwell's blocks are scaled by direction.
+    assert [recipe.cast_bytes(GPUS[gpu]) for recipe, gpu in zip(found, ("h100", "b200"), strict=True) if recipe] == [
+        2 + 2 * 1,
+        2 + 2 * (1 + 1 / 32),
+    ]
+    assert RECIPES["fp8-delayed"].cast_bytes(GPUS["b200"]) == 2 + 1
+    assert RECIPES["fp8-current"].cast_bytes(GPUS["h100"]) == 4 + 2
 
 
 @FEW
@@ -95,9 +166,9 @@ def test_nothing_takes_no_time() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(UsageError, match="precision: expected bf16 or fp8, got 'fp4'"):
+    with pytest.raises(UsageError, match=r"precision: expected one of bf16, fp8, .* got 'fp4'"):
         H100.gemm_us(1, 1, 1, "fp4")
-    with pytest.raises(UsageError, match="precision fp8: A100 SXM 80GB has no such units; use bf16"):
+    with pytest.raises(UsageError, match="precision fp8: A100 SXM 80GB has no FP8 units; use bf16"):
         GpuCompute(GPUS["a100"]).gemm_us(1, 1, 1, "fp8")
     with pytest.raises(UsageError, match="expected sizes of at least 0"):
         H100.gemm_us(-1, 1, 1)
