@@ -12,7 +12,7 @@ from commlayer.profiles.printable import shortened
 from commlayer.scheduler.mapping import hardware
 from commlayer.scheduler.mapping.cluster import Cluster, Gpu
 
-__all__ = ["closest", "from_peaks", "load", "names"]
+__all__ = ["closest", "fitted", "from_peaks", "load", "names"]
 
 _ASSUMED = "peaks as given, efficiencies as declared for H100 clusters (docs/clusters.md)"
 
@@ -52,13 +52,33 @@ def from_peaks(
 _KNOWN: dict[str, tuple[str, int, float, float, str]] = {
     # name: (GPU, domain, inter GB/s, intra GB/s, source of the peaks)
     "a100": ("a100", 8, 25, 300, "DGX A100: eight 200 Gb/s cards, NVLink 3; NVIDIA's data sheet, MoNTA table 5"),
-    "b200-hgx": ("b200", 8, 50, 900, "DGX B200: eight 400 Gb/s cards, NVLink 5; NVIDIA's data sheet"),
+    "b200-hgx": (
+        "b200",
+        8,
+        50,
+        900,
+        "DGX B200: eight 400 Gb/s ConnectX-7 for the GPUs, NVLink 5 (1.8 TB/s both ways); NVIDIA's data sheet",
+    ),
+    "b300-hgx": (
+        "b300",
+        8,
+        100,
+        900,
+        "DGX B300: eight 800 Gb/s ConnectX-8, NVLink 5 (1.8 TB/s both ways); NVIDIA's data sheet",
+    ),
     "gb200-nvl72": (
         "gb200",
         72,
         50,
         900,
-        "GB200 NVL72: 72 GPUs on NVLink 5, a 400 Gb/s card each; NVIDIA's data sheet",
+        "GB200 NVL72: 72 GPUs on NVLink 5 (130 TB/s), a 400 Gb/s ConnectX-7 each; NVIDIA's data sheet",
+    ),
+    "gb300-nvl72": (
+        "gb300",
+        72,
+        100,
+        900,
+        "GB300 NVL72: 72 GPUs on NVLink 5 (130 TB/s), an 800 Gb/s ConnectX-8 each; NVIDIA's data sheet",
     ),
     "h100-eos": ("h100", 8, 50, 450, "NVLink 450 GB/s, InfiniBand 400 Gb/s: MoE Parallel Folding, section 4.1 (Eos)"),
     "h20": ("h20", 8, 50, 450, "NVLink: MegaScale-MoE table 4; network: assumed, one 400 Gb/s card per GPU"),
@@ -98,6 +118,26 @@ def _monta() -> Cluster:
         device=hardware.MONTA_MEMORY,
         source="MoNTA, table 8 and figure 13; its device peak is implied by table 8's copy",
     )
+
+
+def fitted(cluster: Cluster, gpus: int) -> tuple[Cluster, str]:
+    """The cluster as a job of ``gpus`` GPUs uses it, and a note where that is less of each domain than there is.
+
+    Domains that do not divide the GPUs would cut groups in two, and the slowest group counts. So as many GPUs of each are used as
+    divide the job, the most that do: 64 of a rack's 72 for 256 GPUs. Left as they are: domains that hold the whole job, those of
+    which nothing above a half would do, and measured ones.
+    """
+    domain = cluster.domain
+    if cluster.measured or gpus <= domain or gpus % domain == 0:
+        return cluster, ""
+    used = next((size for size in range(domain - 1, domain // 2, -1) if gpus % size == 0), 0)
+    if not used:
+        return cluster, (
+            f"domains of {domain} do not divide {gpus} GPUs: groups lie across two of them, and the slowest counts; "
+            f"use a multiple of {domain}, or as much of a domain as divides"
+        )
+    note = f"{used} of each {domain} GPUs on NVLink are used, in {gpus // used} such domains: {domain} does not divide {gpus}"
+    return cluster.replace(domain=used), note
 
 
 def closest(name: str, known: Iterable[str]) -> str:

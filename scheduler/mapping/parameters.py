@@ -40,6 +40,7 @@ __all__ = [
     "layer_of",
     "layer_parameters",
     "layers_of",
+    "multiplied_elements",
     "per_gpu",
     "replicas",
     "replicated_elements",
@@ -376,6 +377,21 @@ def shard_elements(model: ModelShape, setup: Setup, software: Software) -> float
     return max(
         sum(elements / number for elements, number in zip(each.elements, over, strict=True))
         for each in held(model, setup, software)
+    )
+
+
+def multiplied_elements(model: ModelShape, setup: Setup, software: Software) -> float:
+    """Parameters of linear layers' weights on the fullest GPU: without embedding, head, router and norms, which no recipe casts.
+
+    Raises UsageError as :func:`held`.
+    """
+    left_out = ("embedding", "head", "router", "norms")
+    every = dict.fromkeys(each.stage.number for each in held(model, setup, software))
+    return float(
+        max(
+            sum(each.elements for each in _stage(model, setup, software, number) if each.part not in left_out)
+            for number in every
+        )
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping import flops, memory, parameters
+from commlayer.scheduler.mapping import clusters, flops, memory, parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, efficiency_for
 from commlayer.scheduler.mapping.imbalance import Loads
@@ -94,6 +94,8 @@ class Estimator:
         self.notes: tuple[str, ...] = ()
         if efficiency is None and compute is None:
             efficiency, self.notes = efficiency_for(job.model)
+        cluster, used = clusters.fitted(cluster, job.gpus)
+        self.notes += (used,) if used else ()
         self.job, self.cluster, self.software, self.loads = job, cluster, software, loads
         self.compute = compute or GpuCompute(cluster.gpu, efficiency or DEFAULT_FACTOR)
         self.pricer = Pricer(cluster, software.strategies)
@@ -175,13 +177,7 @@ class Estimator:
             yield note
 
     def _doubts(self, mfu: float) -> Iterator[str]:
-        """The cautions that a reader of an estimate should know about its inputs."""
-        gpus, domain = self.job.gpus, self.cluster.domain
-        if gpus > domain and gpus % domain:
-            yield (
-                f"domains of {domain} do not divide {gpus} GPUs: groups lie across two of them, and the slowest counts; "
-                f"use a multiple of {domain}, or as much of a domain as divides"
-            )
+        """The caution that a reader of an estimate should know about its inputs."""
         if mfu > 1:
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
 
@@ -417,16 +413,19 @@ class Estimator:
         return _kept(self._known, key, times)
 
     def _optimizer_us(self, setup: Setup) -> float:
-        """Adam on this rank's share, and the gradients' buffers set to zero."""
+        """Adam on this rank's share, the gradients' buffers set to zero, and weights cast for products in FP8."""
 
         def time() -> float:
             share = parameters.shard_elements(self.job.model, setup, self.software)
             whole = parameters.held_elements(self.job.model, setup, self.software)
             kept = whole if setup.zero < 2 else share
-            return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes)
+            cast = self.compute.cast_bytes(setup.precision)
+            if cast:
+                cast *= parameters.multiplied_elements(self.job.model, setup, self.software)
+            return self.compute.memory_us(share * _ADAM_BYTES + kept * self.software.gradient_bytes + cast)
 
         degrees = (setup.tp, setup.cp, setup.pp, setup.vpp, setup.ep, setup.etp, setup.schedule)
-        return _kept(self._known, ("optimizer", *degrees, setup.zero, setup.attention), time)
+        return _kept(self._known, ("optimizer", *degrees, setup.zero, setup.attention, setup.precision), time)
 
     def _job(self, setup: Setup) -> Job:
         return self._builder(setup).job

@@ -529,3 +529,25 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             parse(text, "ours.json")
     with pytest.raises(UsageError, match=r"ours\.json: none\.json: expected a profile"):
         parse(json.dumps({"name": "ours", "gpu": "h100", "profiles": ["none.json"]}), "ours.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "used"),
+    [
+        ("gb200-nvl72", 64, 72),
+        ("gb200-nvl72", 256, 64),
+        ("gb300-nvl72", 1024, 64),
+        ("gb200-nvl72", 1152, 72),
+        ("gb200-nvl72", 73, 72),  # a prime: nothing does
+        ("h100-eos", 1024, 8),
+    ],
+)
+def test_a_job_uses_as_much_of_each_domain_as_divides_it(name: str, gpus: int, used: int) -> None:
+    cluster, note = clusters.fitted(clusters.load(name), gpus)
+    assert cluster.domain == used
+    assert bool(note) == (gpus > 72 and gpus % 72 != 0 and name != "h100-eos")
+    if used == 64:
+        # the slowest group of 64 neighbours stays on NVLink, which on domains of 72 it would not
+        assert cluster.nodes_of(((64, 1),), gpus) == (64,)
+        assert len(clusters.load(name).nodes_of(((64, 1),), gpus)) == 2
+        assert f"64 of each 72 GPUs on NVLink are used, in {gpus // 64} such domains" in note
