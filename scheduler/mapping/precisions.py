@@ -72,7 +72,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(name="fp8-mxfp8", architectures={"blackwell": 2}, scale_bytes=1 / 32, rate=0.951, megatron="mxfp8"),
     )
 }
-"""By name. NVFP4 is not here: how its products and casts compare is published for one dense model only."""
+"""The known recipes by name. NVFP4 is not here: how its products and casts compare is published for one dense model only."""
 _DEFAULTS: dict[Architecture, str] = {"hopper": "fp8-delayed", "blackwell": "fp8-mxfp8"}
 """The recipe that the word fp8 means: Transformer Engine's own default (recipe.get_default_fp8_recipe)."""
 
