@@ -2,7 +2,8 @@
 
 Sites are nodes of an emulated cluster with one rank each, 100 or 500 Mbit/s a site, 50 ms from one to another. An all_reduce of
 64 MiB of FP32 goes over torchft's Gloo group, over 20 such groups in parallel (a part of the tensor each), and over ours in FP32,
-BF16 and INT8, alternately in one job; a time is the slowest site's, a ratio is of one round. Losses are of 300 steps of a tiny
+BF16 and INT8, alternately in one job; a time is the slowest site's, a ratio is of one round. Before that each of ours makes the
+calls in which its plans take turns, until one is kept. Losses are of 300 steps of a tiny
 model, whose outer synchronisation is DiLoCo's every fourth step, over Gloo and over ours, on the same data.
 """
 
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,6 +30,7 @@ from common import add_output, dated_stem, facts, write_results
 from sites_training import SYNC_EVERY, Site, Way, train
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+import commlayer
 from commlayer.emulation import EmulatedCluster
 from commlayer.integrations.torchft import planned_process_group
 
@@ -65,8 +68,9 @@ class _Together:
             work.wait()
 
 
-def timed(rounds: int, mib: int) -> list[dict[str, float]]:
-    """The seconds that each way takes here, by round. An eighth of the tensor goes before, over connections still slow."""
+def timed(rounds: int, mib: int, ways: Sequence[str]) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """The seconds that each way takes here, by round, and the plan of each of ours. An eighth of the tensor goes before, over
+    connections still slow."""
     torch.set_num_threads(1)
     os.environ["COMMLAYER_PROFILE"] = "none"
     site = Site()
@@ -76,7 +80,7 @@ def timed(rounds: int, mib: int) -> list[dict[str, float]]:
         group.configure(address, f"site_{site.rank}", site.rank, site.count, 1, 0, 1, list(range(site.count)))
 
     groups: dict[str, Any] = {}
-    for way in WAYS:
+    for way in ways:
         if way in OURS:
             groups[way] = planned_process_group(OURS[way], timeout=LIMIT)
         elif way == "Gloo":
@@ -88,6 +92,7 @@ def timed(rounds: int, mib: int) -> list[dict[str, float]]:
     x, options = torch.randn(mib << 18, generator=torch.Generator().manual_seed(site.rank)), AllreduceOptions()
     for group in groups.values():
         group.allreduce([x[: len(x) // 8].clone()], options).wait()
+    plans = {way: _settled(groups[way], x, options) for way in ways if way in OURS}
     found = []
     for _ in range(rounds):
         seconds, expected = {}, x
@@ -102,10 +107,25 @@ def timed(rounds: int, mib: int) -> list[dict[str, float]]:
             _check(way, y, expected)
         found.append(seconds)
     groups["Gloo"].barrier().wait()  # a group that is let go of must not be in use
-    for way in OURS:
+    for way in plans:
         groups[way].shutdown()
     site.end()
-    return found
+    return found, plans
+
+
+def _settled(group: Any, x: torch.Tensor, options: AllreduceOptions) -> str:
+    """Call the group until a plan has run twice in a row, which it does once it is kept; returns its name."""
+    latest: str | None = None
+    before = Counter[str]()
+    while True:
+        group.allreduce([x.clone()], options).wait()
+        calls = Counter[str]()
+        for each in (call for told in commlayer.stats()["groups"] for call in told["calls"]):
+            calls[each["plan"]] += each["calls"]
+        (ran,) = calls - before if before else (None,)
+        if ran is not None and ran == latest:
+            return str(ran)
+        latest, before = ran, calls
 
 
 def _check(way: str, got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -115,11 +135,11 @@ def _check(way: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     assert worst <= bound, f"{way}: an element is off by {worst}"
 
 
-def measured(sites: int, rate: str, rounds: int, mib: int) -> dict[str, Any]:
+def measured(sites: int, rate: str, rounds: int, mib: int, ways: Sequence[str]) -> dict[str, Any]:
     with EmulatedCluster(nodes=sites, ranks_per_node=1, inter=rate, delay_us=DELAY_US) as cluster:
-        ranks = cluster.run(timed, rounds, mib, timeout_s=60 + 90 * rounds)
-    times = {way: [max(rank[number][way] for rank in ranks) for number in range(rounds)] for way in WAYS}
-    return {"sites": sites, "rate": rate, "seconds": times}
+        ranks = cluster.run(timed, rounds, mib, ways, timeout_s=600 + 90 * rounds)
+    times = {way: [max(rank[0][number][way] for rank in ranks) for number in range(rounds)] for way in ways}
+    return {"sites": sites, "rate": rate, "seconds": times, "plans": ranks[0][1]}
 
 
 def trained(sites: int) -> dict[str, Any]:
@@ -153,17 +173,19 @@ def document(cases: Sequence[dict[str, Any]], losses: Sequence[dict[str, Any]], 
         "",
         *(f"- {name}: {value}" for name, value in what.items()),
         "",
-        f"| sites | a site's rate | | of Gloo's time | of {GROUPS} Gloo groups' | target | seconds |",
-        "|---|---|---|---|---|---|---|",
+        f"| sites | a site's rate | | of Gloo's time | of {GROUPS} Gloo groups' | target | seconds | plan |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case in cases:
-        for way in WAYS[1:]:
+        for way in list(case["seconds"])[1:]:
             against = "" if way not in OURS else quartiles(ratios(case, way, WAYS[1]))
             target = f"≤ {TARGETS[way]:g}" if way in TARGETS else ""
             lines.append(
                 f"| {case['sites']} | {case['rate']} | {way} | {quartiles(ratios(case, way, 'Gloo'))} | {against} | {target} | "
-                f"{median(case['seconds'][way]):.2f} of {median(case['seconds']['Gloo']):.2f} |"
+                f"{median(case['seconds'][way]):.2f} of {median(case['seconds']['Gloo']):.2f} | {case['plans'].get(way, '')} |"
             )
+    if not losses:
+        return "\n".join(lines) + "\n"
     lines += [
         "",
         f"The loss of a tiny model after {STEPS} steps of DiLoCo, mean of the last {TAIL} steps and of all sites,",
@@ -184,18 +206,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="of each way, in turn (default 3)")
     parser.add_argument("--mib", type=int, default=MIB, help=f"of the tensor (default {MIB})")
+    parser.add_argument("--case", help="one of them only, sites and a rate, such as 4x100mbit, and no losses")
+    parser.add_argument("--ways", help=f"those of ours to time, of {','.join(OURS)} (default all)")
     parser.add_argument("--quick", action="store_true", help="one case, two sites at 500 Mbit/s, and no losses")
     add_output(parser)
     args = parser.parse_args()
+    names = {f"{sites}x{rate}": (sites, rate) for sites, rate in CASES}
+    if args.case not in (None, *names):
+        parser.error(f"--case must be one of {', '.join(names)}, got {args.case!r}")
+    ours = args.ways.split(",") if args.ways else list(OURS)
+    if unknown := set(ours) - set(OURS):
+        parser.error(f"--ways: there is no {', '.join(sorted(unknown))}; there are {', '.join(OURS)}")
+    is_part = args.quick or args.case or args.ways
     load = os.getloadavg()[0]
-    losses = [] if args.quick else [trained(sites) for sites in (2, 4)]
+    losses = [] if is_part else [trained(sites) for sites in (2, 4)]
     cases = []
-    for case in CASES[1:2] if args.quick else CASES:
-        cases.append(measured(*case, args.rounds, args.mib))
+    for case in [names[args.case]] if args.case else CASES[1:2] if args.quick else CASES:
+        cases.append(measured(*case, args.rounds, args.mib, [*WAYS[:2], *ours]))
         print(json.dumps(cases[-1]), file=sys.stderr, flush=True)
     text = document(cases, losses, facts(Path(__file__).name, load), args.mib)
     print(text)
-    if not args.quick:
+    if not is_part:
         write_results(dated_stem(args.output, "sites"), {"cases": cases, "losses": losses}, text)
 
 

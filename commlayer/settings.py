@@ -14,15 +14,17 @@ from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.wire import WireFormat, parse_wire
 
-__all__ = ["Settings"]
+__all__ = ["MOST_CONNECTIONS", "Settings"]
 
 _PREFIX = "COMMLAYER_"
 _EMULATED = ("EMULATED", "EMULATED_LINKS", "EMULATED_COMPUTE", "EMULATED_REPORTS")
 """Set by the emulated cluster in the environment of its ranks; not settings."""
 _NUMBERS = ("TIMEOUT_S", "LANE_SHARE", "RING")
-_COUNTS = ("SHADOW",)
+_COUNTS = ("SHADOW", "CONNECTIONS")
 _LARGEST_RING = 1 << 20
 _RAREST = 1_000_000_000
+MOST_CONNECTIONS = 32
+"""Connections from a rank to another one, at most: what many more would add is descriptors."""
 _NAMES = {"as_backend": "AS"}
 """Variables that are not simply their field in capitals."""
 
@@ -43,6 +45,8 @@ class Settings:
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
         intra: how CPU ranks of one node send to each other: through ``shared`` memory, by ``gloo``, or ``auto``: shared memory
             where they have it, except on an emulated cluster whose inside is shaped.
+        connections: over how many connections the parts of a large message go from a rank to one on another node, where a plan
+            sends it (docs/plans.md); None: as many as the profile found to carry most, else one.
         stats: ``1`` prints :func:`commlayer.stats` and :func:`commlayer.audit` at exit.
         as_backend: (``COMMLAYER_AS``) ``gloo`` or ``nccl``, the name under which trainers get this backend that accept only
             names they know.
@@ -77,6 +81,7 @@ class Settings:
     plan: str | None = None
     reduction: str = "native"
     intra: str = "auto"
+    connections: int | None = None
     stats: str = "0"
     as_backend: str | None = None
     cache: str | None = None
@@ -103,6 +108,11 @@ class Settings:
             raise SettingsError(
                 f"COMMLAYER_SHADOW must be a whole number from 1 (every planned call runs flat too) to {_RAREST}, got "
                 f"{self.shadow}: leave it unset to compare none"
+            )
+        if self.connections is not None and not 1 <= self.connections <= MOST_CONNECTIONS:
+            raise SettingsError(
+                f"COMMLAYER_CONNECTIONS must be a whole number from 1 to {MOST_CONNECTIONS}, got {self.connections}: leave it "
+                "unset for what the profile says"
             )
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)

@@ -7,8 +7,8 @@ every quorum.
 torchft makes the group between its replicas anew whenever members join or leave, over a store of each quorum, and numbers the
 replicas by itself. So each such group stands alone: its ranks agree on where they run, their settings and their profile with each
 other, and not with the job that each replica is. It has one rank of each replica, so sums go by messages from every site to every
-other one: as many bytes as a ring's, and two waits for the links instead of two for every other site. That needs no profile, and
-none is measured when members change.
+other one: as many bytes as a ring's, and two waits for the links instead of two for every other site. Over how many connections,
+or whether round a ring, a quorum's first calls find out. That needs no profile, and none is measured when members change.
 
 DiLoCo and LocalSGD send whole models over it, between sites. Their FP32 sums may go in BF16 or in INT8: one rounding of what each
 replica sends, and one of the sum, which is taken in FP32; all replicas hold the same bits.
@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commlayer.backend.group_options import GroupOptions
+from commlayer.engine.group_plans import TRIED
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["planned_process_group"]
@@ -47,8 +48,9 @@ def planned_process_group(
         wire: in which format sums of FP32 tensors cross: ``int8!``, ``bf16!``; without ``!`` where the profile finds it faster;
             None: as they are.
         plan: one for every call to which it applies; ``auto``: by a profile, which is measured where there is none of these
-            sites, in some seconds that configuring takes longer; ``flat``: as Gloo runs it. None: ``flat_direct``, or ``auto``
-            where a profile is to say whether ``wire`` is faster.
+            sites, in some seconds that configuring takes longer; ``flat``: as Gloo runs it; ``flat_direct``: sums in the order
+            of sites, the same bits in every run. None: ``tried``, by what the first calls took, or ``auto`` where a profile is
+            to say whether ``wire`` is faster.
         timeout: of each call, and of making a group anew.
         options: all options of the groups, instead of ``wire`` and ``plan``.
 
@@ -69,7 +71,7 @@ def planned_process_group(
         ) from error
     if options is None:
         needs_profile = wire is not None and wire != "native" and not wire.endswith("!")
-        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else "flat_direct"))
+        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else TRIED))
     made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(timeout, options)
     return made
 

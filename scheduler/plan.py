@@ -317,6 +317,8 @@ class Plan:
 
     ``pieces``: in how many exchanges each chunk goes between nodes; of their steps ``chunk`` counts pieces: those of chunk j are
     j·pieces and the following. They let others go before at less cost than more chunks, which every stage would pay for.
+
+    ``connections``: over how many connections the parts of a large message go to a rank of another node.
     """
 
     traffic: Traffic
@@ -326,13 +328,15 @@ class Plan:
     steps: tuple[Step, ...]
     wire: Wire = NATIVE
     pieces: int = 1
+    connections: int = 1
     name: str = field(init=False, repr=False, compare=False)
     """``flat``; ``pipelined×4`` when there is more than one chunk; ``pipelined×4÷2`` where each crosses nodes in two pieces;
-    ``pipelined×4/bf16`` where the wire has another format."""
+    ``flat_direct∥2`` where large messages go over two connections; ``pipelined×4/bf16`` where the wire has another format."""
 
     def __post_init__(self) -> None:
         name = self.strategy.value if self.chunks == 1 else f"{self.strategy.value}×{self.chunks}"
         name = name if self.pieces == 1 else f"{name}÷{self.pieces}"
+        name = name if self.connections == 1 else f"{name}∥{self.connections}"
         object.__setattr__(self, "name", name if self.wire.is_native else f"{name}/{self.wire}")
         for index, step in enumerate(self.steps):
             if any(not 0 <= earlier < index for earlier in step.after):

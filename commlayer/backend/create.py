@@ -283,7 +283,8 @@ class _Connector:
         """The choices of plans for tensors on a device."""
         shape = tuple(map(len, job.nodes_of(self.global_ranks)))
         planner = job.device_planner(device_type) if len(self.global_ranks) > 1 else None
-        settings = replace(job.settings, trials="off")  # they are run by the host, which does not see a device's steps
+        # Trials are run by the host, which does not see a device's steps; connections are the host's.
+        settings = replace(job.settings, trials="off", connections=None)
         return Choices(shape, planner, settings)
 
     def survey(self, job: world.World, device_type: str) -> Callable[[torch.device], Planner | None] | None:

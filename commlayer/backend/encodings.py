@@ -43,10 +43,17 @@ class Encodings:
         return EncodedGroup(self._inner.planned)
 
     def plan(
-        self, collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int, x: torch.Tensor
+        self,
+        collective: str,
+        num_bytes: int,
+        wires: tuple[Wire, ...],
+        element_bytes: int,
+        x: torch.Tensor,
+        *,
+        is_in_turn: bool = False,
     ) -> Plan | None:
         """The plan for a call whose elements may go in ``wires``; None: the backend's own call. The same on all ranks. ``x``: a
-        tensor of the call, for its device."""
+        tensor of the call, for its device; ``is_in_turn``: as of :meth:`commlayer.engine.group_plans.Choices.plan`."""
         if not x.is_cpu:
             verbs = self._order.on_device(x)
             verbs.find_out(x.device)
@@ -61,6 +68,7 @@ class Encodings:
             wires=wires,
             element_bytes=element_bytes,
             lane=self._order.lane.cut_for,
+            is_in_turn=is_in_turn,
         )
         return plan
 
@@ -150,7 +158,7 @@ class Encodings:
         wires = wires_of_own_sum(formats, source, target, op)
         if not wires:
             return False
-        plan = self.plan(collective, source.nbytes, wires, source.element_size(), source)
+        plan = self.plan(collective, source.nbytes, wires, source.element_size(), source, is_in_turn=True)
         if plan is None or plan.wire.is_native:
             return False
         size, codec, limit_s = self._calls.members.size, Codec(plan.wire, source.dtype, "pass"), timeout_of(opts)

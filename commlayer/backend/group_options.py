@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import Backend
 
-from commlayer.engine.group_plans import parse_plan
+from commlayer.engine.group_plans import TRIED, parse_plan
 from commlayer.profiles.errors import SettingsError, UsageError
 from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.wire import WireFormat, parse_wire
-from commlayer.settings import Settings
+from commlayer.settings import MOST_CONNECTIONS, Settings
 
 __all__ = ["GroupOptions", "options_of"]
 
@@ -40,11 +40,14 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             where the profile finds it faster, ``bf16!`` always, ``int8`` and ``int8!`` likewise, with a scale for each 128
             elements, ``native`` never. What is gathered or exchanged goes as it is. On a device too, by the device's own profile.
         plan: one plan for every call to which it applies, such as ``hierarchical``, ``pipelined:4`` or ``flat``; ``auto``: by the
-            job's profile, whatever ``COMMLAYER_PLAN`` says (which, alone, has a job measure none).
+            job's profile, whatever ``COMMLAYER_PLAN`` says (which, alone, has a job measure none); ``tried``: without a profile,
+            the plans take turns in the group's first calls, and the fastest is kept (docs/plans.md).
         reduction: ``native``, or ``ordered`` for FP32 sums in rank order.
         audit: False: nobody keeps what this group's calls were promised to take and took, and it is not planned anew.
         replan: ``on``, ``audit`` or ``off``, as ``COMMLAYER_REPLAN``.
         shadow: of how many planned calls one runs flat too, and is compared; 0: none.
+        connections: over how many connections, 1 to 32, the parts of a large message go from a rank to one on another node, where
+            a plan sends it; a long link takes more bytes on its way than one connection keeps there.
         nccl: NCCL's own options, for tensors on CUDA.
 
     Raises UsageError for a value that is none of these.
@@ -60,6 +63,7 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
         audit: bool | None = None,
         replan: str | None = None,
         shadow: int | None = None,
+        connections: int | None = None,
         nccl: Any = None,
     ) -> None:
         super().__init__("commlayer")
@@ -70,6 +74,8 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
             _refuse("audit", "True or False", audit)
         if shadow is not None and (type(shadow) is not int or not 0 <= shadow <= _RAREST):
             _refuse("shadow", f"a whole number from 0 to {_RAREST}", shadow)
+        if connections is not None and (type(connections) is not int or not 1 <= connections <= MOST_CONNECTIONS):
+            _refuse("connections", f"a whole number from 1 to {MOST_CONNECTIONS}", connections)
         if nccl is not None and (not isinstance(nccl, _TorchOptions) or isinstance(nccl, GroupOptions)):
             _refuse("nccl", "ProcessGroupNCCL.Options", nccl)
         self.sum_formats = _sum_formats(wire)
@@ -85,7 +91,7 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
                 f"give wire='{self.wire}!', or plan='auto'; got plan {plan!r}"
             )
         self.audit = None if audit is None else bool(audit)  # 1 is True, and one rank may say the one, one the other
-        self.replan, self.shadow, self.nccl = replan, shadow, nccl
+        self.replan, self.shadow, self.connections, self.nccl = replan, shadow, connections, nccl
 
     def __copy__(self) -> GroupOptions:
         return self  # nobody changes it: one object may be given for several groups
@@ -98,13 +104,13 @@ class GroupOptions(_TorchOptions):  # type: ignore[misc]  # of C++
 
     def words(self) -> dict[str, str]:
         """Return what was given, by name, in the same words however it was written: all ranks of a group must say the same."""
-        names = ("lane", "wire", "plan", "reduction", "audit", "replan", "shadow")
+        names = ("lane", "wire", "plan", "reduction", "audit", "replan", "shadow", "connections")
         given = {name: getattr(self, name) for name in names}
         return {name: repr(value) for name, value in given.items() if value is not None}
 
     def over(self, settings: Settings) -> Settings:
         """Return the job's settings, with what these options say for their group."""
-        given = {name: getattr(self, name) for name in ("reduction", "replan")}
+        given = {name: getattr(self, name) for name in ("reduction", "replan", "connections")}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         if self.plan is not None:
             changes["plan"] = None if self.plan == "auto" else self.plan
@@ -145,8 +151,8 @@ def _plan_words(plan: object) -> str | None:
         return None
     if not isinstance(plan, str):
         _refuse("plan", "the name of a plan, such as 'pipelined:4'", plan)
-    if plan.strip().lower() == "auto":
-        return "auto"
+    if plan.strip().lower() in ("auto", TRIED):
+        return plan.strip().lower()
     try:
         strategy, chunks = parse_plan(plan.strip().lower(), "GroupOptions.plan")
     except SettingsError as error:

@@ -38,6 +38,7 @@ _AGREED = (
     "reduction",
     "profile",
     "intra",
+    "connections",
     "wire",
     "lanes",
     "lane_share",

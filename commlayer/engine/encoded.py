@@ -91,7 +91,7 @@ class EncodedGroup:
         """
         planned = self._planned
         with _telling(planned, source, codec.wire.row_elements):
-            runner = planned.connect_messages()
+            runner = planned.connect_messages(plan.connections)
             if blocks is None:
                 blocks = owned_blocks(plan, planned.nodes, plan.traffic.cut_bytes(plan.wire))
             owned = tuple(blocks)
@@ -120,7 +120,7 @@ class EncodedGroup:
         """
         planned = self._planned
         with _telling(planned, source, codec.wire.row_elements):
-            runner = planned.connect_messages()
+            runner = planned.connect_messages(plan.connections)
             steps, encoded, arrived = exchange_moves(plan, self._group(()), *splits)
             prepared = runner.prepare(plan, steps, {Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
             limit = timeout_s or planned.timeout_s
@@ -141,7 +141,7 @@ class EncodedGroup:
         """
         planned = self._planned
         with _telling(planned, source):
-            runner = planned.connect_messages()
+            runner = planned.connect_messages(plan.connections)
             size, rank, n = target.nbytes // 2, planned.rank, len(planned.global_ranks)
             data = as_bytes(source)
             half = data.numel() // 2

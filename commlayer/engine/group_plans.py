@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.profiles.links import Resource
+from commlayer.scheduler.contest import Contender, Contest, contenders
 from commlayer.scheduler.corrections import Corrections, Trial, may_try
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.group_profiles import pairs_on
@@ -22,7 +24,10 @@ from commlayer.scheduler.traffic import SlowPair, Traffic
 from commlayer.scheduler.wire import NATIVE, Wire
 from commlayer.settings import Settings
 
-__all__ = ["Choices", "parse_plan"]
+__all__ = ["TRIED", "Choices", "parse_plan"]
+
+TRIED = "tried"
+"""The word for a plan that is found by contests (:mod:`commlayer.scheduler.contest`)."""
 
 _MAX_KEPT = 1024
 _SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
@@ -41,7 +46,9 @@ def parse_plan(text: str, what: str = "COMMLAYER_PLAN") -> tuple[Strategy, int]:
         chunks = 0
     if chunks < 1:
         names = ", ".join(strategy.value for strategy in Strategy)
-        raise SettingsError(f"{what} must be one of {names}, chunks behind a colon (pipelined:4), got {text!r}")
+        raise SettingsError(
+            f"{what} must be one of {names}, {TRIED}, chunks behind a colon (pipelined:4), got {text!r}"
+        )
     return strategy, chunks
 
 
@@ -74,7 +81,10 @@ class Choices:
         self._slowest = min(rates, default=0.0)  # 0.0: perhaps the slowest of all
         self.planner = self._planner()
         self.reasons: Counter[str] = Counter()
-        self._forced = parse_plan(settings.plan) if settings.plan else None
+        self._is_tried = settings.plan == TRIED
+        self._forced = parse_plan(settings.plan) if settings.plan and not self._is_tried else None
+        self._contests: dict[tuple[object, ...], Contest] = {}
+        self._in_contest: Contest | None = None
         self._is_ordered = settings.reduction == "ordered"
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
         self._corrections = Corrections()
@@ -155,7 +165,9 @@ class Choices:
     @property
     def is_planning(self) -> bool:
         """Whether any call may get a plan."""
-        return self.size > 1 and (self.planner is not None or self._forced is not None or self._is_ordered)
+        return self.size > 1 and (
+            self.planner is not None or self._forced is not None or self._is_ordered or self._is_tried
+        )
 
     @property
     def is_forced(self) -> bool:
@@ -171,16 +183,19 @@ class Choices:
         wires: tuple[Wire, ...] = (NATIVE,),
         element_bytes: int = 0,
         lane: str | None = None,
+        is_in_turn: bool = False,
     ) -> Plan | None:
         """The plan for a call, or None: flat, which is the backend's own call.
 
         ``collective``: all_gather (``num_bytes`` is the gathered total), reduce_scatter (the whole input of a rank),
         all_reduce, broadcast (the tensor), all_to_all_v (an agreed bound). ``is_float``: whether the order of sums shows.
         ``wires``: forms that its elements, of ``element_bytes`` each, may go in; one that cannot be priced warns once.
-        ``lane``: instead of the one that was told last.
+        ``lane``: instead of the one that was told last. ``is_in_turn``: the call runs before any other is asked for, and
+        :meth:`ran` hears what it took, so that plans may take turns.
         """
         is_plain = wires == (NATIVE,)
-        if self.size == 1 or (is_plain and self.planner is None and self._forced is None and not self._is_ordered):
+        is_unplanned = self.planner is None and self._forced is None and not (self._is_ordered or self._is_tried)
+        if self.size == 1 or (is_plain and is_unplanned):
             return None
         is_ordered = self._is_ordered and is_float and collective in _SUMS
         lane = self.lane if lane is None else lane
@@ -190,10 +205,44 @@ class Choices:
         if found is None:
             traffic = self._traffic(collective, num_bytes, is_ordered, wires, element_bytes, lane)
             found = self._plans.add(key, self._decide(traffic))
+        if self._is_tried and is_in_turn and not isinstance(found, str):
+            return self._in_turn(found)
         if isinstance(found, str):
             self.reasons[found] += 1
             return None
         return None if found.strategy is Strategy.FLAT else found
+
+    def _in_turn(self, plan: Plan) -> Plan:
+        """The plan whose turn it is among those that contend for calls of about the size of those of ``plan``, the simplest."""
+        traffic = plan.traffic
+        if traffic.is_ordered or traffic.lane:
+            return plan
+        key = traffic.collective, traffic.logical_bytes.bit_length(), plan.wire
+        contest = self._contests.get(key)
+        if contest is None:
+            counts = None if self._settings.connections is None else (self._settings.connections,)
+            contest = self._contests[key] = Contest(contenders(traffic, plan.wire, counts))
+        self._in_contest = None if contest.is_over else contest
+        way = contest.way
+        found = self._plans.get((traffic, plan.wire, way))
+        if found is None:
+            found = self._plans.add((traffic, plan.wire, way), way.plan(traffic, plan.wire))
+        assert isinstance(found, Plan)  # no reason why there is none is kept under such a key
+        return found
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether :meth:`ran` waits to hear what the latest call took."""
+        return self._in_contest is not None
+
+    def ran(self, plan: Plan, time_us: float, agree: Callable[[list[float]], list[float]]) -> None:
+        """Hear what the call of ``plan`` took that was asked for last, in its turn. ``agree`` returns each number's largest over
+        ranks, and is called on all of them after the same call, or on none."""
+        contest, self._in_contest = self._in_contest, None
+        if contest is None or contest.way != Contender(plan.strategy, plan.chunks, plan.connections):
+            return  # another call's, where the one that was asked for went another way
+        if times := contest.ran(time_us / plan.traffic.logical_bytes):
+            contest.settle(agree(times))
 
     def predicted_us(
         self,
@@ -341,25 +390,30 @@ class Choices:
         encoded = [wire for wire in traffic.wires if not wire.is_native]
         wire = NATIVE if NATIVE in traffic.wires else encoded[0]
         if traffic.is_ordered:
-            return build(traffic, Strategy.DIRECT, wire=wire)  # the only one that sums in rank order
+            return self._connected(build(traffic, Strategy.DIRECT, wire=wire))  # the only one that sums in rank order
         try:
-            if self._forced is not None:
-                return build(traffic, *self._forced, wire=wire)
+            if self._forced is not None or self._is_tried:
+                return self._connected(build(traffic, *(self._forced or (Strategy.DIRECT, 1)), wire=wire))
             if self.planner is None:
                 return self._unplanned(traffic, wire, encoded)
             decision = self.planner.decide(traffic)
             if decision.unpriced:
                 self._warn(decision.unpriced)
             if not may_try(traffic):
-                return decision.plan
+                return self._connected(decision.plan)
             if self._settings.trials != "off":
                 is_wanted = self._settings.trials == "on"
                 self.pending = self._corrections.trial(self.planner, traffic, is_wanted=is_wanted)
-            return self._corrections.best(decision)
+            return self._connected(self._corrections.best(decision))
         except PlanError as error:
             if not wire.is_native:  # there is nothing else that may run
                 return build(traffic, Strategy.DIRECT, wire=wire)
             return str(error).partition("; it has ")[0]  # of what the profile has, the list would be read at every exit
+
+    def _connected(self, plan: Plan) -> Plan:
+        """``plan`` over as many connections as the settings say."""
+        connections = self._settings.connections or 1
+        return plan if connections == 1 or plan.strategy is Strategy.FLAT else replace(plan, connections=connections)
 
     def _unplanned(self, traffic: Traffic, wire: Wire, encoded: list[Wire]) -> Plan | str:
         why = "there is no profile (COMMLAYER_PROFILE=none)"

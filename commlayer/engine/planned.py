@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import cast
 
@@ -263,6 +264,8 @@ class PlannedGroup:
 
     def _exchange(self, runner: Runner, plan: Plan, splits: Splits) -> SplitExchange:
         """The moves of an all_to_all with these splits, which many programs have again and again."""
+        if plan.connections > 1:
+            self.connect_messages(plan.connections)
         two_level, transport = TwoLevel(self.nodes, self.rank, *splits), cast("GlooTransport", runner.transport)
         return self._exchanges.add((id(plan), splits), SplitExchange(plan, two_level, transport, self.near))
 
@@ -336,6 +339,8 @@ class PlannedGroup:
         return groups
 
     def _prepared(self, runner: Runner, plan: Plan, root: int) -> Prepared:
+        if plan.connections > 1:
+            self.connect_messages(plan.connections)
         return runner.prepared(plan, root, lambda: self.moves(plan, root))
 
     def moves(self, plan: Plan, root: int = 0) -> tuple[Sequence[Moves], Mapping[Buffer, int]]:
@@ -348,14 +353,30 @@ class PlannedGroup:
         """The members on this rank's node."""
         return next(members for members in self.nodes if self.rank in members)
 
-    def connect_messages(self) -> Runner:
+    def connect_messages(self, connections: int = 1) -> Runner:
         """The runner of the plans, whose messages inside nodes go through shared memory, and others over the connections of the
-        backend's own calls, under tags of their own; made at the first call of this, which is collective."""
+        backend's own calls, under tags of their own; where ``connections`` asks for several, over new ones too. Made at the first
+        call that asks for them, which is collective."""
         if self._runner is None:
             group = self._sharing_memory(self.connect_own_calls())
-            channel = Channel(self.name, group, tuple((rank, place) for place, rank in enumerate(self.global_ranks)))
+            peers = tuple((rank, place) for place, rank in enumerate(self.global_ranks))
+            channel = Channel(self.name, group, peers)
             self._runner = Runner(GlooTransport(dict.fromkeys(Op, channel), self.board), self.near)
+        if connections > 1:
+            transport = cast("GlooTransport", self._runner.transport)
+            if connections > 1 + len(transport.others):
+                self._widen(transport, connections)
         return self._runner
+
+    def _widen(self, transport: GlooTransport, connections: int) -> None:
+        """Connect with every member as often as ``connections`` says, each on a thread: each waits for the link some times."""
+        numbers = range(len(transport.others) + 2, connections + 1)
+
+        def connected(number: int) -> dist.ProcessGroup:
+            return self.connect(f"messages, connection {number}", self.timeout_s)
+
+        with ThreadPoolExecutor(len(numbers)) as threads:
+            transport.widen(list(threads.map(connected, numbers)))
 
     def connect_own_calls(self) -> dist.ProcessGroup:
         """Gloo's own calls: the backend's group where this object serves one, else one on connections of its own, made at the

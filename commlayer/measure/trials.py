@@ -11,7 +11,7 @@ from commlayer.measure.calls import OwnCall, StepCall, TimedCall
 from commlayer.measure.group_calls import largest
 from commlayer.scheduler.plan import Plan, Strategy
 
-__all__ = ["run_pending"]
+__all__ = ["judge", "run_pending"]
 
 _WHAT = "the trial of its plans"
 
@@ -32,6 +32,12 @@ def run_pending(planned: PlannedGroup, timeout_s: float | None = None) -> None:
         while len(rounds) < trial.runs and sum(map(sum, rounds)) <= trial.longest_us:
             rounds.append(largest(planned, [_timed_us(planned, call, limit_s) for call in calls], limit_s, _WHAT))
         planned.choices.settle(trial, rounds)
+
+
+def judge(planned: PlannedGroup, plan: Plan, time_us: float) -> None:
+    """Tell the choices of ``planned`` what the call of ``plan`` took that just ran in its turn. Collective over the group. Raises
+    PeerError and CollectiveTimeoutError as a call does."""
+    planned.choices.ran(plan, time_us, lambda times: largest(planned, times, planned.timeout_s, _WHAT))
 
 
 def _call(planned: PlannedGroup, plan: Plan, timeout_s: float) -> TimedCall:

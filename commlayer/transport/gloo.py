@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,13 +49,17 @@ ONE_CALL_BYTES = 128 << 10
 thirds of the messages' time, at 256 KiB and above the messages are as fast or faster. The same number on every rank."""
 _BY_BYTES = 32 << 10
 """Up to this size a copy between buffers is one of bytes: torch's costs more to call, and lets other threads run meanwhile."""
+_STRIPE_BYTES = 64 << 10
+"""The least part of a message that goes over a connection of its own: below it a message costs more than its bytes do."""
 _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
 """The buffers whose regions are encoded messages."""
 _BROKEN = ("clos", "connect", "timed out", "timeout", "socket", "reset by peer", "broken pipe", "gloo")
 """Words of a connection that failed, Gloo's or shared memory's."""
 
 
-_Parted = tuple[Sequence[Posting], Sequence[Posting]]
+_FarPosting = tuple[int, int, Buffer, int, int, int]
+"""As for neighbours, and over which of the channel's connections."""
+_Parted = tuple[Sequence[Posting], Sequence[_FarPosting]]
 
 
 class GlooTransport:
@@ -63,8 +68,12 @@ class GlooTransport:
     def __init__(self, channels: Mapping[Op, Channel], board: FailureBoard) -> None:
         self.channels = channels
         self.shared = {op: _shared(channel) for op, channel in channels.items()}
-        self.far = {op: _beneath(channel) for op, channel in channels.items()}
+        self.far: dict[Op, tuple[dist.ProcessGroup, ...]] = {
+            op: (_beneath(channel),) for op, channel in channels.items()
+        }
         """The Gloo groups, and what carries messages inside the node instead."""
+        self.others = list[dist.ProcessGroup]()
+        """Groups of the same ranks, in the same order, whose connections take parts of large messages to other nodes."""
         self.board = board
         self.rank = board.rank
         self.sequence = 0
@@ -79,6 +88,13 @@ class GlooTransport:
             end_wait(work)
         self.abort()
 
+    def widen(self, others: Sequence[dist.ProcessGroup]) -> None:
+        """Have plans that ask for several connections send parts of large messages over those of these groups too. For a
+        transport all of whose channels have the same ranks in the same order."""
+        self.others += others
+        for op, groups in self.far.items():
+            self.far[op] = (*groups, *others)
+
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> GlooScript:
         """Part the messages of ``steps``, this rank's moves in each step of ``plan``, by how they go."""
         return GlooScript(plan, tuple(self.compile_step(plan, *each) for each in enumerate(steps)))
@@ -89,7 +105,8 @@ class GlooTransport:
         peers = self.channels[op].peers if op in self.channels else ()  # none where nothing moves between ranks
         shared = self.shared.get(op)
         near = () if shared is None else shared.neighbours
-        return GlooStep(op, moves, _parted(moves.sends, peers, near), _parted(moves.receives, peers, near))
+        sends, receives = (_parted(each, peers, near, plan.connections) for each in (moves.sends, moves.receives))
+        return GlooStep(op, moves, sends, receives)
 
     def start(
         self,
@@ -166,12 +183,13 @@ class GlooTransport:
             return
         self._is_aborted = True
         for channel in set(self.channels.values()):
-            break_connections(channel.group, [place for rank, place in channel.peers if rank != self.rank])
+            for group in (channel.group, *self.others):
+                break_connections(group, [place for rank, place in channel.peers if rank != self.rank])
 
     def release(self) -> list[dist.ProcessGroup]:
         """Forget the groups, and return them: only the list refers to them then, as far as the transport is concerned."""
-        groups = [channel.group for channel in dict.fromkeys(self.channels.values())]
-        self.channels, self.shared, self.far = {}, {}, {}
+        groups = [*(channel.group for channel in dict.fromkeys(self.channels.values())), *self.others]
+        self.channels, self.shared, self.far, self.others = {}, {}, {}, []
         return groups
 
     def close(self) -> None:
@@ -278,8 +296,8 @@ class GlooCall:
                 near = near or Receive(shared, self._mark)
                 posted = -len(near.missing)
                 shared.receive_all(step.near_receives, buffers, base, near)
-            for place, tag, buffer, start, stop in step.far_receives:
-                work = transport.far[step.op].recv([buffers[buffer].part(start, stop)], place, base + tag)
+            for place, tag, buffer, start, stop, connection in step.far_receives:
+                work = transport.far[step.op][connection].recv([buffers[buffer].part(start, stop)], place, base + tag)
                 far.append((work, place))
                 posted += 1
         except RuntimeError as error:
@@ -322,8 +340,8 @@ class GlooCall:
             if step.near_sends:
                 shared: Any = transport.shared[step.op]
                 shared.send_all(step.near_sends, buffers, base, near, self._mark)
-            for place, tag, buffer, start, stop in step.far_sends:
-                work = transport.far[step.op].send([buffers[buffer].part(start, stop)], place, base + tag)
+            for place, tag, buffer, start, stop, connection in step.far_sends:
+                work = transport.far[step.op][connection].send([buffers[buffer].part(start, stop)], place, base + tag)
                 sends.append((work, index, place))
                 posted += 1
         except RuntimeError as error:
@@ -411,7 +429,9 @@ class GlooCall:
         finally:
             transport.waited_for.discard(work)
 
-    def _not_posted(self, index: int, parcels: Sequence[Posting], num_posted: int, error: RuntimeError) -> Exception:
+    def _not_posted(
+        self, index: int, parcels: Sequence[Posting | _FarPosting], num_posted: int, error: RuntimeError
+    ) -> Exception:
         """The error to raise where a message could not be posted: that behind those which were is to blame."""
         return self._explained(index, parcels[num_posted][0], error)
 
@@ -438,13 +458,23 @@ def _beneath(channel: Channel) -> dist.ProcessGroup:
     return channel.group if shared is None else shared.group
 
 
-def _parted(messages: Sequence[Message], peers: Sequence[tuple[int, int]], near: Collection[int]) -> _Parted:
-    """Messages as the transport posts them: those of neighbours, and others."""
-    inside, outside = list[Posting](), list[Posting]()
+def _parted(
+    messages: Sequence[Message], peers: Sequence[tuple[int, int]], near: Collection[int], connections: int
+) -> _Parted:
+    """Messages as the transport posts them: those of neighbours, and others, large ones in a part for each connection.
+
+    How a message is parted follows from its size, which who sends and who receives it know alike.
+    """
+    inside, outside = list[Posting](), list[_FarPosting]()
     for message in messages:
         place, region = peers[message.peer][1], message.region
-        parts = inside if place in near else outside
-        parts.append((place, message.tag, region.buffer, region.start, region.stop))
+        if place in near:
+            inside.append((place, message.tag, region.buffer, region.start, region.stop))
+            continue
+        parts = max(1, min(connections, region.size // _STRIPE_BYTES))
+        cuts = [region.start + region.size * part // parts for part in range(parts + 1)]
+        for connection, (start, stop) in enumerate(pairwise(cuts)):
+            outside.append((place, message.tag, region.buffer, start, stop, connection))
     return inside, outside
 
 
